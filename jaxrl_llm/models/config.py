@@ -1,0 +1,100 @@
+"""What a decoder is, as hashable values; families.py fills them from config.json."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama-3's frequency rescaling for long contexts (Llama-3.1 model card)."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Shape and rules of the attention of every layer.
+
+    Attributes:
+      heads: N, query heads.
+      kv_heads: K, key/value heads; divides N.
+      head_dim: H.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: Llama-3 rescaling, a float (linear: positions divided by it), or None.
+      bias: query, key and value projections have a bias.
+      qk_norm: "none", "head" (RMS norm over each head) or "full" (over all heads together).
+      scale: factor on the scores; None means H ** -0.5.
+      softcap: scores become softcap * tanh(scores / softcap); None means off.
+      windows: sliding window of each layer in tokens, 0 for full attention; () means all full.
+      local_rope_theta: base used by the layers that have a window, unscaled; None means rope_theta.
+      max_positions: the longest sequence the model was made for.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Rope | float | None = None
+    bias: bool = False
+    qk_norm: str = "none"
+    scale: float | None = None
+    softcap: float | None = None
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    max_positions: int = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """RMS normalisation: ``x / rms(x) * weight``.
+
+    Attributes:
+      eps: added to the mean square.
+      plus_one: the weight is stored as its difference from 1 (Gemma).
+      placement: "pre" (before attention and MLP), "post" (after each, OLMo 2) or "both" (Gemma 2 and 3).
+    """
+
+    eps: float = 1e-5
+    plus_one: bool = False
+    placement: str = "pre"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenIds:
+    """Special token ids: any of ``eos`` ends a completion."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    Attributes:
+      family: key of ``families.FAMILIES``.
+      vocab_size: V.
+      width: D.
+      layers: L.
+      mlp_width: F.
+      activation: "silu" or "gelu_tanh".
+      tied_embeddings: the LM head is the embedding.
+      embedding_scale: embeddings are multiplied by it (Gemma: sqrt(D)).
+      logit_softcap: logits become softcap * tanh(logits / softcap); None means off.
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    layers: int
+    mlp_width: int
+    attention: Attention
+    norm: Norm = Norm()
+    activation: str = "silu"
+    tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    tokens: TokenIds = TokenIds()

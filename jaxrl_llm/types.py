@@ -1,0 +1,147 @@
+"""The values that pass between the rooms, and the glossary of axes.
+
+Axes: ``P`` prompts, ``G`` completions per prompt, ``B = P*G`` completions, ``T`` tokens, ``V`` vocabulary,
+``D`` model width, ``N`` query heads, ``K`` key/value heads, ``H`` head width, ``F`` MLP width, ``L`` layers,
+``R`` packed rows, ``S`` row or cache length, ``M`` microbatches.
+
+Four log-probabilities of one sampled token, never to be mixed up:
+
+================  ==========================================================================  ========
+name              whose                                                                       gradient
+================  ==========================================================================  ========
+``logp``          the live policy, in the learner                                             yes
+``old_logp``      the policy at the start of this batch's updates, in the learner             no
+``sampler_logp``  the distribution that the engine really sampled from                        no
+``ref_logp``      the frozen reference                                                        no
+================  ==========================================================================  ========
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Message = dict[str, str]
+"""One chat message: ``{"role": "user", "content": "..."}``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A prompt with a checkable answer.
+
+    Attributes:
+      id: Unique within its task, and the same on every run.
+      prompt: The chat so far; most problems hold one user message.
+      answer: The reference answer.
+      task: Name of the task it came from.
+      extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
+      verifier: How the extracted answer is compared: ``match``, ``integer``, ``math`` or ``reasoning_gym``.
+      metadata: What the source adds (level, generator parameters); verifiers may read it.
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    answer: str
+    task: str
+    extractor: str = "last_number"
+    verifier: str = "match"
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What the engine sampled after one prompt; every array has one entry per token.
+
+    Attributes:
+      tokens: int32[T], the stop token included.
+      sampler_logp: float32[T], nats, under the distribution that was really sampled (temperature and truncation applied).
+      finish_reason: ``stop`` | ``length`` | ``repetition`` | ``aborted``.
+      mask: bool[T], True where the policy sampled the token.
+      version: int32[T], the policy version (optimiser updates so far) that sampled the token.
+      extras: further per-token arrays by name (``entropy``: float32[T], nats).
+      text: the decoded tokens without special ones; empty until a tokenizer has seen it.
+    """
+
+    tokens: np.ndarray
+    sampler_logp: np.ndarray
+    finish_reason: str
+    mask: np.ndarray
+    version: np.ndarray
+    extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One prompt with its G completions and their scores.
+
+    Attributes:
+      problem: The problem that all completions answer.
+      prompt: int32 token ids of the templated prompt.
+      completions: The G completions.
+      rewards: float64[G], what the advantage sees; NaN where unscorable.
+      accuracy: float64[G], what group filters see; 1 or more is correct.
+      parts: float64[G] for each reward by name, unweighted.
+    """
+
+    problem: Problem
+    prompt: np.ndarray
+    completions: tuple[Completion, ...]
+    rewards: np.ndarray
+    accuracy: np.ndarray
+    parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+class PolicyBatch(NamedTuple):
+    """What the policy loss needs beside the live log-probabilities; one row per completion.
+
+    Attributes:
+      advantages: float[B] or float[B, T].
+      mask: bool or float [B, T]; 1 where the policy sampled the token and the loss counts it.
+      old_logp: float[B, T]; None means stop_gradient(logp): the ratio is exactly 1.
+      ref_logp: float[B, T], needed where the algorithm has a KL term.
+      sampler_logp: float[B, T], needed by sampler corrections.
+    """
+
+    advantages: Any
+    mask: Any
+    old_logp: Any = None
+    ref_logp: Any = None
+    sampler_logp: Any = None
+
+
+class AdvantageContext(NamedTuple):
+    """What estimators beyond the outcome reward may need, of the global batch; [B, T] unless said.
+
+    Attributes:
+      mask: 1 where the policy sampled the token.
+      old_logp: nats.
+      ref_logp: nats.
+      values: the critic's value of each state.
+      step_rewards: rewards at token positions.
+      group_ids: int[B].
+    """
+
+    mask: Any = None
+    old_logp: Any = None
+    ref_logp: Any = None
+    values: Any = None
+    step_rewards: Any = None
+    group_ids: Any = None
+
+
+class TrainState(NamedTuple):
+    """Everything on the device that an update changes, as one pytree.
+
+    Attributes:
+      policy: the live model.
+      opt_state: the optimiser's.
+      reference: the frozen model, or None where the KL coefficient is 0; it never shares a buffer with the policy.
+      updates: int32[], optimiser updates so far; the policy's version.
+    """
+
+    policy: Any
+    opt_state: Any
+    reference: Any
+    updates: jax.Array
