@@ -1,0 +1,104 @@
+"""The key/value cache of the sampler: a part that is only read, and a short chunk that decode steps write.
+
+A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
+so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. A row's columns are its
+positions, whatever slot or time it was filled at: its numbers never depend on its neighbours.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models import layers
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder, block, causal_rows, embed, forward, layer_constants
+
+
+class Cache(NamedTuple):
+    """Keys and values, [L, B, K, S, H] each; column s of a row holds its position s."""
+
+    k: Any
+    v: Any
+
+
+def empty_cache(config: ModelConfig, rows: int, length: int, dtype: Any) -> Cache:
+    """A cache of zeros for ``rows`` sequences of up to ``length`` positions."""
+    shape = (config.layers, rows, config.attention.kv_heads, length, config.attention.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def prefill(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Cache]:
+    """Hidden states [P, S, D] and cache of right-padded prompts int32[P, S]."""
+    hidden, (k, v) = forward(model, causal_rows(tokens), keep_cache=True)
+    return hidden, Cache(k, v)
+
+
+def decode(
+    model: Decoder, cache: Cache, chunk: Cache, step: jax.Array, tokens: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """One token for every row.
+
+    Args:
+      model: the decoder.
+      cache: read only; row b is valid below ``lengths[b]``.
+      chunk: [L, B, K, C, H], columns below ``step`` are valid; this step writes column ``step``.
+      step: int32[], 0 <= step < C.
+      tokens: int32[B], each row's newest token, at position ``lengths + step``.
+      lengths: int32[B].
+
+    Returns:
+      Final hidden states [B, D] and the chunk with the new column.
+    """
+    config, positions = model.config, lengths + step
+    columns, steps = jnp.arange(cache.k.shape[3]), jnp.arange(chunk.k.shape[3])
+    distance = jnp.concatenate([positions[:, None] - columns, jnp.broadcast_to(step - steps, (tokens.shape[0], len(steps)))], 1)
+    valid = jnp.concatenate([columns < lengths[:, None], jnp.broadcast_to(steps <= step, (tokens.shape[0], len(steps)))], 1)
+
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
+        w, frequencies, window, main, new = per_layer
+        visible = valid & ((window == 0) | (distance < window))
+        written = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            fresh = Cache(*(jax.lax.dynamic_update_slice(old, one, (0, 0, step, 0)) for old, one in zip(new, (k, v), strict=True)))
+            written.append(fresh)
+            parts = [layers.scores(q, keys, config.attention) for keys in (main.k, fresh.k)]
+            s = jnp.where(visible[:, None, None, None], jnp.concatenate(parts, -1), layers.MASKED)
+            near, far = jnp.split(jax.nn.softmax(s, axis=-1), [len(columns)], axis=-1)
+            return layers.mix(near, main.v) + layers.mix(far, fresh.v)
+
+        angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
+        return block(w, config, x, angles, attend), written[0]
+
+    x = embed(model, tokens)[:, None]
+    x, chunk = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config), cache, chunk))
+    return layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm), chunk
+
+
+def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
+    """The cache with the chunk's C columns written at each row's positions ``lengths`` and on."""
+    offset = jnp.arange(cache.k.shape[3]) - lengths[:, None]
+    inside = (offset >= 0) & (offset < chunk.k.shape[3])
+
+    def merge(old: jax.Array, new: jax.Array) -> jax.Array:
+        index = jnp.clip(offset, 0, chunk.k.shape[3] - 1)[None, :, None, :, None]
+        return jnp.where(inside[None, :, None, :, None], jnp.take_along_axis(new, index, axis=3), old)
+
+    return Cache(merge(cache.k, chunk.k), merge(cache.v, chunk.v))
+
+
+def insert(cache: Cache, prompts: Cache, source: jax.Array) -> Cache:
+    """The cache with row b replaced by prompt ``source[b]``, or kept where that is negative.
+
+    prompts: [L, P, K, Z, H] with Z <= S; columns beyond Z keep what they hold (they are invalid until written).
+    """
+    width = prompts.k.shape[3]
+
+    def place(old: jax.Array, new: jax.Array) -> jax.Array:
+        chosen = jnp.take(new, jnp.maximum(source, 0), axis=1)
+        kept = jax.lax.slice_in_dim(old, 0, width, axis=3)
+        head = jnp.where((source >= 0)[None, :, None, None, None], chosen, kept)
+        return jax.lax.dynamic_update_slice(old, head, (0, 0, 0, 0, 0))
+
+    return Cache(place(cache.k, prompts.k), place(cache.v, prompts.v))

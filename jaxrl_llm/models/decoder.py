@@ -1,0 +1,237 @@
+"""A decoder-only transformer as one immutable value: weights declared once, one block for learning and sampling.
+
+The module tree is a JAX pytree whose every leaf is a trainable array of one floating dtype; nothing is assigned after
+``__init__``. Layers are stacked on a leading axis L and run by ``lax.scan``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxrl_llm.models import layers
+from jaxrl_llm.models.config import ModelConfig
+
+
+class Weights(nnx.Module):
+    """A named bundle of parameters; its attributes are the names."""
+
+    def __init__(self, parameters: dict[str, Any]):
+        for name, value in parameters.items():
+            setattr(self, name, Weights(value) if isinstance(value, dict) else nnx.Param(value))
+
+    def has(self, name: str) -> bool:
+        """Whether the architecture has this parameter."""
+        return hasattr(self, name)
+
+
+class Decoder(nnx.Module):
+    """The language model; build it with ``from_parameters`` or ``initialise``.
+
+    Attributes:
+      config: static; part of the pytree's structure, so models of two architectures never mix.
+      weights: ``embed`` [V, D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V].
+    """
+
+    def __init__(self, config: ModelConfig, parameters: dict[str, Any]):
+        self.config = config
+        self.weights = Weights(parameters)
+
+
+class Rows(NamedTuple):
+    """Packed token rows; int32[R, S] each. Group 0 is padding.
+
+    A token sees earlier tokens of its row with the same group whose branch is 0 (a prompt shared by the group) or its own.
+    ``positions`` count along the path of each branch, so a prompt stands once however many completions follow it.
+    """
+
+    tokens: Any
+    positions: Any
+    group: Any
+    branch: Any
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
+    """Every parameter of the architecture as a nested dict of shapes."""
+    a, L, D, F = config.attention, config.layers, config.width, config.mlp_width
+    N, K, H = a.heads, a.kv_heads, a.head_dim
+    attn = {"q": (L, D, N, H), "k": (L, D, K, H), "v": (L, D, K, H), "o": (L, N, H, D)}
+    if a.bias:
+        attn |= {"q_bias": (L, N, H), "k_bias": (L, K, H), "v_bias": (L, K, H)}
+    if a.qk_norm != "none":
+        full = a.qk_norm == "full"
+        attn |= {"q_norm": (L, N, H) if full else (L, H), "k_norm": (L, K, H) if full else (L, H)}
+    norms = {}
+    if config.norm.placement in ("pre", "both"):
+        norms |= {"attn": (L, D), "mlp": (L, D)}
+    if config.norm.placement in ("post", "both"):
+        norms |= {"attn_post": (L, D), "mlp_post": (L, D)}
+    mlp = {"gate": (L, D, F), "up": (L, D, F), "down": (L, F, D)}
+    shapes = {"embed": (config.vocab_size, D), "final_norm": (D,), "blocks": {"attn": attn, "mlp": mlp, "norms": norms}}
+    return shapes if config.tied_embeddings else shapes | {"head": (D, config.vocab_size)}
+
+
+def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Decoder:
+    """A model with normal weights of standard deviation ``scale``, norms at 1 and biases at 0."""
+    paths, treedef = jax.tree.flatten_with_path(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    leaves = []
+    for index, (path, shape) in enumerate(paths):
+        name = path[-1].key
+        if "norm" in jax.tree_util.keystr(path):
+            leaves.append(jnp.full(shape, 0.0 if config.norm.plus_one else 1.0, dtype))
+        elif name.endswith("_bias"):
+            leaves.append(jnp.zeros(shape, dtype))
+        else:
+            leaves.append((scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype))
+    return from_parameters(config, jax.tree.unflatten(treedef, leaves))
+
+
+def from_parameters(config: ModelConfig, parameters: dict[str, Any]) -> Decoder:
+    """A model around the given nested dict of arrays (or of ``jax.ShapeDtypeStruct``)."""
+    return Decoder(config, parameters)
+
+
+def to_parameters(model: Decoder) -> dict[str, Any]:
+    """The model's arrays as a plain nested dict, the form that checkpoints and files use."""
+    return _unwrap(model.weights)
+
+
+def _unwrap(weights: Weights) -> dict[str, Any]:
+    items = {k: v for k, v in vars(weights).items() if isinstance(v, (Weights, nnx.Param))}
+    return {k: _unwrap(v) if isinstance(v, Weights) else v.get_value() for k, v in items.items()}
+
+
+def cast(model: Decoder, dtype: Any) -> Decoder:
+    """The model with every weight in ``dtype``; the same arrays where they have it already."""
+    return jax.tree.map(lambda x: x.astype(dtype), model)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of weights."""
+    shapes = jax.tree.leaves(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(int(np.prod(shape)) for shape in shapes)
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [B, S, K, N / K, H], k [B, K, S, H], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied."""
+
+
+def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
+    """One layer on x [B, S, D]; ``angles`` [B, S, H / 2] turn queries and keys, ``attend`` knows mask and cache."""
+    norm = functools.partial(layers.rms_norm, norm=config.norm)
+    pre, post = config.norm.placement != "post", config.norm.placement != "pre"
+    h = norm(x, w.norms.attn[...]) if pre else x
+    with jax.named_scope("attention"):
+        h = _attention(w.attn, config, h, angles, attend)
+    x = x + (norm(h, w.norms.attn_post[...]) if post else h)
+    h = norm(x, w.norms.mlp[...]) if pre else x
+    with jax.named_scope("mlp"):
+        gate = layers.ACTIVATIONS[config.activation](jnp.einsum("bsd,df->bsf", h, w.mlp.gate[...]))
+        h = jnp.einsum("bsf,fd->bsd", gate * jnp.einsum("bsd,df->bsf", h, w.mlp.up[...]), w.mlp.down[...])
+    return x + (norm(h, w.norms.mlp_post[...]) if post else h)
+
+
+def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
+    q, k, v = (jnp.einsum("bsd,dnh->bsnh", h, p[...]) for p in (w.q, w.k, w.v))
+    if w.has("q_bias"):
+        q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
+    if w.has("q_norm"):
+        norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
+        q, k = norm(q, w.q_norm[...], config.norm), norm(k, w.k_norm[...], config.norm)
+    q, k = layers.rotate(q, angles), layers.rotate(k, angles)
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    out = attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+    return jnp.einsum("bsnh,nhd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w.o[...])
+
+
+def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
+    """Token embeddings, [..., D]; ids outside the vocabulary (padding may hold anything) are clamped into it."""
+    x = model.weights.embed[...].at[tokens].get(mode="clip")
+    scale = model.config.embedding_scale
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+
+def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., V] of final hidden states [..., D]."""
+    w = model.weights
+    if model.config.tied_embeddings:
+        raw = jnp.einsum("...d,vd->...v", hidden, w.embed[...], preferred_element_type=jnp.float32)
+    else:
+        raw = jnp.einsum("...d,dv->...v", hidden, w.head[...], preferred_element_type=jnp.float32)
+    return layers.softcap(raw, model.config.logit_softcap)
+
+
+def row_mask(rows: Rows) -> jax.Array:
+    """Which position sees which in packed rows, without windows: bool[R, S, S]."""
+    group, branch = jnp.asarray(rows.group), jnp.asarray(rows.branch)
+    causal = jnp.tril(jnp.ones((group.shape[1],) * 2, bool))
+    same_path = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    return causal & (group[:, None, :] == group[:, :, None]) & (group[:, :, None] > 0) & same_path
+
+
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What the backward pass keeps of a layer: everything, nothing but its input, or the results of its matrix products."""
+
+
+def forward(model: Decoder, rows: Rows, remat: str = "none", keep_cache: bool = False) -> tuple[jax.Array, Any]:
+    """Final hidden states of packed rows.
+
+    Args:
+      model: the decoder.
+      rows: R rows of S tokens.
+      remat: key of ``REMAT``.
+      keep_cache: also return the keys and values of every layer, [L, R, K, S, H] each.
+
+    Returns:
+      Normalised hidden states [R, S, D], and (keys, values) or None.
+    """
+    config, positions = model.config, jnp.asarray(rows.positions)
+    allowed = row_mask(rows)
+    distance = positions[:, :, None] - positions[:, None, :]
+
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Any]:
+        w, frequencies, window = per_layer
+        visible = allowed & ((window == 0) | (distance < window))
+        kept = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            kept.append((k, v))
+            s = jnp.where(visible[:, None, None], layers.scores(q, k, config.attention), layers.MASKED)
+            return layers.mix(jax.nn.softmax(s, axis=-1), v)
+
+        x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
+        return x, (kept[0] if keep_cache else None)
+
+    if REMAT[remat] is not None:
+        layer = jax.checkpoint(layer, policy=REMAT[remat])
+    x, cache = jax.lax.scan(layer, embed(model, jnp.asarray(rows.tokens)), (model.weights.blocks, *layer_constants(config)))
+    return layers.rms_norm(x, model.weights.final_norm[...], config.norm), cache
+
+
+def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """What differs between layers beside weights: rotary frequencies [L, H / 2] and windows int32[L]."""
+    return jnp.asarray(layers.rope_frequencies(config)), jnp.asarray(layers.layer_windows(config), jnp.int32)
+
+
+def causal_rows(tokens: Any) -> Rows:
+    """Rows [B, T] of one sequence each, right-padded: what follows a token never changes it."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return Rows(tokens, positions, jnp.ones_like(tokens), jnp.zeros_like(tokens))
+
+
+@jax.jit
+def logits(model: Decoder, tokens: Any) -> jax.Array:
+    """Next-token logits of right-padded sequences: int[B, T] -> float32[B, T, V].
+
+    For tests and tools: training and sampling never hold an array of this size.
+    """
+    return unembed(model, forward(model, causal_rows(tokens))[0])

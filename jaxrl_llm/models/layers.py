@@ -1,0 +1,84 @@
+"""The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
+MASKED = -1e30
+"""Score of a forbidden position: finite, so that a row with no allowed position stays finite."""
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
+    """``x / rms(x) * weight`` over the last axis, computed in float32 and returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
+    scale = weight.astype(jnp.float32) + (1.0 if norm.plus_one else 0.0)
+    return (wide * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
+
+
+def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
+    """RMS norm of [..., N, H] over both last axes together (OLMo 2's query and key norm)."""
+    flat = x.reshape(*x.shape[:-2], -1)
+    return rms_norm(flat, weight.reshape(-1), norm).reshape(x.shape)
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Rotary frequencies of every layer, float32[L, H / 2], radians per token."""
+    attention = config.attention
+    full = _scaled(_base_frequencies(attention.rope_theta, attention.head_dim), attention.rope_scaling)
+    if attention.local_rope_theta is None:
+        return np.tile(full, (config.layers, 1)).astype(np.float32)
+    local = _base_frequencies(attention.local_rope_theta, attention.head_dim)
+    return np.stack([local if window else full for window in layer_windows(config)]).astype(np.float32)
+
+
+def layer_windows(config: ModelConfig) -> tuple[int, ...]:
+    """The sliding window of every layer in tokens, 0 for full attention."""
+    return config.attention.windows or (0,) * config.layers
+
+
+def _base_frequencies(theta: float, head_dim: int) -> np.ndarray:
+    return 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.ndarray:
+    """Linear scaling divides all frequencies; Llama-3's leaves short wavelengths alone and blends in between."""
+    if scaling is None:
+        return frequencies
+    if not isinstance(scaling, Llama3Rope):
+        return frequencies / scaling
+    turns = scaling.original_positions * frequencies / (2 * np.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotary embedding of x [..., heads, H] by angles [..., H / 2], halves paired as Hugging Face does."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
+    """Scaled, soft-capped attention scores, float32.
+
+    q: [B, S, K, N / K, H]; k: [B, K, Z, H]; returns [B, K, N / K, S, Z].
+    """
+    scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
+    raw = jnp.einsum("bskgh,bkzh->bkgsz", q, k, preferred_element_type=jnp.float32) * scale
+    return softcap(raw, attention.softcap)
+
+
+def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """``cap * tanh(x / cap)``, or x where there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def mix(probabilities: jax.Array, v: jax.Array) -> jax.Array:
+    """Values weighted by attention: [B, K, N / K, S, Z] with [B, K, Z, H] gives [B, S, K, N / K, H]."""
+    return jnp.einsum("bkgsz,bkzh->bskgh", probabilities.astype(v.dtype), v)
