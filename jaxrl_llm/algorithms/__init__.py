@@ -1,0 +1,19 @@
+"""Objectives as values: five small pure functions make an algorithm."""
+
+from jaxrl_llm.algorithms import advantages, kl, ratios, reduce, surrogates
+from jaxrl_llm.algorithms.loss import Algorithm, policy_loss
+from jaxrl_llm.algorithms.presets import PRESETS
+from jaxrl_llm.types import AdvantageContext, PolicyBatch
+
+__all__ = [
+    "PRESETS",
+    "AdvantageContext",
+    "Algorithm",
+    "PolicyBatch",
+    "advantages",
+    "kl",
+    "policy_loss",
+    "ratios",
+    "reduce",
+    "surrogates",
+]

@@ -1,0 +1,58 @@
+"""From per-token losses [B, T] to a scalar; the choice decides all length bias.
+
+Every reducer divides by the optimiser step's *global* counts, so summing over microbatches and devices gives the same
+number as one large batch. ``sequence_count`` leaves out rows with no valid token (verl and OpenRLHF do; TRL counts them).
+
+=================  =========================  ============================
+reducer            weight of one token        used by
+=================  =========================  ============================
+TokenMean          1 / tokens                 DAPO, CISPO, ProRL, PPO
+SequenceMean       1 / (sequences * L_i)      GRPO, GSPO
+SequenceSum        1 / sequences              REINFORCE, RLOO
+ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
+=================  =========================  ============================
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenMean:
+    """``sum(loss) / token_count``."""
+
+    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """loss and mask [B, T], counts scalars; returns a scalar."""
+        return jnp.sum(loss * mask) / token_count
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceMean:
+    """``sum_i (sum_t loss / L_i) / sequence_count``."""
+
+    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """loss and mask [B, T], counts scalars; returns a scalar."""
+        lengths = jnp.maximum(jnp.sum(mask, axis=1), 1)
+        return jnp.sum(jnp.sum(loss * mask, axis=1) / lengths) / sequence_count
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceSum:
+    """``sum(loss) / sequence_count``."""
+
+    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """loss and mask [B, T], counts scalars; returns a scalar."""
+        return jnp.sum(loss * mask) / sequence_count
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantLength:
+    """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded; ``length`` is the generation budget in tokens."""
+
+    length: int
+
+    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """loss and mask [B, T], counts scalars; returns a scalar."""
+        return jnp.sum(loss * mask) / (sequence_count * self.length)
