@@ -1,6 +1,5 @@
 """From scored samples to a new state: epochs and minibatches over one rollout."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,38 +10,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack
-from jaxrl_llm.learner.optimiser import Optimiser
+from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import BATCH, replicated, shardings
 from jaxrl_llm.types import TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Learner:
-    """How a rollout is learned from.
-
-    Attributes:
-      optimiser: see ``Optimiser``.
-      epochs: passes over each rollout.
-      minibatches: optimiser updates in each pass; groups stay whole.
-      target_kl: end the passes early once the policy is this far (k3, nats per token) from where they began; None never.
-      microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
-      row_tokens: tokens S of a row, at least the longest prompt with its completion; 0 chooses.
-      remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
-      dtype: of the weights that are trained and saved.
-      compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
-    """
-
-    optimiser: Optimiser = Optimiser()
-    epochs: int = 1
-    minibatches: int = 1
-    target_kl: float | None = None
-    microbatch_rows: int = 2
-    row_tokens: int = 0
-    remat: str = "full"
-    dtype: str = "float32"
-    compute_dtype: str = "float32"
 
 
 def create_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh) -> TrainState:

@@ -44,4 +44,5 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 def parameter_path(path: tuple) -> str:
     """``blocks/attn/q`` from the key path of a leaf inside a model; "" outside of one."""
     names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
+    names = names[:-1] if names[-1:] == ["value"] else names
     return "/".join(names[len(names) - names[::-1].index("weights") :]) if "weights" in names else ""
