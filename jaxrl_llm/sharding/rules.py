@@ -1,12 +1,14 @@
 """Where each parameter lives: one table from its path to a ``PartitionSpec``."""
 
+import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-RULES: dict[str, tuple[str | None, ...]] = {
-    "embed": ("tensor", "fsdp"),
+RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
+    # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
+    "embed": (("tensor", "fsdp"), None),
     "head": ("fsdp", "tensor"),
     "blocks/attn/q": (None, "fsdp", "tensor", None),
     "blocks/attn/k": (None, "fsdp", "tensor", None),
@@ -25,8 +27,8 @@ RULES: dict[str, tuple[str | None, ...]] = {
 def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The layout of one parameter; an axis that does not divide its dimension leaves it whole (9 heads on 2 devices)."""
     axes = RULES.get(path, ())
-    fitting = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(axes, shape, strict=False)]
-    return PartitionSpec(*fitting)
+    parts = [math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ())) for axis in axes]
+    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(axes, parts, shape, strict=False)))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
