@@ -22,8 +22,10 @@ class BytePairs:
     Attributes:
       tokens: the text of each id, in GPT-2's byte alphabet.
       merges: pairs, the earliest joined first.
-      special: tokens that are cut out of the text before anything else; each one is also in ``tokens``.
-      pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", or "none".
+      special: tokens that are cut out of the text whole, and left out of decoded text on request.
+      added: tokens that are cut out of the text whole, but are ordinary text when decoded.
+      pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx" or "none".
+      begin: an encoded text starts with ``bos_token``.
       chat_template: Jinja, or None.
       named: transformers' names of special tokens (``eos_token``, ``pad_token``, ...).
       max_length: positions of the model, in tokens.
@@ -32,7 +34,9 @@ class BytePairs:
     tokens: tuple[str, ...]
     merges: tuple[tuple[str, str], ...]
     special: tuple[str, ...]
+    added: tuple[str, ...] = ()
     pre: str = "gpt-2"
+    begin: bool = False
     chat_template: str | None = None
     named: tuple[tuple[str, str], ...] = ()
     max_length: int = 2048
@@ -66,14 +70,22 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 def build_tokenizer(pairs: BytePairs) -> Any:
     """The transformers tokenizer of a byte-level BPE table."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     vocabulary = {token: index for index, token in enumerate(pairs.tokens)}
     whole_words = pairs.pre == "llama-bpe"
-    tokenizer = Tokenizer(models.BPE(vocabulary, list(pairs.merges), ignore_merges=whole_words))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = _pre_tokenizer(pairs.pre)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(pairs.merges), ignore_merges=whole_words))
+    normalizer, tokenizer.pre_tokenizer = _pre_tokenizer(pairs.pre)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in pairs.special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in pairs.added])
+    if pairs.begin:
+        bos = dict(pairs.named)["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
+        )
     transformers = quiet_transformers()
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=pairs.max_length,
@@ -116,6 +128,7 @@ def _pre_tokenizer(pre: str) -> tuple[Any, Any]:
         "smollm": lambda: (None, Sequence([Digits(individual_digits=True), gpt2])),
         "qwen2": lambda: (normalizers.NFC(), split(QWEN2_SPLIT)),
         "llama-bpe": lambda: (None, split(LLAMA3_SPLIT)),
+        "dbrx": lambda: (None, split(LLAMA3_SPLIT)),
     }
     if pre not in known:
         raise InputError(f"the pre-tokenizer {pre!r} is not known here; load the model from a Hugging Face directory")
