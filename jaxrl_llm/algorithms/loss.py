@@ -1,7 +1,6 @@
 """The policy loss: an ``Algorithm`` is a value, ``policy_loss`` a pure function of it and of arrays."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,11 +24,12 @@ class Algorithm:
       entropy_coef: coefficient of the entropy bonus.
     """
 
-    advantage: Callable[..., jax.Array]
-    ratio: Callable[..., jax.Array]
-    surrogate: Callable[..., jax.Array]
-    reduce: Callable[..., jax.Array]
-    kl: Callable[..., jax.Array] | None = None
+    # Any callable value of the right shape will do: the fields are open to pieces written elsewhere.
+    advantage: Any
+    ratio: Any
+    surrogate: Any
+    reduce: Any
+    kl: Any = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 

@@ -1,0 +1,12 @@
+"""From scored completions to a better policy: packing, the update, epochs over a rollout."""
+
+from jaxrl_llm.lazy import attach
+from jaxrl_llm.learner.settings import Learner, Optimiser
+
+__all__ = ["Layout", "Learner", "Optimiser", "Packed", "Sample", "create_state", "learn", "make_update", "pack"]
+
+__getattr__ = attach(
+    __name__,
+    {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "batch"}
+    | {"create_state": "learn", "learn": "learn", "make_update": "update"},
+)

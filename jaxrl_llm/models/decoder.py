@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.sharding import BATCH, constrain
 
 
 class Weights(nnx.Module):
@@ -208,11 +209,12 @@ def forward(model: Decoder, rows: Rows, remat: str = "none", keep_cache: bool = 
             return layers.mix(jax.nn.softmax(s, axis=-1), v)
 
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
-        return x, (kept[0] if keep_cache else None)
+        return constrain(x, BATCH), (kept[0] if keep_cache else None)
 
     if REMAT[remat] is not None:
         layer = jax.checkpoint(layer, policy=REMAT[remat])
-    x, cache = jax.lax.scan(layer, embed(model, jnp.asarray(rows.tokens)), (model.weights.blocks, *layer_constants(config)))
+    x = constrain(embed(model, jnp.asarray(rows.tokens)), BATCH)
+    x, cache = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)))
     return layers.rms_norm(x, model.weights.final_norm[...], config.norm), cache
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.decoder import Decoder, unembed
+from jaxrl_llm.sharding import BATCH, constrain
 
 CHUNK = 512
 """Positions whose logits exist at one time."""
@@ -35,7 +36,7 @@ def token_logprobs(
 
     @jax.checkpoint
     def piece(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        h, t = inputs
+        h, t = constrain(inputs[0], BATCH), constrain(inputs[1], BATCH)
         return None, logprob_and_entropy(unembed(model, h) / temperature, t)
 
     _, (logp, entropy) = jax.lax.scan(piece, None, (hidden, targets))

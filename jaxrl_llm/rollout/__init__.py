@@ -1,6 +1,8 @@
 """The sampler: prompts in, completions with their log-probabilities out."""
 
-from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.sampling import Sampling
+from jaxrl_llm.lazy import attach
+from jaxrl_llm.rollout.settings import Rollout, Sampling
 
-__all__ = ["Engine", "Sampling"]
+__all__ = ["Engine", "Rollout", "Sampling"]
+
+__getattr__ = attach(__name__, {"Engine": "engine"})

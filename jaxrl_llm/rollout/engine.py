@@ -17,7 +17,8 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.cache import Cache, decode, empty_cache, flush, insert, prefill
 from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.rollout.sampling import Rule, Sampling, as_rule, draw, uniforms
+from jaxrl_llm.rollout.sampling import Rule, as_rule, draw, uniforms
+from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.types import Completion
 
 PREFILL_ROWS, PREFILL_TOKENS = 8, 8192

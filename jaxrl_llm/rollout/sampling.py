@@ -1,53 +1,15 @@
 """How one token is drawn from logits: temperature, top-k, top-p, by one uniform number for each row."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.settings import MAX_STOP_IDS, Sampling
 
-MAX_STOP_IDS = 8
 BLOCK = 128
 """Width of the lower level of the two-level inverse distribution function."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """What is sampled; its numbers are traced, so changing them does not recompile.
-
-    Attributes:
-      temperature: logits are divided by it; 0 takes the most likely token.
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
-      max_new_tokens: longest completion, the stop token included.
-      stop_ids: any of these tokens ends a completion (and belongs to it).
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_new_tokens: int = 128
-    stop_ids: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        checks = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "stop_ids": (len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
-        }
-        for name, (fine, rule) in checks.items():
-            if not fine:
-                raise InputError(f"{name} must be {rule}, got {getattr(self, name)}")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens are cut off, so that the sampled distribution is not the policy's."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 class Rule(NamedTuple):

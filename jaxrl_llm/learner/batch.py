@@ -1,0 +1,190 @@
+"""From groups of completions to packed rows of fixed shape.
+
+A row holds the prompts and completions of one or more groups. A prompt stands once in a row, and the completions that
+follow it each see it and themselves, so a group of G costs one prompt, not G. Log-probabilities are gathered back to
+[B, T], one row per completion, before the loss sees them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.decoder import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One completion as the learner sees it.
+
+    Attributes:
+      prompt: int32 token ids; samples with equal prompts share it.
+      tokens: int32[t].
+      mask: bool[t], tokens that the loss counts.
+      sampler_logp: float32[t], nats.
+      advantage: float.
+      fresh: sampled by the policy that this step updates; if not, ``sampler_logp`` stands in for ``old_logp``.
+    """
+
+    prompt: np.ndarray
+    tokens: np.ndarray
+    mask: np.ndarray
+    sampler_logp: np.ndarray
+    advantage: float
+    fresh: bool = True
+
+
+class Packed(NamedTuple):
+    """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens, N predictions.
+
+    Attributes:
+      rows: [M, R, S] each.
+      source: int32[M, N], flat index (row * S + column) of the position that predicts each completion token.
+      target: int32[M, N], the token predicted.
+      place: int32[M, N], where its log-probability goes in the flat [B * T]; B * T for padding, which is dropped.
+      mask: bool[M, B, T].
+      advantages: float32[M, B].
+      sampler_logp: float32[M, B, T].
+      fresh: bool[M, B].
+      count: int32[], microbatches that hold anything; the rest is padding.
+      tokens: float32[], valid tokens of the step.
+      sequences: float32[], completions with a valid token.
+      old_logp: float32[M, B, T], or None where one update follows the rollout.
+      ref_logp: float32[M, B, T], or None without a KL term.
+    """
+
+    rows: Rows
+    source: Any
+    target: Any
+    place: Any
+    mask: Any
+    advantages: Any
+    sampler_logp: Any
+    fresh: Any
+    count: Any
+    tokens: Any
+    sequences: Any
+    old_logp: Any = None
+    ref_logp: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shapes of a microbatch.
+
+    Attributes:
+      rows: R.
+      row_tokens: S, at least the longest prompt with its completion.
+      completion_tokens: T, the longest completion.
+    """
+
+    rows: int
+    row_tokens: int
+    completion_tokens: int
+
+
+Piece = tuple[int, list[int]]
+"""Tokens it takes, and the samples (by index) that follow one prompt in one row."""
+
+
+def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
+    """Pack samples into microbatches; samples with equal prompts share one where they stand in the same row.
+
+    Raises:
+      InputError: a prompt with its completion is longer than a row.
+    """
+    rows = _fill_rows(_pieces(samples, layout.row_tokens), layout.row_tokens)
+    batches = [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
+    width = _power_of_two(max(sum(len(piece[1]) for row in batch for piece in row) for batch in batches))
+    predictions = max(sum(len(samples[i].tokens) for row in batch for piece in row for i in piece[1]) for batch in batches)
+    quarter = -(-layout.rows * layout.row_tokens // 4)
+    predictions = -(-predictions // quarter) * quarter
+    empty = _arrays(_power_of_two(len(batches)), layout, width, predictions)
+    for number, batch in enumerate(batches):
+        _write(Packed(Rows(*(x[number] for x in empty.rows)), *(x[number] for x in empty[1:8]), *empty[8:]), batch, samples, layout)
+    counted = [s.mask.sum() for s in samples]
+    return empty._replace(
+        count=np.int32(len(batches)), tokens=np.float32(sum(counted)), sequences=np.float32(sum(c > 0 for c in counted))
+    )
+
+
+def _pieces(samples: Sequence[Sample], room: int) -> list[Piece]:
+    """Samples of one prompt, cut into pieces that fit a row."""
+    groups: dict[bytes, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.prompt.tobytes(), []).append(index)
+    pieces = []
+    for members in groups.values():
+        prompt, size, current = len(samples[members[0]].prompt), 0, []
+        for index in members:
+            length = len(samples[index].tokens)
+            if prompt + length > room:
+                raise InputError(f"a prompt of {prompt} and a completion of {length} tokens exceed learner.row_tokens {room}")
+            if current and prompt + size + length > room:
+                pieces.append((prompt + size, current))
+                size, current = 0, []
+            size, current = size + length, [*current, index]
+        pieces.append((prompt + size, current))
+    return pieces
+
+
+def _fill_rows(pieces: list[Piece], room: int) -> list[list[Piece]]:
+    """First fit, longest first: short rows of pieces whose tokens fit."""
+    rows: list[list[Piece]] = []
+    left: list[int] = []
+    for piece in sorted(pieces, key=lambda p: -p[0]):
+        for row, space in enumerate(left):
+            if piece[0] <= space:
+                rows[row].append(piece)
+                left[row] -= piece[0]
+                break
+        else:
+            rows.append([piece])
+            left.append(room - piece[0])
+    return rows
+
+
+def _arrays(count: int, layout: Layout, width: int, predictions: int) -> Packed:
+    """Microbatches of nothing but padding."""
+    R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
+    ints = lambda *shape: np.zeros((count, *shape), np.int32)
+    rows = Rows(ints(R, S), ints(R, S), ints(R, S), ints(R, S))
+    place = np.full((count, predictions), width * T, np.int32)
+    mask, logp = np.zeros((count, width, T), bool), np.zeros((count, width, T), np.float32)
+    fresh = np.ones((count, width), bool)
+    return Packed(
+        rows, ints(predictions), ints(predictions), place, mask, logp[..., 0].copy(), logp, fresh, np.int32(0), np.float32(0), np.float32(0)
+    )
+
+
+def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:
+    """Fill the arrays of one microbatch in place."""
+    sequence = used = 0
+    for r, row in enumerate(batch):
+        column = 0
+        for group, (_, members) in enumerate(row, start=1):
+            prompt = samples[members[0]].prompt
+            _place_tokens(out.rows, r, column, prompt, 0, group, 0)
+            last, column = column + len(prompt) - 1, column + len(prompt)
+            for branch, index in enumerate(members, start=1):
+                sample, size = samples[index], len(samples[index].tokens)
+                _place_tokens(out.rows, r, column, sample.tokens, len(prompt), group, branch)
+                at = slice(used, used + size)
+                out.source[at] = r * layout.row_tokens + np.concatenate([[last], np.arange(column, column + size - 1)])
+                out.target[at] = sample.tokens
+                out.place[at] = sequence * layout.completion_tokens + np.arange(size)
+                out.mask[sequence, :size], out.sampler_logp[sequence, :size] = sample.mask, sample.sampler_logp
+                out.advantages[sequence], out.fresh[sequence] = sample.advantage, sample.fresh
+                column, used, sequence = column + size, used + size, sequence + 1
+
+
+def _place_tokens(rows: Rows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int) -> None:
+    at = (row, slice(column, column + len(tokens)))
+    rows.tokens[at], rows.positions[at] = tokens, position + np.arange(len(tokens))
+    rows.group[at], rows.branch[at] = group, branch
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,102 @@
+"""From scored samples to a new state: epochs and minibatches over one rollout."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack
+from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.learner.update import score
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding import BATCH, replicated, shardings
+from jaxrl_llm.types import TrainState
+
+
+def create_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh) -> TrainState:
+    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's."""
+    state = abstract_state(model, optimiser, reference)
+    layout = shardings(state, mesh)
+
+    def build(model: Decoder) -> TrainState:
+        copy = jax.tree.map(jnp.copy, model) if reference else None
+        return TrainState(jax.tree.map(jnp.copy, model), optimiser.init(model), copy, jnp.int32(0))
+
+    return jax.jit(build, out_shardings=layout)(model)
+
+
+def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool) -> TrainState:
+    """Shapes and dtypes of the state, without arrays."""
+    return jax.eval_shape(lambda m: TrainState(m, optimiser.init(m), m if reference else None, jnp.int32(0)), model)
+
+
+def place(packed: Packed, mesh: Mesh) -> Packed:
+    """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
+    rows = jax.device_put(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
+    return jax.device_put(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+
+
+def learn(
+    state: TrainState, groups: Sequence[Sequence[Sample]], settings: Learner, layout: Layout, update: Callable[..., Any],
+    temperature: float, seed: int, mesh: Mesh,
+) -> tuple[TrainState, dict[str, float]]:
+    """Every epoch over every minibatch of the groups.
+
+    Args:
+      state: donated.
+      groups: samples of each prompt.
+      settings: epochs, minibatches, ``target_kl``.
+      layout: shapes of a microbatch.
+      update: from ``make_update``.
+      temperature: of the sampling, applied to every log-probability.
+      seed: orders the groups anew in each epoch after the first.
+      mesh: where the state lives.
+
+    Returns:
+      The new state, and metrics averaged over the updates made (``sampler/`` ones from the first, the only on-policy one).
+    """
+    anchor = settings.epochs * settings.minibatches > 1
+    rows: list[dict[str, float]] = []
+    batches = _scored(state, _split(groups, settings.minibatches), settings, layout, temperature, mesh, anchor)
+    for epoch in range(settings.epochs):
+        order = np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
+        for index in order:
+            state, metrics = update(state, batches[index], temperature)
+            rows.append({name: float(value) for name, value in jax.device_get(metrics).items()})
+            if settings.target_kl is not None and rows[-1]["policy_kl"] > settings.target_kl:
+                return state, _summary(rows) | {"target_kl/early_stops": 1.0}
+    stops = {} if settings.target_kl is None else {"target_kl/early_stops": 0.0}
+    return state, _summary(rows) | stops
+
+
+def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
+    """Groups dealt into minibatches, as even as can be, whole and in order."""
+    bounds = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
+    return [[s for group in groups[a:b] for s in group] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _scored(
+    state: TrainState, batches: list[list[Sample]], settings: Learner, layout: Layout, temperature: float, mesh: Mesh, anchor: bool
+) -> list[Packed]:
+    """Packed minibatches with ``old_logp`` where several updates follow and ``ref_logp`` where there is a reference.
+
+    Both are computed before the first update, at the shapes that the updates use.
+    """
+    out = []
+    for samples in batches:
+        packed = place(pack(samples, layout), mesh)
+        run = lambda model, p=packed: score(model, p, jnp.float32(temperature), settings.compute_dtype, settings.remat)
+        old = run(state.policy) if anchor else None
+        reference = run(state.reference) if state.reference is not None else None
+        out.append(packed._replace(old_logp=old, ref_logp=reference))
+    return out
+
+
+def _summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    first = {name: value for name, value in rows[0].items() if name.startswith("sampler/")}
+    return means | first | {"updates": float(len(rows))}

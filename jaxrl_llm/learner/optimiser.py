@@ -1,0 +1,33 @@
+"""The optimiser as an optax chain: clip by global norm, AdamW, a learning rate that warms up and may decay."""
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxrl_llm.learner.settings import Optimiser
+from jaxrl_llm.sharding.rules import parameter_path
+
+
+def learning_rate(config: Optimiser) -> optax.Schedule:
+    """Learning rate as a function of the optimiser updates done so far."""
+    peak, warmup = config.learning_rate, config.warmup
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, max(config.decay_updates - warmup, 1))
+    else:
+        after = optax.constant_schedule(peak)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
+
+
+def build(config: Optimiser) -> optax.GradientTransformation:
+    """The optax transformation; its state is a pytree of arrays."""
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    adam = optax.adamw(learning_rate(config), config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=_matrices)
+    return optax.chain(clip, adam)
+
+
+def _matrices(params: Any) -> Any:
+    """True for the weights that decay: all but norms and biases."""
+    return jax.tree.map_with_path(lambda path, _: not any(w in parameter_path(path) for w in ("norm", "bias")), params)

@@ -1,0 +1,118 @@
+"""The pure functions of learning: score a batch, and one optimiser update."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
+from jaxrl_llm.learner.batch import Packed
+from jaxrl_llm.models.decoder import Decoder, cast, forward
+from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.sharding import BATCH, constrain
+from jaxrl_llm.types import TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+def completion_logprobs(
+    model: Decoder, batch: Packed, temperature: jax.Array, remat: str = "none"
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy (nats, float32[B, T]) of one microbatch's completions; 0 at padding.
+
+    ``batch`` has no microbatch axis here.
+    """
+    rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
+    hidden, _ = forward(model, rows, remat)
+    hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
+    values = token_logprobs(model, hidden, batch.target, temperature)
+    flat = jnp.zeros(batch.mask.size, jnp.float32)
+    logp, entropy = (flat.at[batch.place].set(x, mode="drop").reshape(batch.mask.shape) for x in values)
+    return logp, entropy
+
+
+def microbatch(packed: Packed, index: jax.Array) -> Packed:
+    """Microbatch ``index``, without the leading axis."""
+    whole = packed._replace(count=None, tokens=None, sequences=None)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), whole)
+
+
+@functools.partial(jax.jit, static_argnames=("compute_dtype", "remat"))
+def score(model: Decoder, packed: Packed, temperature: jax.Array, compute_dtype: Any, remat: str) -> jax.Array:
+    """Log-probabilities float32[M, B, T] of a whole step's completions under a model that is not differentiated."""
+    model = cast(model, compute_dtype)
+
+    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+        return out.at[index].set(completion_logprobs(model, microbatch(packed, index), temperature, remat)[0])
+
+    return jax.lax.fori_loop(0, packed.count, body, jnp.zeros(packed.mask.shape, jnp.float32))
+
+
+def microbatch_loss(
+    policy: Decoder, batch: Packed, algorithm: Algorithm, temperature: jax.Array, tokens: jax.Array, sequences: jax.Array, **static: Any
+) -> tuple[jax.Array, Metrics]:
+    """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
+    logp, entropy = completion_logprobs(cast(policy, static["compute_dtype"]), batch, temperature, static["remat"])
+    # On-policy the ratio is 1 by construction; a carried group's old policy is the one that sampled it.
+    old = jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
+    old = jnp.where(batch.fresh[:, None], old, batch.sampler_logp)
+    inputs = PolicyBatch(batch.advantages, batch.mask, old, batch.ref_logp, batch.sampler_logp)
+    entropy = entropy if algorithm.entropy_coef else jax.lax.stop_gradient(entropy)
+    loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy)
+    gap = jnp.abs(logp - batch.sampler_logp)
+    fresh = (batch.mask & batch.fresh[:, None]).astype(jnp.float32)
+    drift = jnp.where(batch.mask, old - logp, 0.0)
+    metrics |= {
+        "sampler/gap_sum": jnp.sum(gap * fresh),
+        "sampler/fresh_tokens": jnp.sum(fresh),
+        "sampler/logp_abs_diff_max": jnp.max(gap * fresh),
+        "policy_kl": jnp.sum(jnp.expm1(drift) - drift) / tokens,
+    }
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def combine(total: Metrics, new: Metrics) -> Metrics:
+    """Metrics of two microbatches: largest for names ending in ``_max``, sum for the rest."""
+    return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[name], new[name]) for name in total}
+
+
+def accumulate(policy: Decoder, packed: Packed, temperature: jax.Array, algorithm: Algorithm, **static: Any) -> tuple[Decoder, Metrics]:
+    """Gradient and metrics of a whole optimiser step, summed over its microbatches.
+
+    The loop runs ``packed.count`` times: ragged steps of one padded shape share one compiled program.
+    """
+    loss = functools.partial(
+        microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.tokens, sequences=packed.sequences, **static
+    )
+    gradient = jax.grad(loss, has_aux=True)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0))))
+
+    def body(index: jax.Array, total: tuple[Decoder, Metrics]) -> tuple[Decoder, Metrics]:
+        grads, metrics = gradient(policy, microbatch(packed, index))
+        return jax.tree.map(jnp.add, total[0], grads), combine(total[1], metrics)
+
+    grads, metrics = jax.lax.fori_loop(0, packed.count, body, zeros)
+    fresh = metrics.pop("sampler/fresh_tokens")
+    metrics["sampler/logp_abs_diff_mean"] = metrics.pop("sampler/gap_sum") / jnp.maximum(fresh, 1)
+    return grads, metrics
+
+
+def make_update(
+    algorithm: Algorithm, optimiser: optax.GradientTransformation, compute_dtype: Any, remat: str
+) -> Callable[[TrainState, Packed, Any], tuple[TrainState, Metrics]]:
+    """The jitted update ``(state, packed, temperature) -> (state, metrics)``; the state is donated."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: TrainState, packed: Packed, temperature: jax.Array) -> tuple[TrainState, Metrics]:
+        grads, metrics = accumulate(
+            state.policy, packed, jnp.asarray(temperature, jnp.float32), algorithm, compute_dtype=compute_dtype, remat=remat
+        )
+        changes, opt_state = optimiser.update(grads, state.opt_state, state.policy)
+        metrics["grad_norm"] = optax.global_norm(grads)
+        policy = optax.apply_updates(state.policy, changes)
+        return TrainState(policy, opt_state, state.reference, state.updates + 1), metrics
+
+    return update

@@ -1,0 +1,81 @@
+"""What a run says about sampling: values without arrays, quick to import."""
+
+import dataclasses
+
+from jaxrl_llm.errors import InputError
+
+MAX_STOP_IDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What is sampled; its numbers are traced, so changing them does not recompile.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the most likely token.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      max_new_tokens: longest completion, the stop token included.
+      stop_ids: any of these tokens ends a completion (and belongs to it).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        checks = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "stop_ids": (len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
+        }
+        for name, (fine, rule) in checks.items():
+            if not fine:
+                raise InputError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are cut off, so that the sampled distribution is not the policy's."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """How groups are sampled for training.
+
+    Attributes:
+      prompts: P, groups that each step learns from.
+      group: G, completions of each prompt.
+      max_prompt_tokens: longer prompts are refused.
+      max_new_tokens: longest completion, the stop token included.
+      temperature: of the sampling and of every log-probability; above 0.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      slots: completions sampled at one time.
+      chunk: decode steps in one compiled call.
+      max_rounds: how often a step may sample before it learns from the groups it has (dynamic sampling).
+    """
+
+    prompts: int = 8
+    group: int = 8
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    slots: int = 64
+    chunk: int = 16
+    max_rounds: int = 10
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and completion together, in tokens."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+    def sampling(self, stop_ids: tuple[int, ...]) -> Sampling:
+        """The engine's rules."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop_ids)

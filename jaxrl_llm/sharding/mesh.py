@@ -1,0 +1,63 @@
+"""The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights."""
+
+import dataclasses
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.errors import InputError
+
+BATCH = ("data", "fsdp")
+"""The axes over which rows of a batch are divided."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices each axis has; at most one may be -1, which takes what is left.
+
+    Attributes:
+      data: copies of the weights.
+      fsdp: parts of the weights, gathered when used; also divides the batch.
+      tensor: parts of every matrix product (heads, MLP width).
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+    def sizes(self, devices: int) -> tuple[int, int, int]:
+        """The three axis sizes for this many devices; InputError where they do not multiply to it."""
+        given = (self.data, self.fsdp, self.tensor)
+        known = 1
+        for size in given:
+            known *= size if size > 0 else 1
+        if given.count(-1) > 1 or any(size == 0 or size < -1 for size in given):
+            raise InputError(f"mesh sizes must be positive, one of them may be -1: got data, fsdp, tensor = {given}")
+        rest = devices // known
+        sizes = tuple(rest if size == -1 else size for size in given)
+        if sizes[0] * sizes[1] * sizes[2] != devices:
+            raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} devices: set one of them to -1")
+        return sizes
+
+
+def make_mesh(shape: MeshShape) -> Mesh:
+    """A mesh over all devices of all processes."""
+    sizes = shape.sizes(jax.device_count())
+    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """Into how many parts the mesh divides a batch."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, *spec: object) -> jax.Array:
+    """Ask for a layout inside jit, on the mesh set by ``jax.set_mesh``; without one x is returned as it is."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

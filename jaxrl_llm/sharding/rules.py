@@ -1,0 +1,50 @@
+"""Where each parameter lives: one table from its path to a ``PartitionSpec``."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
+    # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
+    "embed": (("tensor", "fsdp"), None),
+    "head": ("fsdp", "tensor"),
+    "blocks/attn/q": (None, "fsdp", "tensor", None),
+    "blocks/attn/k": (None, "fsdp", "tensor", None),
+    "blocks/attn/v": (None, "fsdp", "tensor", None),
+    "blocks/attn/o": (None, "tensor", None, "fsdp"),
+    "blocks/attn/q_bias": (None, "tensor", None),
+    "blocks/attn/k_bias": (None, "tensor", None),
+    "blocks/attn/v_bias": (None, "tensor", None),
+    "blocks/mlp/gate": (None, "fsdp", "tensor"),
+    "blocks/mlp/up": (None, "fsdp", "tensor"),
+    "blocks/mlp/down": (None, "tensor", "fsdp"),
+}
+"""Mesh axis of each dimension, by parameter path; what is not listed (norms) is on every device."""
+
+
+def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The layout of one parameter; an axis that does not divide its dimension leaves it whole (9 heads on 2 devices)."""
+    axes = RULES.get(path, ())
+    parts = [math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ())) for axis in axes]
+    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(axes, parts, shape, strict=False)))
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A ``NamedSharding`` for every leaf of a tree that holds models: weights, gradients, optimiser moments, states.
+
+    Leaves that belong to no model (counters) are on every device.
+    """
+
+    def leaf(path: tuple, x: Any) -> NamedSharding:
+        return NamedSharding(mesh, spec_of(parameter_path(path), x.shape, mesh))
+
+    return jax.tree.map_with_path(leaf, tree)
+
+
+def parameter_path(path: tuple) -> str:
+    """``blocks/attn/q`` from the key path of a leaf inside a model; "" outside of one."""
+    names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
+    names = names[:-1] if names[-1:] == ["value"] else names
+    return "/".join(names[len(names) - names[::-1].index("weights") :]) if "weights" in names else ""
