@@ -1,0 +1,1 @@
+"""What a run writes down and what it shows: rows, curves, progress, and the summary at its end."""

@@ -1,0 +1,139 @@
+"""The last thing that a run prints: what it changed, where it lies, what to try next."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxrl_llm.telemetry.columns import seconds
+
+SHOWN_PAIRS = 3
+SHOWN_LINES = 3
+LABEL_WIDTH = 18
+LONGEST_ASKED = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplePair:
+    """Two completions of one prompt: by the model before training, and after."""
+
+    prompt: str
+    before: str
+    after: str
+    before_correct: bool
+    after_correct: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """What a finished run is summed up by.
+
+    Attributes:
+      run_dir: where the run lies.
+      config: the configuration as it was named on the command line.
+      task: the task that was evaluated.
+      steps: the last step.
+      seconds: how long this process took.
+      accuracy_before: share of correct answers before training, 0 to 1; None if it was not evaluated.
+      accuracy_after: the same after the last step.
+      pairs: the evaluated problems with their completions, as far as there are any.
+    """
+
+    run_dir: str
+    config: str
+    task: str
+    steps: int
+    seconds: float
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    pairs: tuple[SamplePair, ...] = ()
+
+
+Answered = tuple[str, str, bool]
+"""Prompt text, completion text, whether it is correct."""
+
+
+def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple[SamplePair, ...]:
+    """Pairs by prompt, in the order of ``after``; a prompt that stands on one side only is left out."""
+    first = {prompt: (text, correct) for prompt, text, correct in before}
+    return tuple(SamplePair(prompt, first[prompt][0], text, bool(first[prompt][1]), bool(correct))
+                 for prompt, text, correct in after if prompt in first)
+
+
+def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list[SamplePair]:
+    """``count`` pairs: those that went from wrong to right first, then the others, in their order."""
+    return sorted(pairs, key=lambda pair: pair.before_correct or not pair.after_correct)[:count]
+
+
+def print_summary(summary: RunSummary, console: Console | None = None) -> None:
+    """Print the accuracy before and after, samples, the run's directory and the next commands; to stdout if None."""
+    console = console or Console(highlight=False)
+    console.print()
+    for line in (*_accuracy(summary), *_samples(summary.pairs, console), Text(""), *_next(summary)):
+        console.print(line, soft_wrap=True)
+
+
+def _field(label: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{label:<{LABEL_WIDTH}}", "bold"), (value, style))
+
+
+def _accuracy(summary: RunSummary) -> list[Text]:
+    before, after = _percent(summary.accuracy_before), _percent(summary.accuracy_after)
+    lines = [_field("finished", f"{summary.steps} steps in {seconds(summary.seconds)}")]
+    if summary.accuracy_after is not None:
+        lines.append(_field("accuracy before", before))
+        lines.append(_field("accuracy after", f"{after}  on {summary.task}", "bold"))
+    if summary.pairs:
+        gained = sum(not pair.before_correct and pair.after_correct for pair in summary.pairs)
+        lost = sum(pair.before_correct and not pair.after_correct for pair in summary.pairs)
+        lines.append(_field("of the problems", f"{gained} went from wrong to right, {lost} from right to wrong, "
+                                               f"{len(summary.pairs) - gained - lost} stayed"))
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return "not evaluated" if share is None else f"{100 * share:.1f} %"
+
+
+def _samples(pairs: Sequence[SamplePair], console: Console) -> list[Text]:
+    lines = []
+    for pair in worth_showing(pairs):
+        lines += [Text(""), *_block("prompt", ("", ""), pair.prompt, console)]
+        lines += _block("before", _verdict(pair.before_correct), pair.before, console)
+        lines += _block("after", _verdict(pair.after_correct), pair.after, console)
+    return lines
+
+
+def _verdict(correct: bool) -> tuple[str, str]:
+    return ("right", "green") if correct else ("wrong", "red")
+
+
+def _block(label: str, verdict: tuple[str, str], text: str, console: Console) -> list[Text]:
+    room = max(20, console.width - LABEL_WIDTH - 1)
+    first, *others = Text(abridge(text, room * SHOWN_LINES) or "(nothing)").wrap(console, room)
+    head = Text.assemble((f"{label:<8}", "dim"), (f"{verdict[0]:<{LABEL_WIDTH - 8}}", verdict[1]))
+    return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in others)]
+
+
+def abridge(text: str, limit: int) -> str:
+    """``text`` on one line in at most ``limit`` characters: the middle is left out, since answers stand at the end.
+
+    Control characters, which could drive the terminal, become spaces; white space is joined.
+    """
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    if len(text) <= limit:
+        return text
+    head = (limit - 3) // 2
+    return f"{text[:head]} … {text[len(text) - (limit - 3 - head):]}"
+
+
+def _next(summary: RunSummary) -> list[Text]:
+    run, ask = shlex.quote(summary.run_dir), "What is 3 + 5?"
+    if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
+        ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
+    commands = (f"jaxrl-llm eval {run}", f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}",
+                f"jaxrl-llm train {summary.config} --run_dir {run} --steps {2 * summary.steps}")
+    return [_field("the run lies in", summary.run_dir), _field("try next", ""),
+            *(Text(f"  {command}") for command in commands)]

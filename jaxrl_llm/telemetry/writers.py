@@ -1,0 +1,127 @@
+"""The owner of a run's records: metrics.jsonl, samples.jsonl, TensorBoard curves and, where asked for, wandb."""
+
+import importlib
+import uuid
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, read_rows
+
+Scalar = float | int | bool | str | None
+
+
+class RunWriter:
+    """Appends each step's metrics once, wherever they are wanted; construct it on one process of a run only.
+
+    Args:
+      run_dir: the run's directory; made if missing.
+      resumed_at: the step whose checkpoint the run goes on from: rows of later steps are cut off, so that each step
+        stands once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
+      tensorboard: also write curves under ``run_dir/tensorboard``.
+      wandb: the project to log to, or None. A resumed run goes on under the same id.
+      config: the run's configuration as plain values, shown beside the curves in wandb.
+
+    Raises:
+      InputError: a new run's directory holds metrics already; a row is no JSON; wandb is asked for and not installed.
+    """
+
+    def __init__(self, run_dir: str | Path, resumed_at: int | None, tensorboard: bool = True,
+                 wandb: str | None = None, config: dict[str, Any] | None = None):
+        self._run_dir = Path(run_dir)
+        wandb_module = import_extra("wandb", "wandb") if wandb else None
+        metrics, samples = self._run_dir / "metrics.jsonl", self._run_dir / "samples.jsonl"
+        _prepare(metrics, samples, resumed_at)
+        self._last_step = max((row["step"] for row in read_rows(metrics)), default=-1)
+        self._metrics = open(metrics, "ab")
+        self._samples = open(samples, "ab")
+        self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
+        self._wandb = _wandb_run(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
+
+    def write(self, step: int, metrics: dict[str, Scalar]) -> None:
+        """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
+
+        Raises:
+          ValueError: the step is not later than the last one written.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} is already written: the last row is of step {self._last_step}")
+        values = {name: jsonable(value) for name, value in metrics.items() if name != "step"}
+        append_rows(self._metrics, [{"step": step, **values}])
+        self._last_step = step
+        if self._curves is not None:
+            _add_curves(self._curves, step, values)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row."""
+        append_rows(self._samples, [{"step": step, **row} for row in rows])
+
+    def close(self) -> None:
+        """Write out what is buffered and let go of the files; further calls do nothing."""
+        self._metrics.close()
+        self._samples.close()
+        if self._curves is not None:
+            self._curves.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._curves = self._wandb = None
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """An optional package.
+
+    Raises:
+      InputError: it is not installed; the line names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise InputError(f"{module} is not installed: pip install 'jaxrl-llm[{extra}]'") from None
+
+
+def _prepare(metrics: Path, samples: Path, resumed_at: int | None) -> None:
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    if resumed_at is not None:
+        cut_after(metrics, resumed_at)
+        cut_after(samples, resumed_at)
+    elif any(path.exists() and path.stat().st_size for path in (metrics, samples)):
+        raise InputError(f"{metrics.parent} already holds a run: choose another --run_dir, or remove it")
+
+
+def _tensorboard(run_dir: Path, resumed_at: int | None) -> Any:
+    from tensorboardX import SummaryWriter
+
+    if resumed_at is None:
+        return SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+    # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_at + 1, flush_secs=10,
+                         filename_suffix=f".from{resumed_at + 1:09d}")
+
+
+def _add_curves(curves: Any, step: int, values: dict[str, Scalar]) -> None:
+    for name, value in values.items():
+        if isinstance(value, str):
+            curves.add_text(name, value, step)
+        elif value is not None:
+            curves.add_scalar(name, float(value), step)
+
+
+def _wandb_run(wandb: ModuleType, run_dir: Path, project: str, config: dict[str, Any]) -> Any:
+    run_id = run_dir / "wandb_id.txt"
+    if not run_id.exists():
+        run_id.write_text(uuid.uuid4().hex)
+    run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), config=jsonable(config),
+                     id=run_id.read_text().strip(), resume="allow")
+    # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

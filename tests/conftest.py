@@ -1,0 +1,15 @@
+"""Strict numerics on 8 virtual devices for the whole suite; set before anything imports jax."""
+
+import os
+from pathlib import Path
+
+# Environment, not jax.config: the processes that some tests start are then held to the same rules.
+os.environ.update(
+    JAX_NUM_CPU_DEVICES="8",
+    JAX_NUMPY_DTYPE_PROMOTION="strict",
+    JAX_NUMPY_RANK_PROMOTION="raise",
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+# Tests compile many small programs; jax would keep only those that took a second.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")

@@ -1,0 +1,57 @@
+"""Numbers as people read them, and a table that fits."""
+
+import pytest
+
+from jaxrl_llm.telemetry import columns
+
+ROW = {
+    "reward/mean": -0.0769, "reward/accuracy": 1.0, "completions/mean_length": 8191.5, "entropy": 2.5e-5,
+    "grad_norm": float("nan"), "throughput/sampled_tokens_per_s": 123456.7, "time/step_s": 1234.5,
+}
+
+
+@pytest.mark.parametrize("value, text", [
+    (0.0, "0.0 s"), (8.24, "8.2 s"), (99.9, "99.9 s"), (100.0, "1m40"), (185.9, "3m05"), (3599.9, "59m59"),
+    (7620.0, "2h07"), (99 * 3600 + 60, "4d03h"),
+])
+def test_durations(value, text):
+    assert columns.seconds(value) == text
+
+
+@pytest.mark.parametrize("value, text", [
+    (0.0, "0.000"), (0.3124, "0.312"), (-0.0312, "-0.0312"), (12.34, "12.3"), (2.5e-5, "2.5e-05"), (1.23e7, "1.2e+07"),
+])
+def test_numbers(value, text):
+    assert columns.short(value) == text
+
+
+def test_eighty_characters_hold_all_columns():
+    assert columns.fitting(80).columns == columns.COLUMNS
+    assert columns.fitting(80).gap == 1
+    assert columns.fitting(120) == columns.Layout()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 100])
+def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
+    layout = columns.fitting(width)
+    line, heading = columns.line(layout, "12/400", "2h07", ROW), columns.heading(layout)
+    assert len(line) == len(heading) <= width
+    for column in layout.columns:
+        end = heading.index(column.title) + len(column.title)
+        assert line[:end].endswith(columns.cell(column, ROW)) and line[end] == " "
+
+
+def test_the_reward_is_the_last_column_to_go():
+    assert [column.title for column in columns.fitting(30).columns] == ["reward"]
+
+
+def test_what_is_missing_or_not_finite_is_shown_as_such():
+    cells = {column.title: columns.cell(column, ROW) for column in columns.COLUMNS}
+    assert cells["grad norm"] == "nan" and cells["accuracy"] == "100.0 %"
+    assert columns.cell(columns.COLUMNS[0], {}) == "-"
+
+
+def test_time_left_forgets_the_step_that_compiled():
+    assert columns.time_left((), 5) is None
+    assert columns.time_left((60.0,), 5) == 300.0
+    assert columns.time_left((60.0, 2.0, 4.0), 5) == 15.0

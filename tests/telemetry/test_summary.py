@@ -1,0 +1,71 @@
+"""The summary is honest about what got better and worse, and model output cannot drive the terminal."""
+
+import io
+import shlex
+
+import pytest
+from rich.console import Console
+
+from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, abridge, pair_samples, print_summary, worth_showing
+
+BEFORE = [
+    ("1 + 1", "2", True), ("4 + 3", "8", False), ("5 + 5", "10", True), ("2 + 9", "", False), ("only before", "", True),
+]
+AFTER = [
+    ("5 + 5", "[b]11[/b]", False), ("1 + 1", "2", True), ("4 + 3", "\x1b[31m7", True), ("2 + 9", "12 " * 400, False),
+]
+
+
+def printed(width=80, **changes):
+    console = Console(file=io.StringIO(), width=width)
+    values = {
+        "run_dir": "my runs/quickstart", "config": "quickstart", "task": "chain_sum", "steps": 12, "seconds": 431.0,
+        "accuracy_before": 0.5, "accuracy_after": 0.25, "pairs": pair_samples(BEFORE, AFTER),
+    }
+    print_summary(RunSummary(**{**values, **changes}), console)
+    return console.file.getvalue()
+
+
+def test_pairs_are_made_by_prompt():
+    pairs = pair_samples(BEFORE, AFTER)
+    assert [pair.prompt for pair in pairs] == [prompt for prompt, _, _ in AFTER]
+    assert pairs[0] == SamplePair("5 + 5", "10", "[b]11[/b]", True, False)
+
+
+def test_wrong_to_right_comes_first_and_the_rest_keeps_its_order():
+    assert [pair.prompt for pair in worth_showing(pair_samples(BEFORE, AFTER))] == ["4 + 3", "5 + 5", "1 + 1"]
+
+
+def test_losses_are_counted_beside_gains():
+    text = printed()
+    assert "1 went from wrong to right, 1 from right to wrong, 2 stayed" in text
+    assert "accuracy before   50.0 %" in text and "accuracy after    25.0 %  on chain_sum" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
+    text = printed(width, pairs=pair_samples(BEFORE, AFTER)[3:])
+    assert max(len(line) for line in text.split("the run lies in")[0].splitlines() if "went" not in line) <= width
+    assert "(nothing)" in text and "…" in text
+    assert "\x1b" not in printed(width) and "[b]11[/b]" in printed(width)
+
+
+def test_the_commands_can_be_pasted():
+    commands = [shlex.split(line) for line in printed().splitlines() if line.startswith("  jaxrl-llm")]
+    assert commands == [
+        ["jaxrl-llm", "eval", "my runs/quickstart"],
+        ["jaxrl-llm", "generate", "my runs/quickstart", "--prompt", "5 + 5"],
+        ["jaxrl-llm", "train", "quickstart", "--run_dir", "my runs/quickstart", "--steps", "24"],
+    ]
+
+
+def test_a_run_without_evaluation_still_ends_with_its_commands():
+    text = printed(accuracy_before=None, accuracy_after=None, pairs=())
+    assert "accuracy" not in text and "jaxrl-llm eval" in text
+    assert "accuracy before   not evaluated" in printed(accuracy_before=None)
+
+
+def test_abridging_keeps_the_end_where_the_answer_stands():
+    text = abridge("word " * 100 + "so it is 8.", 60)
+    assert len(text) <= 60 and text.endswith("so it is 8.")
+    assert abridge("a\n\tb\x00 c", 60) == "a b c"

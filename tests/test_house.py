@@ -1,0 +1,134 @@
+"""The house rules of CONTRIBUTING.md, held by machine."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxrl_llm"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+CHECKED = [*MODULES, *TESTS, *sorted((ROOT / "configs").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
+
+ROOMS = ("lazy", "types", "errors", "algorithms", "sharding", "models", "tasks", "rewards", "rollout", "learner",
+         "checkpoint", "evaluate", "telemetry", "recipes", "config", "plan", "train", "cli")
+STRANGERS = {("rollout", "learner"), ("learner", "rollout")}
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_TRAIN, MOST_FIELDS = 350, 60, 150, 12
+
+
+def named(path):
+    return str(path.relative_to(ROOT))
+
+
+def parse(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """(line, dotted name) of all that a module imports, also inside functions."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}") for alias in node.names)
+
+
+def imported_rooms(path):
+    for line, name in imported(path):
+        assert not name.startswith("."), f"{named(path)}:{line}: relative import; write the full name"
+        parts = name.split(".")
+        if parts[0] == "jaxrl_llm" and len(parts) > 1 and not parts[1].startswith("__"):
+            yield line, parts[1]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_a_module_imports_only_from_rooms_above_its_own(path):
+    room = room_of(path)
+    if room == "__init__":
+        assert not list(imported_rooms(path)), "the package itself imports no room"
+        return
+    for line, other in [(1, room), *imported_rooms(path)]:
+        assert other in ROOMS, f"{named(path)}:{line}: {other} is no room: give it its place in ROOMS"
+        allowed = ROOMS.index(other) <= ROOMS.index(room) and (room, other) not in STRANGERS
+        assert allowed, f"{named(path)}:{line}: {room} must not import {other}"
+
+
+def test_tests_use_the_real_thing():
+    banned = {"mock", "unittest.mock", "pytest_mock", "monkeypatch", "mocker", "skip", "skipif", "importorskip"}
+    for path in TESTS:
+        for node in ast.walk(parse(path)):
+            words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")}
+            found = {word for word in words if isinstance(word, str)} & banned
+            assert not found, f"{named(path)}:{node.lineno}: {found.pop()} has no place in a test"
+
+
+@pytest.mark.parametrize("path", CHECKED, ids=named)
+def test_files_and_functions_are_short(path):
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE, "a file this long is two files"
+    for node in ast.walk(parse(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            limit = LONGEST_TRAIN if (named(path), node.name) == ("jaxrl_llm/train.py", "train") else LONGEST_FUNCTION
+            length = node.end_lineno - node.lineno + 1
+            assert length <= limit, f"{named(path)}:{node.lineno}: {node.name} has {length} lines, more than {limit}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_values_have_at_most_twelve_fields(path):
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(mark) for mark in node.decorator_list):
+            fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+            assert len(fields) <= MOST_FIELDS, f"{named(path)}:{node.lineno}: {node.name} has {len(fields)} fields"
+
+
+def undocumented(owner, prefix=""):
+    """Names of the public functions and classes without a docstring; what a class calls `_x` or `__x__` is its own."""
+    for node in owner.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            if ast.get_docstring(node) is None:
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from undocumented(node, f"{prefix}{node.name}.")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_what_is_public_is_documented(path):
+    module = parse(path)
+    assert not module.body or ast.get_docstring(module), f"{named(path)} has no docstring"
+    assert not list(undocumented(module))
+
+
+def scripts():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].values()
+
+
+@pytest.mark.parametrize("module", ["jaxrl_llm", *sorted(script.split(":")[0] for script in scripts())])
+def test_the_command_line_answers_before_jax_is_loaded(module):
+    program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    slow = {"jax", "flax", "transformers", "orbax", "datasets", "reasoning_gym", "torch"}
+    assert not slow & set(json.loads(run.stdout))
+
+
+def promised_commands():
+    """The commands of README's first two shell blocks: the run, and the tests."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:2]
+    return [command.strip() for block in blocks for line in block.splitlines() for command in line.split("&&")]
+
+
+def test_ci_runs_the_commands_that_readme_promises():
+    script = (ROOT / ".ci" / "run").read_text()
+    ran = re.findall(r"^(?:timed )?(pip install .*|jaxrl-llm .*|pytest.*)$", script, re.MULTILINE)
+    promised = promised_commands()
+    assert len(promised) == 4
+    for command in promised:
+        assert any(line == command or line.startswith(f"{command} ") for line in ran), f".ci/run lacks: {command}"
