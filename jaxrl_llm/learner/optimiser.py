@@ -22,10 +22,13 @@ def learning_rate(config: Optimiser) -> optax.Schedule:
 
 
 def build(config: Optimiser) -> optax.GradientTransformation:
-    """The optax transformation; its state is a pytree of arrays."""
+    """Gradients to directions of descent: clipped, scaled by Adam's moments, plus the decayed weights.
+
+    The learning rate is not in it: the update multiplies by it, so that it is known, logged and outlives a reset.
+    """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    adam = optax.adamw(learning_rate(config), config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=_matrices)
-    return optax.chain(clip, adam)
+    decay = optax.add_decayed_weights(config.weight_decay, _matrices) if config.weight_decay else optax.identity()
+    return optax.chain(clip, optax.scale_by_adam(config.b1, config.b2, config.eps), decay)
 
 
 def _matrices(params: Any) -> Any:

@@ -101,18 +101,23 @@ def accumulate(policy: Decoder, packed: Packed, temperature: jax.Array, algorith
 
 
 def make_update(
-    algorithm: Algorithm, optimiser: optax.GradientTransformation, compute_dtype: Any, remat: str
+    algorithm: Algorithm, optimiser: optax.GradientTransformation, rate: optax.Schedule, compute_dtype: Any, remat: str
 ) -> Callable[[TrainState, Packed, Any], tuple[TrainState, Metrics]]:
-    """The jitted update ``(state, packed, temperature) -> (state, metrics)``; the state is donated."""
+    """The jitted update ``(state, packed, temperature) -> (state, metrics)``; the state is donated.
+
+    Where the gradient is not finite, the new state is the old one: what a guard then saves is sound.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, packed: Packed, temperature: jax.Array) -> tuple[TrainState, Metrics]:
         grads, metrics = accumulate(
             state.policy, packed, jnp.asarray(temperature, jnp.float32), algorithm, compute_dtype=compute_dtype, remat=remat
         )
-        changes, opt_state = optimiser.update(grads, state.opt_state, state.policy)
-        metrics["grad_norm"] = optax.global_norm(grads)
-        policy = optax.apply_updates(state.policy, changes)
-        return TrainState(policy, opt_state, state.reference, state.updates + 1), metrics
+        norm, lr = optax.global_norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
+        directions, opt_state = optimiser.update(grads, state.opt_state, state.policy)
+        policy = jax.tree.map(lambda w, d: (w - lr * d).astype(w.dtype), state.policy, directions)
+        new = TrainState(policy, opt_state, state.reference, state.updates + 1)
+        kept = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(norm), a, b), new, state)
+        return kept, metrics | {"grad_norm": norm, "lr": lr}
 
     return update

@@ -1,0 +1,307 @@
+"""The main job, top to bottom: sample, score, advantage, update, log, evaluate, checkpoint.
+
+This is the only place where the rooms meet.
+"""
+
+import dataclasses
+import functools
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import learner, tasks
+from jaxrl_llm.checkpoint import Checkpoints, group_from_json, group_to_json
+from jaxrl_llm.config import Run
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.evaluate import Evaluated, evaluate
+from jaxrl_llm.learner.learn import abstract_state
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.update import make_update
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.rewards import Scorer, SoftOverlong
+from jaxrl_llm.rollout import Engine
+from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.writers import RunWriter
+from jaxrl_llm.types import Group, TrainState
+
+DONE, GUARD, PREEMPTED = 0, 3, 75
+"""Exit codes: finished; stopped by a guard with state saved; preempted with state saved, run again to go on."""
+
+
+@dataclasses.dataclass
+class Host:
+    """What lives beside the device state and is saved with it.
+
+    Attributes:
+      cursor: prompts consumed.
+      carried: surplus groups for the next step.
+      best: the best evaluation so far.
+      stalled: evaluations since.
+    """
+
+    cursor: int = 0
+    carried: list[Group] = dataclasses.field(default_factory=list)
+    best: float = -1.0
+    stalled: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; exact."""
+        return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": [group_to_json(g) for g in self.carried]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Host":
+        """The inverse of ``to_json``."""
+        return cls(**data | {"carried": [group_from_json(g) for g in data["carried"]]})
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run is made of once its files are read."""
+
+    tokenizer: Any
+    loaded: tasks.Loaded
+    engine: Engine
+    update: Callable[..., Any]
+    layout: learner.Layout
+    scorer: Scorer
+    sampler: Sampler
+    test: Callable[[Decoder], Evaluated | None]
+
+
+def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
+    """Train, or go on where the directory's newest checkpoint stands; returns the exit code.
+
+    Args:
+      run: validated.
+      directory: the run's; made by the caller, with config.json in it.
+      say: prints a line that should stay visible.
+    """
+    configs.validate_on_devices(run, jax.device_count())
+    mesh = make_mesh(run.mesh)
+    store = Checkpoints(directory / "checkpoints", run.output.keep)
+    start = store.latest()
+    resumed = start is not None or (directory / "metrics.jsonl").exists()
+    stop = Preemption()
+    with (
+        jax.set_mesh(mesh),
+        Progress(run.steps, (start or 0) + 1) as progress,
+        RunWriter(directory, (-1 if start is None else start) if resumed else None, run.output.tensorboard, run.output.wandb, configs.to_json(run)) as writer,
+        Scorer(rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error) as scorer,
+    ):
+        progress.status(f"loading {run.model}")
+        model, tokenizer = load_pretrained(run.model, run.learner.dtype)
+        parts = prepare(run, model, tokenizer, mesh, scorer, progress)
+        optimiser = build(run.learner.optimiser)
+        reference = run.recipe.algorithm.needs_reference
+        if start is None:
+            state, host, start = learner.create_state(model, optimiser, reference, mesh), Host(), 0
+        else:
+            progress.status(f"restoring step {start}")
+            state, data = store.restore(start, abstract_state(model, optimiser, reference), mesh)
+            host = Host.from_json(data)
+        del model  # the state holds its own copy
+        weights = functools.partial(sampling_weights, dtype=jnp.dtype(run.learner.compute_dtype))
+        if start == 0:
+            found = parts.test(weights(state.policy))
+            host.best = found.accuracy if found else host.best
+            record(writer, progress, 0, found, {}, [])
+        code = DONE
+        for step in range(start + 1, run.steps + 1):
+            began = time.perf_counter()
+            row: dict[str, Any] = {"event/resumed": start} if resumed and step == start + 1 else {}
+
+            sample = functools.partial(parts.sampler, weights(state.policy), int(state.updates))
+            per_round = max(run.rollout.slots // run.rollout.group, 1)
+            batch = collect(sample, run.rollout.prompts, per_round, host.cursor, host.carried, run.recipe.filter_groups, run.rollout.max_rounds)
+            host.cursor, host.carried = batch.cursor, batch.carried
+            row |= batch.metrics | describe(batch.sampled or batch.groups)
+
+            progress.status("updating")
+            updating = time.perf_counter()
+            if batch.groups:
+                samples = to_samples(run, batch.groups, batch.fresh)
+                state, metrics = learner.learn(
+                    state, samples, run.learner, parts.layout, parts.update, run.rollout.temperature, run.seed + step, mesh
+                )
+                row |= metrics
+            else:
+                row["event/no_informative_groups"] = True
+            row["time/update_s"] = time.perf_counter() - updating
+
+            last = step == run.steps
+            if last or (run.evaluation.every and step % run.evaluation.every == 0):
+                found = parts.test(weights(state.policy))
+                state, events = after_evaluation(run, state, host, found, optimiser)
+                row |= events
+            else:
+                found = None
+            if run.recipe.reference_reset and step % run.recipe.reference_reset == 0:
+                state, row["event/reference_reset"] = reset_reference(state, run, optimiser), True
+
+            broken = not math.isfinite(row.get("grad_norm", 0.0))
+            row |= {"event/not_a_number": True} if broken else {}
+            row["time/step_s"] = time.perf_counter() - began
+            row["throughput/sampled_tokens_per_s"] = row.pop("sampled_tokens") / max(row.get("time/rollout_s", 0.0), 1e-9)
+            record(writer, progress, step, found, row, batch.groups[: run.output.samples])
+            if last or broken or stop.asked or step % run.output.checkpoint_every == 0:
+                progress.status("saving")
+                store.save(step, state, host.to_json())
+            if broken or (stop.asked and not last):
+                code = GUARD if broken else PREEMPTED
+                break
+        progress.status("saving")
+        store.close()
+    if code == GUARD:
+        say(f"step {step}: the gradient is not a number; the state before it is saved. Lower learner.optimiser.learning_rate and go on with --fresh")
+    if code == PREEMPTED:
+        say(f"stopped after step {step}, state saved: run the same command again to go on")
+    return code
+
+
+def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress) -> Parts:
+    """Read the task and build what samples, scores, learns and tests; nothing large is computed yet."""
+    if tokenizer is None:
+        raise InputError(f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+    progress.status(f"reading task {run.task.label}")
+    loaded = tasks.load(run.task)
+    test_task = run.evaluation.task or run.task
+    problems = tasks.load(test_task).train if run.evaluation.task else loaded.held_out
+    problems = problems[: run.evaluation.limit or None]
+    for note in loaded.notes:
+        progress.note(note)
+    check_prompts(run, run.task, loaded.train, tokenizer)
+    check_prompts(run, test_task, problems, tokenizer)
+    rollout, stops = run.rollout, model.config.tokens.eos
+    dtype = jnp.dtype(run.learner.compute_dtype)
+    shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
+    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh)
+    sampler = Sampler(
+        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops), rollout.group, run.seed, progress.status
+    )
+    answers = dataclasses.replace(rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0)
+
+    def test(weights: Decoder) -> Evaluated | None:
+        if not problems:
+            return None
+        return evaluate(
+            engine, weights, tokenizer, test_task, problems, scorer, answers, run.evaluation.samples, run.seed, progress.status
+        )
+
+    optimiser = run.learner.optimiser
+    update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), dtype, run.learner.remat)
+    row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
+    layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
+    return Parts(tokenizer, loaded, engine, update, layout, scorer, sampler, test)
+
+
+def rewards(run: Run) -> tuple[Any, ...]:
+    """The configured rewards, and the recipe's punishment of completions near the length limit."""
+    cache = round(run.recipe.overlong_share * run.rollout.max_new_tokens)
+    return run.scoring.rewards + ((SoftOverlong(run.rollout.max_new_tokens, cache),) if cache else ())
+
+
+def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
+    """Refuse a task whose longest prompt does not fit."""
+    longest = max((len(tasks.encode(p, task, tokenizer)) for p in problems), default=0)
+    limit = run.rollout.max_prompt_tokens
+    configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: set --rollout.max_prompt_tokens {longest} (now {limit})")
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def sampling_weights(policy: Decoder, dtype: Any) -> Decoder:
+    """The policy in the dtype that it computes in; the engine samples from these."""
+    return cast(policy, dtype)
+
+
+def to_samples(run: Run, groups: list[Group], fresh: list[bool]) -> list[list[learner.Sample]]:
+    """Groups as the learner sees them: one advantage for each completion, and which tokens the loss counts."""
+    advantages = np.asarray(run.recipe.algorithm.advantage(np.stack([g.rewards for g in groups]).astype(np.float32)))
+
+    def one(group: Group, index: int, advantage: float, new: bool) -> learner.Sample:
+        c = group.completions[index]
+        dropped = run.recipe.drop_truncated and c.finish_reason == "length"
+        return learner.Sample(group.prompt, c.tokens, c.mask & (not dropped), c.sampler_logp, float(advantage), new)
+
+    return [
+        [one(group, i, advantage, new) for i, advantage in enumerate(row)]
+        for group, row, new in zip(groups, advantages, fresh, strict=True)
+    ]
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    """Metrics of the groups sampled in a step, before any filter."""
+    scores = np.stack([g.rewards for g in groups])
+    completions = [c for g in groups for c in g.completions]
+    parts = {f"reward/{name}": float(np.nanmean([g.parts[name] for g in groups])) for name in groups[0].parts}
+    return parts | {
+        "reward/mean": float(np.nanmean(scores)),
+        "reward/std": float(np.nanstd(scores)),
+        "reward/zero_std_fraction": float(np.mean(np.nanmax(scores, axis=1) == np.nanmin(scores, axis=1))),
+        "reward/accuracy": float(np.mean([g.accuracy >= 1 for g in groups])),
+        "completions/mean_length": float(np.mean([len(c.tokens) for c in completions])),
+        "completions/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+        "sampled_tokens": float(sum(len(c.tokens) for c in completions)),
+    }
+
+
+def after_evaluation(run: Run, state: TrainState, host: Host, found: Evaluated | None, optimiser: Any) -> tuple[TrainState, dict[str, Any]]:
+    """Keep the best accuracy; where the recipe says so, reset the reference once evaluations have stopped improving."""
+    if found is None:
+        return state, {}
+    host.stalled = 0 if found.accuracy > host.best else host.stalled + 1
+    host.best = max(host.best, found.accuracy)
+    if not run.recipe.reset_on_stall or host.stalled < run.recipe.reset_on_stall:
+        return state, {}
+    host.stalled = 0
+    return reset_reference(state, run, optimiser), {"event/reference_reset": True}
+
+
+def reset_reference(state: TrainState, run: Run, optimiser: Any) -> TrainState:
+    """The policy as it is becomes the reference, in buffers of its own; the optimiser starts anew if the recipe says so."""
+    reference = jax.tree.map(jnp.copy, state.policy) if state.reference is not None else None
+    opt_state = jax.jit(optimiser.init)(state.policy) if run.recipe.reset_optimiser else state.opt_state
+    return state._replace(reference=reference, opt_state=opt_state)
+
+
+LOGGED_ANSWERS = 200
+"""Answers of an evaluation that are written to samples.jsonl at most."""
+
+
+def record(writer: RunWriter, progress: Progress, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]) -> None:
+    """Write a step's metrics and samples, and show its line."""
+    metrics = {name: value for name, value in row.items()} | (found.metrics() if found else {})
+    lines = [
+        {"kind": "training", "prompt": g.problem.prompt[-1]["content"], "completion": c.text, "reward": float(g.rewards[i]),
+         "parts": {name: float(part[i]) for name, part in g.parts.items()}, "finish_reason": c.finish_reason, "tokens": len(c.tokens)}
+        for g in groups for i, c in enumerate(g.completions)
+    ]
+    for problem, answers, right in zip(found.problems, found.completions, found.correct, strict=True) if found else ():
+        if len(lines) < LOGGED_ANSWERS:
+            lines.append({"kind": "evaluation", "prompt": problem.prompt[-1]["content"], "completion": answers[0].text, "correct": bool(right[0])})
+    writer.samples(step, lines)
+    writer.write(step, metrics)
+    progress.step({"step": step} | metrics)
+
+
+class Preemption:
+    """Notices SIGTERM and SIGINT, so that a run can save and stop between two steps; a second one stops it at once."""
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self.asked = True
+        signal.signal(number, signal.SIG_DFL)
