@@ -17,10 +17,12 @@ name              whose                                                         
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
+
+if TYPE_CHECKING:  # reward workers read these types and must start without JAX
+    import jax
 
 Message = dict[str, str]
 """One chat message: ``{"role": "user", "content": "..."}``."""
@@ -144,4 +146,4 @@ class TrainState(NamedTuple):
     policy: Any
     opt_state: Any
     reference: Any
-    updates: jax.Array
+    updates: "jax.Array"

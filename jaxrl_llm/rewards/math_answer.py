@@ -1,0 +1,28 @@
+"""Equivalence of mathematical expressions. For the pool: parsing a model's text may hang.
+
+``math_verify`` bounds its own time with signals, which fail outside the main thread; they are off here, and the pool
+kills instead.
+"""
+
+import logging
+
+import math_verify
+
+from jaxrl_llm.types import Problem
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+
+
+def score(answer: str, problem: Problem) -> float:
+    """1 where the answer is equivalent to the reference, else 0.
+
+    What an extractor has cut out is read as LaTeX; with the extractor ``whole`` the expression is searched in the text.
+    """
+    reference = math_verify.parse(_latex(problem.answer), parsing_timeout=None)
+    text = answer if problem.extractor == "whole" else _latex(answer)
+    candidate = math_verify.parse(text, parsing_timeout=None)
+    return float(math_verify.verify(reference, candidate, timeout_seconds=None))
+
+
+def _latex(text: str) -> str:
+    return text if "$" in text or r"\boxed" in text else f"${text}$"

@@ -1,0 +1,183 @@
+"""Killable worker processes for code that may hang, crash or leak: one item is lost, never the run."""
+
+import collections
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+START_TIMEOUT_S = 60.0
+"""Time to start a worker, and to import the function of a call; it does not count against the item."""
+
+_MAX_FAILED_STARTS = 3
+
+# Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the user's
+# main script again in every worker (JAX included).
+_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+            "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[1]), float(sys.argv[2]))")
+
+
+class Call(NamedTuple):
+    """A function by name, ``module:function``, and its arguments, which must pickle."""
+
+    path: str
+    args: tuple[Any, ...]
+
+
+class Outcome(NamedTuple):
+    """What became of a call: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``."""
+
+    status: str
+    value: float = 0.0
+    message: str = ""
+
+
+class Pool:
+    """Owner of ``workers`` processes, started at the first call; used from one thread at a time.
+
+    A call has ``timeout_s`` seconds of wall-clock time, counted from when its function is imported. At the deadline
+    its process group is killed and replaced. No process outlives ``close``, the interpreter's exit, or (by more than
+    the timeout and a second) a killed parent.
+    """
+
+    def __init__(self, workers: int, timeout_s: float):
+        self._size, self._timeout_s = workers, timeout_s
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+
+    def map(self, calls: Sequence[Call]) -> list[Outcome]:
+        """The outcome of each call, in order.
+
+        Raises:
+          RuntimeError: three workers in a row did not start.
+        """
+        outcomes: dict[int, Outcome] = {}
+        pending = collections.deque(range(len(calls)))
+        try:
+            while len(outcomes) < len(calls):
+                self._grow(len(calls) - len(outcomes))
+                self._dispatch(pending, calls)
+                outcomes.update(self._wait())
+        except BaseException:  # an interrupt: answers still on their way would be taken for those of the next calls
+            self.close()
+            raise
+        return [outcomes[index] for index in range(len(calls))]
+
+    def close(self) -> None:
+        """Kills the workers; a later ``map`` starts new ones."""
+        _kill_all(self._workers, os.getpid())
+
+    def _grow(self, unfinished: int) -> None:
+        while len(self._workers) < min(self._size, unfinished):
+            self._workers.append(_Worker(self._timeout_s))
+
+    def _dispatch(self, pending: collections.deque[int], calls: Sequence[Call]) -> None:
+        for worker in list(self._workers):
+            if pending and worker.state == "idle":
+                index = pending.popleft()
+                if not worker.send(index, calls[index]):  # it died while idle: the item is not to blame
+                    pending.appendleft(index)
+                    self._drop(worker)
+
+    def _wait(self) -> dict[int, Outcome]:
+        """Waits for the next message, death or deadline; returns the calls that it ended."""
+        now = time.monotonic()
+        limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
+        connections = [worker.connection for worker in self._workers]
+        said = multiprocessing.connection.wait(connections, timeout=max(0.0, min(limits, default=0.0)))
+        ended: dict[int, Outcome] = {}
+        for worker in list(self._workers):
+            index = worker.index
+            outcome = worker.hear() if worker.connection in said else worker.overdue()
+            if outcome is not None and index is not None:
+                ended[index] = outcome
+            if worker.state == "dead":
+                self._drop(worker)
+            elif worker.state != "starting":
+                self._failed_starts = 0
+        return ended
+
+    def _drop(self, worker: "_Worker") -> None:
+        self._workers.remove(worker)
+        code = worker.kill()
+        self._failed_starts += not worker.started
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            raise RuntimeError(f"{_MAX_FAILED_STARTS} reward workers in a row did not start (the last: exit code "
+                               f"{code}); their messages are on the error output")
+
+
+class _Worker:
+    """The parent's side of one process: its connection, what it is doing, and until when it may."""
+
+    def __init__(self, timeout_s: float):
+        self.connection, theirs = multiprocessing.Pipe()
+        arguments = [str(theirs.fileno()), str(timeout_s), json.dumps([str(folder) for folder in sys.path])]
+        with contextlib.closing(theirs):
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward function prints goes to the error output
+                start_new_session=True,  # its own process group: Ctrl-C does not reach it, and its children die with it
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # a reward that uses JAX must not take the accelerator
+            )
+        self.timeout_s, self.started, self.state = timeout_s, False, "starting"
+        self.index: int | None = None
+        self.deadline: float | None = time.monotonic() + START_TIMEOUT_S
+
+    def send(self, index: int, call: Call) -> bool:
+        """Hands a call over; False where the process is gone."""
+        try:
+            self.connection.send(call)
+        except OSError:
+            return False
+        self.index, self.state, self.deadline = index, "loading", time.monotonic() + START_TIMEOUT_S
+        return True
+
+    def hear(self) -> Outcome | None:
+        """Reads one message; returns the outcome where it ends the call, the process's death included."""
+        try:
+            word, *rest = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.state = "dead"
+            return Outcome("error", message=f"the worker died (exit code {self.kill()})")
+        if word == "started":
+            self.state, self.deadline = "running", time.monotonic() + self.timeout_s
+            return None
+        self.started, self.state, self.index, self.deadline = True, "idle", None, None
+        return None if word == "ready" else _outcome(word, *rest)
+
+    def overdue(self) -> Outcome | None:
+        """The timeout where the deadline has passed, else None."""
+        if self.deadline is None or time.monotonic() < self.deadline:
+            return None
+        loading, self.state = self.state == "loading", "dead"
+        limit = START_TIMEOUT_S if loading else self.timeout_s
+        return Outcome("timeout", message=f"{'import' if loading else 'call'} not finished after {limit:g} s")
+
+    def kill(self) -> int:
+        """Kills the process with its children, waits for it, and returns its exit code."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.connection.close()
+        return self.process.wait()
+
+
+def _outcome(word: str, rest: Any) -> Outcome:
+    return Outcome("ok", value=rest) if word == "ok" else Outcome("error", message=rest)
+
+
+def _kill_all(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child that exits must leave its parent's workers alone
+        while workers:
+            workers.pop().kill()

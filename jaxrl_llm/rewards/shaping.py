@@ -1,0 +1,150 @@
+"""Rewards as values: each is called with a problem and a completion, and weighted by the scorer."""
+
+import dataclasses
+import functools
+import math
+import re
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.verify import accuracy
+from jaxrl_llm.tasks.resolve import resolve
+from jaxrl_llm.types import Completion, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """The verifier's score: 1 for a right answer."""
+
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return "accuracy"
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        return accuracy(problem, completion)
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftOverlong:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), to be added to the accuracy.
+
+    0 up to ``max_length - cache`` tokens, then falling in a line to -1 at ``max_length``, and -1 beyond. The stop
+    token counts. The defaults are the paper's: the fall begins at its "expected maximum length" of 16384.
+    """
+
+    max_length: int = 20480
+    cache: int = 4096
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return "soft_overlong"
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        left = self.max_length - self.cache - len(completion.tokens)
+        return max(-self.cache, min(0, left)) / self.cache
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthPenalty:
+    """``-per_token`` for each token of the completion, the stop token included."""
+
+    per_token: float
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return "length_penalty"
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        return -self.per_token * len(completion.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineLength:
+    """ProRL v2's cosine of the length: ``low + (high - low) / 2 * (1 + cos(pi * min(t, T) / T))``.
+
+    t is the completion's length and T = ``max_length``, in tokens: ``high`` at t = 0, ``low`` from t = T on. The paper
+    switches it on for some updates only, which is the recipe's part.
+    """
+
+    max_length: int
+    low: float = -1.0
+    high: float = 0.0
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return "cosine_length"
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        share = min(len(completion.tokens), self.max_length) / self.max_length
+        return self.low + 0.5 * (self.high - self.low) * (1.0 + math.cos(math.pi * share))
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """1 where the regular expression matches the whole text, else 0; ``.`` matches line breaks too.
+
+    It runs in the trainer's own process: a pattern of nested repetitions, ``(a+)+``, can take for ever.
+    """
+
+    pattern: str
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return "format"
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        return float(_compiled(self.pattern).fullmatch(completion.text) is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of your own, ``module:function``, called with (problem, completion) in a worker process.
+
+    It returns a number, or NaN where the completion cannot be scored. It sees the completion without ``extras``.
+    """
+
+    path: str
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(":")[2]
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        return float(resolve(self.path)(problem, completion))
+
+
+Reward = Accuracy | SoftOverlong | LengthPenalty | CosineLength | Format | Function
+
+
+def check(reward: Reward) -> None:
+    """Refuses a reward that cannot work.
+
+    Raises:
+      InputError: a weight that is no finite number, a length below 1, a bad pattern, or a path that names no function.
+    """
+    if not math.isfinite(reward.weight):
+        raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
+    match reward:
+        case SoftOverlong() if not 0 < reward.cache <= reward.max_length:
+            raise InputError(f"soft_overlong has cache {reward.cache} and max_length {reward.max_length}; "
+                             f"it needs 0 < cache <= max_length")
+        case CosineLength() if reward.max_length < 1:
+            raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
+        case Format():
+            _compiled(reward.pattern)
+        case Function():
+            resolve(reward.path)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise InputError(f"format pattern {pattern!r} is no regular expression ({error}); correct it") from error

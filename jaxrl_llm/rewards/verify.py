@@ -1,0 +1,56 @@
+"""Whether a completion answers its problem: the extracted answer against the reference."""
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.extract import extract, integer, number
+from jaxrl_llm.tasks.resolve import resolve
+from jaxrl_llm.types import Completion, Problem
+
+
+def match(answer: str, problem: Problem) -> float:
+    """1 for equal numbers, or for texts that are equal but for case, white space and a final full stop."""
+    value = number(answer)
+    if value is not None and value == number(problem.answer):
+        return 1.0
+    return float(_normal(answer) == _normal(problem.answer))
+
+
+def same_integer(answer: str, problem: Problem) -> float:
+    """1 for the same integer, however it is written: ``"3.0"``, ``"+3"``, ``"1,000"``."""
+    value = integer(answer)
+    return float(value is not None and value == integer(problem.answer))
+
+
+INLINE = {"match": match, "integer": same_integer}
+"""Verifiers that cannot hang: ``(answer, problem) -> score``."""
+
+POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl_llm.rewards.gym_answer:score"}
+"""Verifiers that run a model's text through code that may hang, as ``module:function`` of the same form."""
+
+
+def accuracy(problem: Problem, completion: Completion) -> float:
+    """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more.
+
+    It runs here, however long that takes; ``Scorer`` runs the pooled verifiers where they can be killed.
+
+    Raises:
+      InputError: the problem names an unknown extractor or verifier.
+    """
+    answer = extract(completion.text, problem.extractor)
+    if answer is None:
+        return 0.0
+    score = inline_score(answer, problem)
+    return resolve(POOLED[problem.verifier])(answer, problem) if score is None else score
+
+
+def inline_score(answer: str, problem: Problem) -> float | None:
+    """The score of a verifier that cannot hang; None where the verifier belongs into the pool."""
+    if problem.verifier in INLINE:
+        return INLINE[problem.verifier](answer, problem)
+    if problem.verifier not in POOLED:
+        raise InputError(f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
+                         f"choose one of {', '.join((*INLINE, *POOLED))}")
+    return None
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.split()).rstrip(".").casefold()

@@ -1,0 +1,110 @@
+"""How an answer is cut out of a text, and the plain numbers that answers are made of."""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from jaxrl_llm.errors import InputError
+
+EXTRACTORS = ("last_number", "boxed", "tag:NAME", "whole")
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![.\w])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_NUMBER = re.compile(_UNSIGNED)
+_WHOLE_NUMBER = re.compile(rf"[$€£]?([+-]?)[$€£]?({_UNSIGNED})\.?")
+_BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+_MINUS = "-\N{MINUS SIGN}"
+_CURRENCY = "$€£"
+_INTEGER_DIGITS = 1000
+
+
+def extract(text: str, extractor: str) -> str | None:
+    r"""Cuts the answer out of a text; None where there is none.
+
+    ``last_number``: the last number, without currency sign and thousands separators (``"$1,234."`` -> ``"1234"``);
+    a minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``).
+    ``boxed``: the content of the last complete ``\boxed{...}``. ``tag:NAME``: the content of the last complete
+    ``<NAME>...</NAME>``. ``whole``: the text without the white space around it.
+
+    >>> extract("7 - 10 = -3.", "last_number")
+    '-3'
+
+    Raises:
+      InputError: there is no such extractor.
+    """
+    if extractor == "last_number":
+        return _last_number(text)
+    if extractor == "boxed":
+        return _last_boxed(text)
+    if extractor == "whole":
+        return text.strip() or None
+    if extractor.startswith("tag:") and extractor[4:]:
+        return _last_tag(text, extractor[4:])
+    raise InputError(f"extractor {extractor!r} is unknown; choose one of {', '.join(EXTRACTORS)}")
+
+
+def number(text: str) -> Decimal | None:
+    """The number that the whole text is, currency sign and thousands separators allowed; None where it is none.
+
+    >>> number("+1,000.0") == 1000
+    True
+    """
+    match = _WHOLE_NUMBER.fullmatch(text.strip().replace(_MINUS[1], "-"))
+    if match is None:
+        return None
+    try:
+        return Decimal(match[1] + match[2].replace(",", ""))
+    except InvalidOperation:  # an exponent beyond what Decimal holds
+        return None
+
+
+def integer(text: str) -> int | None:
+    """The integer that the whole text is (``"3.0"``, ``"1,000"``, ``"+3"``); None where it is none.
+
+    Numbers of more than 1000 digits count as none: a model may write 1e999999999.
+    """
+    value = number(text)
+    if value is None or value.adjusted() >= _INTEGER_DIGITS:
+        return None
+    whole = value.to_integral_value()
+    return int(whole) if whole == value else None
+
+
+def _last_number(text: str) -> str | None:
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    match = matches[-1]
+    start = match.start()
+    while start and text[start - 1] in _CURRENCY:
+        start -= 1
+    return ("-" if _is_negative(text, start) else "") + match[0].replace(",", "")
+
+
+def _is_negative(text: str, start: int) -> bool:
+    """Whether the character before ``start`` is a sign; after an operand it is a subtraction or a hyphen."""
+    if not start or text[start - 1] not in _MINUS:
+        return False
+    before = text[start - 2] if start > 1 else " "
+    return not (before.isalnum() or before in ")]}%_")
+
+
+def _last_boxed(text: str) -> str | None:
+    """One pass with a stack, because a model that repeats itself may open thousands of boxes; ``\\{`` is text."""
+    open_braces: list[int | None] = []  # where the content starts, or None for a brace that opens no box
+    best = (-1, -1)
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None:
+                best = max(best, (start, brace.start()))
+        elif brace[0] in ("{", r"\boxed{"):
+            open_braces.append(None if brace[0] == "{" else brace.end())
+    return text[best[0] : best[1]].strip() or None if best[0] >= 0 else None
+
+
+def _last_tag(text: str, name: str) -> str | None:
+    for after in reversed(text.split(f"<{name}>")[1:]):
+        content, closing, _ = after.partition(f"</{name}>")
+        if closing:
+            return content.strip() or None
+    return None

@@ -1,0 +1,10 @@
+"""Which problems a task keeps: functions of one problem, named by ``Task.keep``."""
+
+from jaxrl_llm.tasks.extract import number
+from jaxrl_llm.types import Problem
+
+
+def nonnegative_answer(problem: Problem) -> bool:
+    """Whether the reference is a number of 0 or more."""
+    value = number(problem.answer)
+    return value is not None and value >= 0

@@ -1,0 +1,75 @@
+"""From a problem to the token ids that the policy continues."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.types import Message, Problem
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
+    """The prompt's token ids, int32[T], up to where the answer begins.
+
+    A chat template writes its own special tokens, so none are added to its text. ``plain`` joins the contents with
+    blank lines and begins with the tokenizer's BOS token where that tokenizer begins every text so.
+
+    Raises:
+      InputError: no tokenizer or no chat template, an unknown template, or a template that refuses the messages.
+    """
+    if tokenizer is None:
+        raise InputError("the model's directory has no tokenizer; add its tokenizer files, or give another model")
+    messages = _messages(problem, task)
+    if task.template == "plain":
+        text = "\n\n".join(message["content"] for message in messages)
+        start = _bos(text, tokenizer)
+    else:
+        text, start = _render(messages, _template(task, tokenizer), tokenizer), []
+    return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _messages(problem: Problem, task: Task) -> list[Message]:
+    messages = [dict(message) for message in problem.prompt]
+    if task.system is not None:
+        rest = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": task.system}, *rest]
+    last_user = [message for message in messages if message["role"] == "user"][-1]
+    last_user["content"] += task.suffix
+    return messages
+
+
+def _template(task: Task, tokenizer: Any) -> str | None:
+    if task.template == "tokenizer":
+        if tokenizer.chat_template is None:
+            raise InputError("the tokenizer has no chat template; add --task.template plain (or chatml, or Jinja text)")
+        return None
+    if task.template == "chatml":
+        return CHATML
+    if "{" not in task.template:
+        raise InputError(f"template {task.template!r} is unknown; choose tokenizer, chatml, plain or give a Jinja text")
+    return task.template
+
+
+def _render(messages: list[Message], template: str | None, tokenizer: Any) -> str:
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
+                                             add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise InputError(f"the chat template refuses the messages ({error}); change --task.system or --task.template") \
+            from error
+
+
+def _bos(text: str, tokenizer: Any) -> list[int]:
+    """``[bos]`` where the tokenizer puts it before a text, and the text does not hold it already; else ``[]``."""
+    begins = tokenizer("")["input_ids"][:1]
+    if begins != [tokenizer.bos_token_id] or text.startswith(tokenizer.bos_token):
+        return []
+    return begins

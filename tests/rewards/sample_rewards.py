@@ -1,0 +1,66 @@
+"""Reward functions for the tests: good ones, and ones that hang, crash, raise or answer nonsense."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+
+def length(problem, completion):
+    return len(completion.text)
+
+
+def obey(problem, completion):
+    """Does what the text says; anything else is a number."""
+    return ACTIONS.get(completion.text, lambda: float(completion.text))()
+
+
+def jax_is_loaded(problem, completion):
+    return float("jax" in sys.modules)
+
+
+def worker_id(problem, completion):
+    return os.getpid()
+
+
+def extras(problem, completion):
+    return len(completion.extras)
+
+
+def _hang():
+    while True:
+        time.sleep(0.05)
+
+
+def _hang_with_the_lock():
+    """Holds the interpreter's lock and never returns, as a stuck C function does."""
+    return ctypes.PyDLL(None).pause()
+
+
+def _leave_a_child():
+    child = subprocess.Popen(["sleep", "600"])
+    with open(os.environ["CHILD_ID_FILE"], "w") as file:
+        file.write(str(child.pid))
+    _hang()
+
+
+def _raise():
+    raise KeyError("no such\nkey")
+
+
+ACTIONS = {
+    "hang": _hang,
+    "hang with the lock": _hang_with_the_lock,
+    "leave a child": _leave_a_child,
+    "raise": _raise,
+    "exit": lambda: sys.exit(3),
+    "end of file": lambda: input(),
+    "die": lambda: os._exit(7),
+    "segfault": lambda: ctypes.string_at(0),
+    "None": lambda: None,
+    "text": lambda: "1",
+    "infinite": lambda: float("inf"),
+    "nan": lambda: float("nan"),
+    "true": lambda: True,
+}

@@ -1,0 +1,114 @@
+"""Answers are cut out as a reader would cut them, in time that grows with the text and not faster."""
+
+import time
+
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks import extract, integer, number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is 3", "3"),
+        ("The answer is 3.", "3"),
+        ("1 + 2 = 3, I think.", "3"),
+        ("It costs $1,234,567.50.", "1234567.50"),
+        ("$5", "5"),
+        ("-$5", "-5"),
+        ("$-5$", "-5"),
+        ("-3", "-3"),
+        ("x = -3", "-3"),
+        ("x=-3", "-3"),
+        ("\N{MINUS SIGN}3", "-3"),
+        ("7-3", "3"),
+        ("(7)-3", "3"),
+        ("7 - 3", "3"),
+        ("7 * -3", "-3"),
+        ("x-3", "3"),
+        ("3.50", "3.50"),
+        ("f(1,2)", "2"),
+        ("1,2345", "2345"),
+        ("about .5", ".5"),
+        ("wait...5", "5"),
+        ("1e5", "1e5"),
+        ("**42**", "42"),
+        ("7%", "7"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_last_number(text, answer):
+    assert extract(text, "last_number") == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{3}.", "3"),
+        (r"\boxed{1}, no: \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{a \boxed{b}}", "b"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        (r"{ \boxed{3}", "3"),
+        (r"\boxed{3}}}", "3"),
+        (r"\boxed{", None),
+        (r"\boxed{}", None),
+        ("3", None),
+    ],
+)
+def test_boxed(text, answer):
+    assert extract(text, "boxed") == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> 3 </answer>", "3"),
+        ("<answer>3</answer> or <answer>4</answer>", "4"),
+        ("<answer>3</answer> or <answer>4", "3"),
+        ("<answer> <answer>3</answer>", "3"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("<Answer>3</Answer>", None),
+        ("3</answer>", None),
+    ],
+)
+def test_tag(text, answer):
+    assert extract(text, "tag:answer") == answer
+
+
+def test_whole():
+    assert extract("  a b \n", "whole") == "a b"
+    assert extract(" \n", "whole") is None
+
+
+@pytest.mark.parametrize("extractor", ["last", "tag:", ""])
+def test_an_unknown_extractor_is_refused(extractor):
+    with pytest.raises(InputError, match="choose one of last_number, boxed"):
+        extract("3", extractor)
+
+
+@pytest.mark.parametrize("piece", [r"\boxed{", "<answer>", "1,", "{", "\\", "$", "-", "1"])
+@pytest.mark.parametrize("extractor", ["last_number", "boxed", "tag:answer"])
+def test_a_model_that_repeats_itself_does_not_stall_the_extraction(piece, extractor):
+    start = time.perf_counter()
+    extract(piece * 50_000, extractor)
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("3.0", 3), ("1,000", 1000), ("+3", 3), (" -3. ", -3), ("007", 7), ("1e3", 1000), ("$5", 5),
+     ("3.5", None), ("1e-3", None), ("3 apples", None), ("1,00", None), ("", None), ("inf", None),
+     ("1e999999999", None), ("1e99999999999999999999", None), ("9" * 5000, None)],
+)
+def test_integer(text, value):
+    assert integer(text) == value
+
+
+def test_number_is_exact():
+    assert number("0.1") + number("0.2") == number("0.3")
+    assert number("3/4") is None

@@ -1,0 +1,152 @@
+"""Rows become problems; a row that cannot be used is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks import ReasoningGym, Table
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
+
+
+def test_jsonl_takes_text_chats_and_numbers():
+    problems = list(Table(str(FIXTURES / "sums.jsonl")).problems())
+    assert [problem.answer for problem in problems] == ["2", "4", "1,001", "0.5"]
+    assert problems[0].prompt == ({"role": "user", "content": "What is 1 + 1?"},)
+    assert [message["role"] for message in problems[1].prompt] == ["system", "user"]
+    assert problems[0].metadata["level"] == 1
+    assert problems[2].metadata["row"].endswith("sums.jsonl:4")
+    assert {problem.task for problem in problems} == {"sums"}
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "answer": str(n + 1)} for n in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    from_parquet, from_jsonl = (list(Table(str(tmp_path / name)).problems()) for name in ("rows.parquet", "rows.jsonl"))
+    assert len(from_parquet) == 5
+    for ours, theirs in zip(from_parquet, from_jsonl, strict=True):
+        assert (ours.id, ours.prompt, ours.answer) == (theirs.id, theirs.prompt, theirs.answer)
+    assert from_parquet[4].metadata["row"].endswith("rows.parquet:5")
+
+
+def test_a_dot_reaches_into_records_and_the_reference_is_cut_out():
+    table = Table(str(FIXTURES / "solutions.jsonl"), "question", "solution.text", answer_extractor="last_number")
+    assert [problem.answer for problem in table.problems()] == ["6", "7"]
+
+
+GOOD = '{"prompt": "a", "answer": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"}', r"rows.jsonl:2 has no answer in field 'answer' \(it has prompt\)"),
+        ('{"prompt": "a", "answer": null}', "rows.jsonl:2 has no answer"),
+        ('{"prompt": "a", "answer": ""}', "rows.jsonl:2 has no answer"),
+        ('{"answer": "b"}', "rows.jsonl:2 has no prompt"),
+        ('{"prompt": [], "answer": "b"}', "rows.jsonl:2 has no prompt"),
+        ('{"prompt": "a", "answer": ["b"]}', "rows.jsonl:2: the answer is a list"),
+        ('{"prompt": 3, "answer": "b"}', "rows.jsonl:2: the prompt is neither text nor chat messages"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', "rows.jsonl:2: the prompt is neither"),
+        ('{"prompt": [{"role": "system", "content": "a"}], "answer": "b"}', "rows.jsonl:2: the prompt has no message"),
+        ('{"prompt": "a"', "rows.jsonl:2 is no JSON"),
+        ('"prompt"', "rows.jsonl:2 is a str; a row is an object"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message):
+    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{line}\n{GOOD}\n")
+    with pytest.raises(InputError, match=message) as caught:
+        list(Table(str(tmp_path / "rows.jsonl")).problems())
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named_with_file_and_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(InputError, match="rows.jsonl:2 is no JSON"):
+        list(Table(str(tmp_path / "rows.jsonl")).problems())
+
+
+def test_a_reference_that_cannot_be_cut_out_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(GOOD)
+    with pytest.raises(InputError, match="rows.jsonl:1: last_number finds no answer in field 'answer'"):
+        list(Table(str(tmp_path / "rows.jsonl"), answer_extractor="last_number").problems())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", b"", r"suffix '.csv'; tables are .jsonl or .parquet"),
+        ("missing.jsonl", None, "missing.jsonl is no file"),
+        ("rows.parquet", b"no parquet", "rows.parquet is no Parquet file"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        list(Table(str(tmp_path / name)).problems())
+
+
+def test_reasoning_gym_repeats_itself_by_seed():
+    first, again, other = (
+        [problem.id for problem in ReasoningGym("chain_sum", size=20, seed=seed).problems()] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_reasoning_gym_passes_its_options_on():
+    options = {"min_terms": 5, "max_terms": 5}
+    for problem in ReasoningGym("chain_sum", options, size=5).problems():
+        assert problem.metadata["entry"]["metadata"]["num_terms"] == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (ReasoningGym("chain_sums"), "no data set 'chain_sums'; did you mean chain_sum"),
+        (ReasoningGym("chain_sum", {"max_term": 2}), "chain_sum has no option 'max_term'; did you mean max_terms"),
+        (ReasoningGym("chain_sum", {"max_terms": 0}), "chain_sum refuses .*max_terms must be >= min_terms"),
+        (ReasoningGym("chain_sum", {"max_terms": "two"}), "chain_sum refuses"),
+        (ReasoningGym("chain_sum", {"size": 5}), "set the source's own field size"),
+        (ReasoningGym("chain_sum", size=0), "size must be positive"),
+    ],
+)
+def test_reasoning_gym_refuses_in_one_line(source, message):
+    with pytest.raises(InputError, match=message) as caught:
+        list(source.problems())
+    assert "\n" not in str(caught.value)
+
+
+OFFLINE = """
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks import HubDataset
+import sys
+local = HubDataset(sys.argv[1], split="train", answer_field="solution.text", answer_extractor="last_number")
+print([problem.answer for problem in local.problems()])
+for broken in (HubDataset("nobody/nothing"), HubDataset(sys.argv[1], split="trian")):
+    try:
+        print(list(broken.problems()))
+    except InputError as error:
+        print("refused:", error)
+"""
+
+
+def test_a_hub_dataset_is_read_or_refused_in_one_line(tmp_path):
+    folder = tmp_path / "gsm"
+    folder.mkdir()
+    (folder / "train.jsonl").write_bytes((FIXTURES / "solutions.jsonl").read_bytes())
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", OFFLINE, str(folder)]
+    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert out[0] == "['6', '7']"
+    assert out[1].startswith("refused: data set nobody/nothing (subset None, split train) cannot be loaded")
+    assert out[2].startswith("refused: data set") and "trian" in out[2]
+    assert len(out) == 3

@@ -1,0 +1,85 @@
+"""Prompts become token ids: each template's own text, and one BOS at most."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks import Table, Task, encode
+from jaxrl_llm.types import Problem
+
+SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}" \
+           "{% if add_generation_prompt %}[assistant]{% endif %}"
+SUM = Problem("1", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
+CHAT = Problem("2", ({"role": "system", "content": "Own."}, {"role": "user", "content": "a"},
+                     {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}), "2", "sums")
+
+
+def byte_tokenizer(chat_template=None, bos=True, eos=False):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    single = ("<bos> " if bos else "") + "$A" + (" <eos>" if eos else "")
+    tokenizer.post_processor = processors.TemplateProcessing(single, None, [("<bos>", 0), ("<eos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>",
+                                   chat_template=chat_template)
+
+
+def text_of(problem, tokenizer, **task):
+    return tokenizer.decode(encode(problem, Task(Table("none.jsonl"), **task), tokenizer))
+
+
+def test_the_tokenizers_own_template_writes_one_bos():
+    tokens = encode(SUM, Task(Table("none.jsonl")), byte_tokenizer(WITH_BOS))
+    assert tokens.dtype == "int32" and list(tokens).count(0) == 1 and tokens[0] == 0
+    assert byte_tokenizer().decode(tokens) == "<bos>[user]1 + 1?[assistant]"
+
+
+def test_chatml_adds_no_system_message():
+    text = text_of(SUM, byte_tokenizer(WITH_BOS), template="chatml")
+    assert text == "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_plain_is_the_contents_after_one_bos():
+    assert text_of(SUM, byte_tokenizer(), template="plain") == "<bos>1 + 1?"
+    assert text_of(SUM, byte_tokenizer(bos=False), template="plain") == "1 + 1?"
+    assert text_of(CHAT, byte_tokenizer(bos=False), template="plain") == "Own.\n\na\n\nb\n\nc"
+
+
+def test_plain_ends_where_the_answer_begins():
+    assert text_of(SUM, byte_tokenizer(eos=True), template="plain") == "<bos>1 + 1?"
+
+
+def test_plain_does_not_double_a_bos_that_the_text_holds():
+    problem = Problem("1", ({"role": "user", "content": "<bos>1"},), "2", "sums")
+    assert text_of(problem, byte_tokenizer(), template="plain") == "<bos>1"
+
+
+def test_jinja_text_is_a_template():
+    assert text_of(SUM, byte_tokenizer(), template="Q: {{ messages[0]['content'] }} A:") == "Q: 1 + 1? A:"
+
+
+def test_system_replaces_and_suffix_follows_the_last_user_message():
+    text = text_of(CHAT, byte_tokenizer(bos=False), template="plain", system="New.", suffix=" Box it.")
+    assert text == "New.\n\na\n\nb\n\nc Box it."
+    assert CHAT.prompt[-1]["content"] == "c"
+    assert text_of(SUM, byte_tokenizer(bos=False), template="plain", system="New.") == "New.\n\n1 + 1?"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "message"),
+    [
+        (None, "tokenizer", "no tokenizer"),
+        (byte_tokenizer(), "tokenizer", "no chat template; add --task.template plain"),
+        (byte_tokenizer(), "chatlm", "template 'chatlm' is unknown"),
+        (byte_tokenizer(), "{% for %}", "the chat template refuses"),
+        (byte_tokenizer("{{ raise_exception('no system role') }}"), "tokenizer", "refuses the messages .no system role"),
+    ],
+)
+def test_what_cannot_be_templated_is_refused(tokenizer, template, message):
+    with pytest.raises(InputError, match=message):
+        encode(SUM, Task(Table("none.jsonl"), template=template), tokenizer)
