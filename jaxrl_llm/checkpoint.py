@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
@@ -44,6 +43,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int = 2):
+        import orbax.checkpoint as ocp
+
+        self._args = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
 
@@ -53,7 +55,7 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Begin to write; the arrays are copied off the device before this returns, so the state may be donated."""
-        items = ocp.args.Composite(state=ocp.args.StandardSave(flatten(state)), host=ocp.args.JsonSave(host))
+        items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
         self._manager.save(step, args=items, force=True)
 
     def restore(self, step: int, like: TrainState, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:
@@ -69,7 +71,7 @@ class Checkpoints:
         for name, shape in stored.items():
             if name not in target or target[name].shape != shape:
                 raise InputError(f"the checkpoint holds {name} of shape {shape}, which this configuration has not: start over with --fresh")
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
+        items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
         return unflatten(loaded["state"], like), loaded["host"]
 

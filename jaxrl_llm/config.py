@@ -107,6 +107,10 @@ class Run:
     run_dir: str | None = None
 
 
+FREE_TO_CHANGE = ("steps", "run_dir", "mesh", "evaluation", "output")
+"""Fields (and all below them) that a run may be continued with other values of."""
+
+
 def require(fine: bool, message: str) -> None:
     """InputError with this one line unless ``fine``."""
     if not fine:

@@ -22,7 +22,7 @@ from jaxrl_llm.checkpoint import Checkpoints, group_from_json, group_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
-from jaxrl_llm.learner.learn import abstract_state
+from jaxrl_llm.learner.epochs import abstract_state
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import make_update
 from jaxrl_llm.models import load_pretrained

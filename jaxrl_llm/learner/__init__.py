@@ -8,5 +8,5 @@ __all__ = ["Layout", "Learner", "Optimiser", "Packed", "Sample", "create_state",
 __getattr__ = attach(
     __name__,
     {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "batch"}
-    | {"create_state": "learn", "learn": "learn", "make_update": "update"},
+    | {"create_state": "epochs", "learn": "epochs", "make_update": "update"},
 )

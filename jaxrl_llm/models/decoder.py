@@ -171,7 +171,7 @@ def row_mask(rows: Rows) -> jax.Array:
     group, branch = jnp.asarray(rows.group), jnp.asarray(rows.branch)
     causal = jnp.tril(jnp.ones((group.shape[1],) * 2, bool))
     same_path = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    return causal & (group[:, None, :] == group[:, :, None]) & (group[:, :, None] > 0) & same_path
+    return causal[None] & (group[:, None, :] == group[:, :, None]) & (group[:, :, None] > 0) & same_path
 
 
 REMAT = {
