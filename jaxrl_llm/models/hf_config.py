@@ -77,7 +77,9 @@ def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
 
     eos = attributes.get("eos_token_id")
     eos = eos if isinstance(eos, list) else [eos]
-    bos, pad = (None if value is None or value < 0 else value for value in (first("bos_token_id"), first("pad_token_id")))
+    bos, pad = (
+        None if value is None or value < 0 else value for value in (first("bos_token_id"), first("pad_token_id"))
+    )
     return TokenIds(bos, tuple(dict.fromkeys(value for value in eos if value is not None and value >= 0)), pad)
 
 
@@ -107,9 +109,9 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
     for name in _COUNTS:
         if type(known[name]) is not int or known[name] < 1:
             raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
-    if known["num_attention_heads"] % known["num_key_value_heads"]:
-        raise InputError(f"config.json sets num_attention_heads={known['num_attention_heads']}, which is not a multiple "
-                         f"of num_key_value_heads={known['num_key_value_heads']}")  # fmt: skip
+    heads, kv_heads = known["num_attention_heads"], known["num_key_value_heads"]
+    if heads % kv_heads:
+        raise InputError(f"config.json sets num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}")
     return known
 
 
@@ -128,7 +130,9 @@ def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     strange = set(kinds) - {"sliding_attention", "full_attention"}
     if strange or len(kinds) != len(layers):
         reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
-        raise InputError(f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer")
+        raise InputError(
+            f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer"
+        )
     windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
 
@@ -157,7 +161,9 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, max_positions: int
         local_theta = local.get("rope_theta", attributes.get("rope_local_base_freq", family.local_theta))
         values["attention.local_rope_theta"] = float(local_theta)
         if _read_scaling(local, max_positions) is not None:
-            raise InputError("config.json scales the rotary positions of sliding layers; only full layers may be scaled")
+            raise InputError(
+                "config.json scales the rotary positions of sliding layers; only full layers may be scaled"
+            )
     return values
 
 
@@ -165,7 +171,9 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | f
     kind = rope.get("rope_type", rope.get("type", "default"))
     strange = [name for name in rope if name not in _ROPE_KEYS and rope[name] != _NEUTRAL.get(name)]
     if strange:
-        raise InputError(f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here")
+        raise InputError(
+            f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here"
+        )
     try:
         if kind == "default":
             return None
