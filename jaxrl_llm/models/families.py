@@ -71,14 +71,14 @@ class Family:
     Attributes:
       model_type: Hugging Face's key.
       architecture: the class that transformers loads.
-      defaults: every attribute that config.json may set and the model obeys, with the value that holds where it is
-        left out (``Mark.REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
+      defaults: every attribute that config.json may set and the model obeys, with the value that holds where it
+        is left out (``Mark.REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
       tensors: the names of a checkpoint.
-      slides: (attributes, layer) -> whether the layer has a window where ``layer_types`` does not say it.
+      slides: (attributes, layer) -> whether the layer has a window, where ``layer_types`` does not say.
       scaled_embedding: embeddings are multiplied by sqrt(D).
       default_theta: rope base where config.json names none.
-      local_theta: rope base of the windowed layers where config.json names none; None where they have none of their own.
+      local_theta: the same for the windowed layers; None where all layers share one base.
     """
 
     model_type: str
@@ -92,20 +92,22 @@ class Family:
     local_theta: float | None = None
 
 
-FIELDS = types.MappingProxyType({
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "num_hidden_layers": "layers",
-    "intermediate_size": "mlp_width",
-    "tie_word_embeddings": "tied_embeddings",
-    "final_logit_softcapping": "logit_softcap",
-    "rms_norm_eps": "norm.eps",
-    "num_attention_heads": "attention.heads",
-    "num_key_value_heads": "attention.kv_heads",
-    "head_dim": "attention.head_dim",
-    "max_position_embeddings": "attention.max_positions",
-    "attn_logit_softcapping": "attention.softcap",
-})
+FIELDS = types.MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "width",
+        "num_hidden_layers": "layers",
+        "intermediate_size": "mlp_width",
+        "tie_word_embeddings": "tied_embeddings",
+        "final_logit_softcapping": "logit_softcap",
+        "rms_norm_eps": "norm.eps",
+        "num_attention_heads": "attention.heads",
+        "num_key_value_heads": "attention.kv_heads",
+        "head_dim": "attention.head_dim",
+        "max_position_embeddings": "attention.max_positions",
+        "attn_logit_softcapping": "attention.softcap",
+    }
+)
 """Attributes of config.json that are fields of ModelConfig under another name."""
 
 ACTIVATIONS = types.MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
@@ -117,7 +119,9 @@ def _defaults(**changes: Any) -> Mapping[str, Any]:
     )
     shared |= {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048}
     shared |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    return types.MappingProxyType({name: value for name, value in (shared | changes).items() if value is not Mark.ABSENT})
+    return types.MappingProxyType(
+        {name: value for name, value in (shared | changes).items() if value is not Mark.ABSENT}
+    )
 
 
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}

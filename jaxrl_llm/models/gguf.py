@@ -24,22 +24,24 @@ ARCHITECTURES = types.MappingProxyType({
 })  # fmt: skip
 """general.architecture -> model_type. Mistral's files say "llama"."""
 
-ATTRIBUTES = types.MappingProxyType({
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_local_base_freq",
-    "expert_count": "num_local_experts",
-})
+ATTRIBUTES = types.MappingProxyType(
+    {
+        "block_count": "num_hidden_layers",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "context_length": "max_position_embeddings",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attention.sliding_window": "sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "rope.freq_base": "rope_theta",
+        "rope.freq_base_swa": "rope_local_base_freq",
+        "expert_count": "num_local_experts",
+    }
+)
 """Metadata key after the architecture's prefix -> attribute of config.json."""
 
 PATHS = types.MappingProxyType({
@@ -54,7 +56,7 @@ PATHS = types.MappingProxyType({
 })  # fmt: skip
 """Tensor name after ``blk.N.`` -> our path."""
 
-LLAMA3_ROPE = "rope_freqs.weight"
+EMBEDDING, LLAMA3_ROPE = "token_embd.weight", "rope_freqs.weight"
 CONTROL, USER_DEFINED = 3, 4
 """Token types of llama.cpp that are cut out of the text whole."""
 
@@ -81,8 +83,9 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any
 
     check_dtype(dtype)
     attributes, stored, tokenizer = read_gguf(path)
-    config = with_special_ids(read_config(attributes), {}, tokenizer)
-    return from_parameters(config, read_parameters(config, stored, dtype)), tokenizer
+    with _as_input_error(Path(path)):
+        config = with_special_ids(read_config(attributes), {}, tokenizer)
+        return from_parameters(config, read_parameters(config, stored, dtype)), tokenizer
 
 
 def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:
@@ -94,7 +97,7 @@ def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Stored
     with _as_input_error(file.path):
         attributes = _attributes(file)
         stored = _tensors(file, attributes)
-        return attributes, stored, _tokenizer(file, attributes["max_position_embeddings"])
+        return attributes, stored, _tokenizer(file, attributes.get("max_position_embeddings", 2048))
 
 
 def _open(path: Path) -> _File:
@@ -124,14 +127,15 @@ def _attributes(file: _File) -> dict[str, Any]:
         raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
                          f"{', '.join(ARCHITECTURES)}")  # fmt: skip
     family = family_of(ARCHITECTURES[architecture])
-    names = {tensor.name for tensor in file.reader.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in file.reader.tensors}
     attributes = {"model_type": family.model_type, "architectures": [family.architecture], "torch_dtype": "float32"}
     for key, name in ATTRIBUTES.items():
         value = file.value(f"{architecture}.{key}")
         if value is not None:
             attributes[name] = _decimal(value)
-    embedding = next(tensor for tensor in file.reader.tensors if tensor.name == "token_embd.weight")
-    attributes |= {"vocab_size": int(embedding.shape[1]), "tie_word_embeddings": "output.weight" not in names}
+    if EMBEDDING not in shapes:
+        raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
+    attributes |= {"vocab_size": int(shapes[EMBEDDING][1]), "tie_word_embeddings": "output.weight" not in shapes}
     attributes |= _rope_scaling(file, architecture) | _token_ids(file)
     if "query_pre_attn_scalar" in family.defaults:
         width, heads = attributes["hidden_size"], attributes["num_attention_heads"]
@@ -169,7 +173,9 @@ def _llama3_rope(table: np.ndarray, base: float) -> dict[str, Any]:
         if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), table, rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                     "original_max_position_embeddings": 8192}  # fmt: skip
-    raise InputError(f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory")
+    raise InputError(
+        f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory"
+    )
 
 
 def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]:
@@ -186,18 +192,18 @@ def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]
                              "load the model from a Hugging Face directory")  # fmt: skip
         shape = tuple(int(size) for size in reversed(tensor.shape))
         name = names[path].format(match[1]) if match else names[path]
-        stored[name] = StoredTensor(shape, _reader(file.path, tensor, _undo(family, path, attributes)))
+        stored[name] = StoredTensor(shape, _reader(tensor, _undo(family, path, attributes)))
     return stored
 
 
-def _reader(path: Path, tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[], np.ndarray]:
+def _reader(tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         import gguf
 
         try:
             return undo(gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False))
         except NotImplementedError:
-            raise InputError(f"{path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+            raise InputError(f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
                              "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
 
     return read
@@ -220,7 +226,9 @@ def _tokenizer(file: _File, max_length: int) -> Any | None:
     if kind is None:
         return None
     if kind != "gpt2":
-        raise InputError(f"the tokenizer model {kind!r} cannot be rebuilt; load the model from a Hugging Face directory")
+        raise InputError(
+            f"the tokenizer model {kind!r} cannot be rebuilt; load the model from a Hugging Face directory"
+        )
     tokens, kinds = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
     pre = file.value("tokenizer.ggml.pre", "gpt-2")
     ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in

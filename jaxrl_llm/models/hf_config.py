@@ -22,15 +22,28 @@ HARMLESS = frozenset(
 _NEUTRAL = {"partial_rotary_factor": 1.0}
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 _ROPE_KEYS |= {"original_max_position_embeddings"}
-_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
-           "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
+_COUNTS = """
+    vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings sliding_window
+""".split()
 
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a parsed config.json; InputError names the attribute that it cannot obey."""
     if "text_config" in attributes:
-        raise InputError(f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
-                         "save its text part alone with transformers and load that")  # fmt: skip
+        raise InputError(
+            f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
+            "save its text part alone with transformers and load that"
+        )
+    try:
+        return _read(attributes)
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
+        raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
+
+
+def _read(attributes: Mapping[str, Any]) -> ModelConfig:
     family = family_of(attributes.get("model_type"))
     _refuse_unknown(attributes, family)
     known = _with_defaults(attributes, family)
@@ -70,21 +83,22 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
     """Special ids of a config.json or generation_config.json; negative ones mean none."""
-
-    def first(name):
-        value = attributes.get(name)
-        return next(iter(value), None) if isinstance(value, list) else value
-
-    eos = attributes.get("eos_token_id")
-    eos = eos if isinstance(eos, list) else [eos]
-    bos, pad = (None if value is None or value < 0 else value for value in (first("bos_token_id"), first("pad_token_id")))
-    return TokenIds(bos, tuple(dict.fromkeys(value for value in eos if value is not None and value >= 0)), pad)
+    bos, eos, pad = (_ids(attributes, f"{name}_token_id") for name in ("bos", "eos", "pad"))
+    return TokenIds(next(iter(bos), None), eos, next(iter(pad), None))
 
 
 def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
     """The inverse: one end id is written plain, several as a list."""
     eos = None if not tokens.eos else tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos)
     return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
+
+
+def _ids(attributes: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = attributes.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int for i in ids):
+        raise InputError(f"{name} is {value!r}; it must be an integer or a list of integers")
+    return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
 
 def _refuse_unknown(attributes: Mapping[str, Any], family: Family) -> None:
@@ -102,15 +116,23 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
     if known["num_key_value_heads"] is None:
         known["num_key_value_heads"] = known["num_attention_heads"]
-    if known["head_dim"] is None:
-        known["head_dim"] = known["hidden_size"] // known["num_attention_heads"]
-    for name in _COUNTS:
-        if type(known[name]) is not int or known[name] < 1:
+    for name in (name for name in _COUNTS if name in known):
+        optional = known[name] is None and name in ("head_dim", "sliding_window")
+        if not optional and (type(known[name]) is not int or known[name] < 1):
             raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
-    if known["num_attention_heads"] % known["num_key_value_heads"]:
-        raise InputError(f"config.json sets num_attention_heads={known['num_attention_heads']}, which is not a multiple "
-                         f"of num_key_value_heads={known['num_key_value_heads']}")  # fmt: skip
+    _multiple(known, "num_attention_heads", "num_key_value_heads")
+    if known["head_dim"] is None:
+        known["head_dim"] = _multiple(known, "hidden_size", "num_attention_heads")
+    if known["head_dim"] % 2:
+        raise InputError(f"config.json gives a head_dim of {known['head_dim']}; rotary positions need an even one")
     return known
+
+
+def _multiple(known: Mapping[str, Any], name: str, unit: str) -> int:
+    """How often one attribute holds another; InputError where it is no whole number."""
+    if known[name] % known[unit]:
+        raise InputError(f"config.json sets {name}={known[name]}, which is no multiple of {unit}={known[unit]}")
+    return known[name] // known[unit]
 
 
 def _read_activation(known: Mapping[str, Any]) -> str:
@@ -128,7 +150,9 @@ def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     strange = set(kinds) - {"sliding_attention", "full_attention"}
     if strange or len(kinds) != len(layers):
         reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
-        raise InputError(f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer")
+        raise InputError(
+            f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer"
+        )
     windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
 
@@ -157,7 +181,9 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, max_positions: int
         local_theta = local.get("rope_theta", attributes.get("rope_local_base_freq", family.local_theta))
         values["attention.local_rope_theta"] = float(local_theta)
         if _read_scaling(local, max_positions) is not None:
-            raise InputError("config.json scales the rotary positions of sliding layers; only full layers may be scaled")
+            raise InputError(
+                "config.json scales the rotary positions of sliding layers; only full layers may be scaled"
+            )
     return values
 
 
@@ -165,7 +191,9 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | f
     kind = rope.get("rope_type", rope.get("type", "default"))
     strange = [name for name in rope if name not in _ROPE_KEYS and rope[name] != _NEUTRAL.get(name)]
     if strange:
-        raise InputError(f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here")
+        raise InputError(
+            f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here"
+        )
     try:
         if kind == "default":
             return None

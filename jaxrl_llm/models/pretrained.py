@@ -59,4 +59,6 @@ def _fetch(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # connection, permission, unknown repository: each library version has its own classes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"cannot fetch {name} from the model hub ({reason}); use a local model: --model PATH") from None
+        raise InputError(
+            f"cannot fetch {name} from the model hub ({reason}); use a local model: --model PATH"
+        ) from None

@@ -182,7 +182,7 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is missing though the index names it; fetch it again") from None
     except SafetensorError as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
-    return {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118: it is no dict
+    return {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118
 
 
 def _stored(path: Path, file: Any, name: str) -> StoredTensor:

@@ -104,7 +104,14 @@ def test_special_ids_of_every_spelling():
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({"hidden_size": "32"}, ["hidden_size", "positive integer"]),
+        ({"hidden_size": "32", "head_dim": None}, ["hidden_size", "positive integer"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers=None"]),
+        ({"hidden_size": 30, "head_dim": None}, ["hidden_size=30", "num_attention_heads=4"]),
+        ({"head_dim": 7}, ["head_dim", "even"]),
+        ({"rope_parameters": ["default"]}, ["wrong type"]),
+        ({"rope_parameters": None, "rope_theta": [1]}, ["wrong type"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>", "integer"]),
     ],
 )
 def test_refused_by_name(changes, words):
@@ -114,6 +121,7 @@ def test_refused_by_name(changes, words):
 
 def test_other_refusals():
     assert "chunked_attention" in refusal("gemma2", layer_types=["chunked_attention"] * 3)
+    assert "sliding_window='6'" in refusal("mistral", sliding_window="6")
     assert "2 entries for 3 layers" in refusal("gemma2", layer_types=["full_attention"] * 2)
     local = {"sliding_attention": {"rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_type": "default"}}
     assert "sliding layers" in refusal("gemma3_text", rope_parameters=local)
@@ -133,5 +141,5 @@ def test_a_config_that_the_family_cannot_say_is_not_written():
 
     config = read_config(attributes())
     capped = dataclasses.replace(config, logit_softcap=30.0)
-    with pytest.raises(InputError, match="logit_softcap=30.0"):
+    with pytest.raises(InputError, match=r"logit_softcap=30\.0"):
         write_config(capped, "float32")

@@ -236,7 +236,7 @@ def test_a_broken_tokenizer_is_refused(llama):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(InputError, match="int8.*bfloat16"):
+    with pytest.raises(InputError, match=r"int8.*bfloat16"):
         load_pretrained(FIXTURES / "llama", dtype="int8")
 
 

@@ -1,0 +1,73 @@
+"""Names and paths that lead to a model, and those that do not."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.pretrained import looks_like_hub_id
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("./missing", "no such model directory: ./missing"),
+        ("/no/such/folder", "no such model directory: /no/such/folder"),
+        ("runs/a/export", "no such model directory: runs/a/export"),
+        ("tiny-randon", "did you mean tiny-random?"),
+        ("gpt", "built in are smollm2-135m, tiny-random"),
+        ("missing.gguf", "no such GGUF file: missing.gguf"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_remedy(name, words):
+    with pytest.raises(InputError) as refused:
+        load_pretrained(name)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"neither a model directory nor a \.gguf file"):
+        load_pretrained(tmp_path / "weights.bin")
+
+
+def test_hub_ids_are_told_from_paths(tmp_path):
+    assert looks_like_hub_id("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert not looks_like_hub_id("./a/b") and not looks_like_hub_id("a/b/c") and not looks_like_hub_id("name")
+    (tmp_path / "runs").mkdir()
+    with contextlib.chdir(tmp_path):
+        assert not looks_like_hub_id("runs/missing"), "the first part is a folder here"
+
+
+def test_an_unreachable_hub_gives_one_line():
+    code = (
+        "from jaxrl_llm.errors import InputError\n"
+        "from jaxrl_llm.models import load_pretrained\n"
+        "try: load_pretrained('owner/no-such-model')\n"
+        "except InputError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"HF_HUB_OFFLINE": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("\n") == 1
+    assert "cannot fetch owner/no-such-model" in done.stdout and "--model PATH" in done.stdout
+
+
+def test_importing_the_room_is_cheap():
+    code = (
+        "import sys, jaxrl_llm.models; print([m for m in ('jax', 'transformers', 'gguf', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_torch_is_never_imported():
+    code = (
+        "import sys; from jaxrl_llm.models import load_pretrained as l; l('tiny-random'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
