@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.cache import Cache, decode, empty_cache, flush, insert, prefill
 from jaxrl_llm.models.decoder import Decoder, unembed
 from jaxrl_llm.rollout.sampling import Rule, as_rule, draw, uniforms
 from jaxrl_llm.rollout.settings import Sampling
+from jaxrl_llm.sharding import BATCH, fitting
 from jaxrl_llm.types import Completion
 
 PREFILL_ROWS, PREFILL_TOKENS = 8, 8192
@@ -121,16 +123,16 @@ class Engine:
       slots: completions sampled at one time.
       max_length: prompt and completion together, in tokens.
       chunk: decode steps in one compiled call; finished slots are refilled between calls.
-      place: puts the empty slots on their devices (a mesh); None leaves them to JAX.
+      mesh: where the weights are; slots are divided over data and fsdp, heads over tensor. None for one device.
     """
 
-    def __init__(self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, place: Any = None):
+    def __init__(self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None):
         if slots < 1 or max_length < 2:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         self._shape = _shape(model)
         self._config, self._dtype = model.config, jax.tree.leaves(model)[0].dtype
-        self._place = place or (lambda state: state)
+        self._mesh = mesh
         self.start(Sampling())
 
     def start(self, sampling: Sampling) -> None:
@@ -172,7 +174,7 @@ class Engine:
         if _shape(model) != self._shape:
             raise InputError("the engine was built for a model of another structure, shape or dtype: build a new Engine")
         if self._state is None:
-            self._state = self._place(_empty(self._config, self.slots, self.max_length, self._dtype))
+            self._state = _placed(_empty(self._config, self.slots, self.max_length, self._dtype), self._mesh)
         self._refill(model)
         self._state, out = run_chunk(model, self._state, as_rule(self._sampling), self.chunk, self._sampling.truncates)
         active, out = jax.device_get((self._state.active, out))
@@ -259,6 +261,16 @@ def _empty(config: Any, slots: int, length: int, dtype: Any) -> Slots:
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     seeds = jnp.zeros((slots, 2), jnp.uint32)
     return Slots(empty_cache(config, slots, length, dtype), zeros(slots), zeros(slots), seeds, zeros(slots), jnp.zeros(slots, bool))
+
+
+def _placed(slots: Slots, mesh: Mesh | None) -> Slots:
+    """The slots on the mesh: B over data and fsdp, key/value heads over tensor."""
+    if mesh is None:
+        return slots
+    specs = jax.tree.map(lambda x: (None, BATCH, "tensor") if x.ndim == 5 else (BATCH,), slots)
+    leaves, treedef = jax.tree.flatten(slots)
+    layouts = [NamedSharding(mesh, fitting(x.shape, s, mesh)) for x, s in zip(leaves, treedef.flatten_up_to(specs), strict=True)]
+    return jax.device_put(slots, treedef.unflatten(layouts))
 
 
 def _shape(model: Decoder) -> tuple:

@@ -1,6 +1,8 @@
 """The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights."""
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -28,14 +30,12 @@ class MeshShape:
     def sizes(self, devices: int) -> tuple[int, int, int]:
         """The three axis sizes for this many devices; InputError where they do not multiply to it."""
         given = (self.data, self.fsdp, self.tensor)
-        known = 1
-        for size in given:
-            known *= size if size > 0 else 1
+        known = math.prod(size for size in given if size > 0)
         if given.count(-1) > 1 or any(size == 0 or size < -1 for size in given):
             raise InputError(f"mesh sizes must be positive, one of them may be -1: got data, fsdp, tensor = {given}")
         rest = devices // known
         sizes = tuple(rest if size == -1 else size for size in given)
-        if sizes[0] * sizes[1] * sizes[2] != devices:
+        if math.prod(sizes) != devices:
             raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} devices: set one of them to -1")
         return sizes
 
@@ -56,8 +56,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def constrain(x: jax.Array, *spec: object) -> jax.Array:
-    """Ask for a layout inside jit, on the mesh set by ``jax.set_mesh``; without one x is returned as it is."""
-    if jax.sharding.get_abstract_mesh().empty:
+def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
+    """Ask for a layout inside jit, on the mesh set by ``jax.set_mesh``.
+
+    Without a mesh x is returned as it is; an axis that does not divide its dimension leaves it whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(x, fitting(x.shape, spec, mesh))
+
+
+def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
+    """``spec`` without the axes that do not divide their dimension of ``shape`` (9 heads on 2 devices)."""
+    parts = [math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ())) for axis in spec]
+    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(spec, parts, shape, strict=False)))

@@ -1,10 +1,11 @@
 """Where each parameter lives: one table from its path to a ``PartitionSpec``."""
 
-import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.sharding.mesh import fitting
 
 RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
@@ -24,13 +25,6 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 """Mesh axis of each dimension, by parameter path; what is not listed (norms) is on every device."""
 
 
-def spec_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """The layout of one parameter; an axis that does not divide its dimension leaves it whole (9 heads on 2 devices)."""
-    axes = RULES.get(path, ())
-    parts = [math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ())) for axis in axes]
-    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(axes, parts, shape, strict=False)))
-
-
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """A ``NamedSharding`` for every leaf of a tree that holds models: weights, gradients, optimiser moments, states.
 
@@ -38,7 +32,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        return NamedSharding(mesh, spec_of(parameter_path(path), x.shape, mesh))
+        return NamedSharding(mesh, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
 
     return jax.tree.map_with_path(leaf, tree)
 

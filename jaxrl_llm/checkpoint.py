@@ -1,0 +1,122 @@
+"""Everything that a run needs to continue, written by Orbax in the background.
+
+A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of what lives on the
+host: data cursor, surplus groups, evaluations so far. Random numbers need no state: they are functions of the run's seed
+and of counters.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.sharding import shardings
+from jaxrl_llm.types import Completion, Group, Problem, TrainState
+
+
+def flatten(state: TrainState) -> dict[str, Any]:
+    """Arrays of a state by path; wrappers of the model library leave no trace in the names."""
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def unflatten(arrays: dict[str, Any], like: TrainState) -> TrainState:
+    """The state with the structure of ``like`` and the arrays of ``flatten``."""
+    paths, treedef = jax.tree.flatten_with_path(like)
+    return jax.tree.unflatten(treedef, [arrays[_name(path)] for path, _ in paths])
+
+
+def _name(path: tuple) -> str:
+    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    return "/".join(part for part in parts if part not in ("weights", "value"))
+
+
+class Checkpoints:
+    """Owner of a run's ``checkpoints`` folder; a step stands there completely or not at all.
+
+    Args:
+      directory: the folder; made when first needed.
+      keep: how many checkpoints stay.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+
+    def latest(self) -> int | None:
+        """The newest complete step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
+        """Begin to write; the arrays are copied off the device before this returns, so the state may be donated."""
+        items = ocp.args.Composite(state=ocp.args.StandardSave(flatten(state)), host=ocp.args.JsonSave(host))
+        self._manager.save(step, args=items, force=True)
+
+    def restore(self, step: int, like: TrainState, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:
+        """State and host values of a step, laid out on this mesh whatever mesh it was saved from.
+
+        Raises:
+          InputError: the checkpoint holds other arrays than this configuration has.
+        """
+        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh))
+        target = flatten(target)
+        saved = self._manager.item_metadata(step)["state"]
+        stored = {name: tuple(meta.shape) for name, meta in saved.tree.items()} if hasattr(saved, "tree") else {}
+        for name, shape in stored.items():
+            if name not in target or target[name].shape != shape:
+                raise InputError(f"the checkpoint holds {name} of shape {shape}, which this configuration has not: start over with --fresh")
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
+        loaded = self._manager.restore(step, args=items)
+        return unflatten(loaded["state"], like), loaded["host"]
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Complete steps in a ``checkpoints`` folder, found without starting JAX or Orbax."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """A group as JSON values; float32 and float64 survive exactly."""
+    return {
+        "problem": dataclasses.asdict(group.problem),
+        "prompt": group.prompt.tolist(),
+        "completions": [_completion_to_json(c) for c in group.completions],
+        "rewards": group.rewards.tolist(),
+        "accuracy": group.accuracy.tolist(),
+        "parts": {name: part.tolist() for name, part in group.parts.items()},
+    }
+
+
+def group_from_json(data: dict[str, Any]) -> Group:
+    """The inverse of ``group_to_json``."""
+    problem = dict(data["problem"], prompt=tuple(data["problem"]["prompt"]))
+    parts = {name: np.asarray(part) for name, part in data["parts"].items()}
+    completions = tuple(_completion_from_json(c) for c in data["completions"])
+    return Group(
+        Problem(**problem), np.asarray(data["prompt"], np.int32), completions, np.asarray(data["rewards"], float),
+        np.asarray(data["accuracy"], float), parts,
+    )
+
+
+def _completion_to_json(completion: Completion) -> dict[str, Any]:
+    arrays = {name: getattr(completion, name).tolist() for name in ("tokens", "sampler_logp", "mask", "version")}
+    extras = {name: extra.tolist() for name, extra in completion.extras.items()}
+    return arrays | {"finish_reason": completion.finish_reason, "text": completion.text, "extras": extras}
+
+
+def _completion_from_json(data: dict[str, Any]) -> Completion:
+    kinds = {"tokens": np.int32, "sampler_logp": np.float32, "mask": bool, "version": np.int32}
+    arrays = {name: np.asarray(data[name], kind) for name, kind in kinds.items()}
+    extras = {name: np.asarray(extra, np.float32) for name, extra in data["extras"].items()}
+    return Completion(**arrays, finish_reason=data["finish_reason"], extras=extras, text=data["text"])

@@ -1,0 +1,232 @@
+"""The model families: how each one's config.json and tensor names map to ours, and back.
+
+A family is one value in ``FAMILIES``, keyed by Hugging Face's ``model_type``. Every fact is declared once: the same
+tables read and write. To add a family, add one entry (and new axes or rules only if the decoder learned them).
+Sources: the ``configuration_*`` and ``modeling_*`` files of transformers for each family.
+"""
+
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig
+
+
+class Mark(enum.Enum):
+    """What stands in ``Family.defaults`` where there is no default."""
+
+    REQUIRED = "the attribute must be there"
+    ABSENT = "the family has no such attribute"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One named tensor of a checkpoint and its place in our parameters.
+
+    Attributes:
+      name: Hugging Face's name; ``{}`` stands for the layer, and such tensors are stacked over L in ours.
+      path: ours, dotted.
+      hf_axes: axis letters of the stored tensor, one word an axis; a word of two letters is two merged axes.
+      axes: axis letters of ours, without L.
+    """
+
+    name: str
+    path: str
+    hf_axes: str
+    axes: str
+
+    @property
+    def layered(self) -> bool:
+        """Whether every layer has one."""
+        return "{}" in self.name
+
+
+def _slides_never(attributes: Mapping[str, Any], layer: int) -> bool:
+    return False
+
+
+def _slides_always(attributes: Mapping[str, Any], layer: int) -> bool:
+    return True
+
+
+def _slides_above(attributes: Mapping[str, Any], layer: int) -> bool:
+    return layer >= attributes["max_window_layers"]
+
+
+def _slides_on_even(attributes: Mapping[str, Any], layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _slides_but_every_nth(attributes: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % attributes["sliding_window_pattern"] != 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What all models of one ``model_type`` share.
+
+    Attributes:
+      model_type: Hugging Face's key.
+      architecture: the class that transformers loads.
+      defaults: every attribute that config.json may set and the model obeys, with the value that holds where it is
+        left out (``Mark.REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
+      constants: fields of ModelConfig, dotted, that every member shares.
+      tensors: the names of a checkpoint.
+      slides: (attributes, layer) -> whether the layer has a window where ``layer_types`` does not say it.
+      scaled_embedding: embeddings are multiplied by sqrt(D).
+      default_theta: rope base where config.json names none.
+      local_theta: rope base of the windowed layers where config.json names none; None where they have none of their own.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+    slides: Callable[[Mapping[str, Any], int], bool] = _slides_never
+    scaled_embedding: bool = False
+    default_theta: float = 10000.0
+    local_theta: float | None = None
+
+
+FIELDS = types.MappingProxyType({
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "intermediate_size": "mlp_width",
+    "tie_word_embeddings": "tied_embeddings",
+    "final_logit_softcapping": "logit_softcap",
+    "rms_norm_eps": "norm.eps",
+    "num_attention_heads": "attention.heads",
+    "num_key_value_heads": "attention.kv_heads",
+    "head_dim": "attention.head_dim",
+    "max_position_embeddings": "attention.max_positions",
+    "attn_logit_softcapping": "attention.softcap",
+})
+"""Attributes of config.json that are fields of ModelConfig under another name."""
+
+ACTIVATIONS = types.MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
+
+
+def _defaults(**changes: Any) -> Mapping[str, Any]:
+    shared = dict.fromkeys(
+        ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads"), Mark.REQUIRED
+    )
+    shared |= {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048}
+    shared |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    return types.MappingProxyType({name: value for name, value in (shared | changes).items() if value is not Mark.ABSENT})
+
+
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_GEMMA = {
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_act": Mark.ABSENT, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
+}  # fmt: skip
+
+_ENDS = (
+    Tensor("model.embed_tokens.weight", "embed", "V D", "VD"),
+    Tensor("model.norm.weight", "final_norm", "D", "D"),
+    Tensor("lm_head.weight", "head", "V D", "DV"),
+)
+_LAYER = "model.layers.{}."
+_MATRICES = (
+    Tensor(_LAYER + "self_attn.q_proj.weight", "blocks.attn.q", "NH D", "DNH"),
+    Tensor(_LAYER + "self_attn.k_proj.weight", "blocks.attn.k", "KH D", "DKH"),
+    Tensor(_LAYER + "self_attn.v_proj.weight", "blocks.attn.v", "KH D", "DKH"),
+    Tensor(_LAYER + "self_attn.o_proj.weight", "blocks.attn.o", "D NH", "NHD"),
+    Tensor(_LAYER + "mlp.gate_proj.weight", "blocks.mlp.gate", "F D", "DF"),
+    Tensor(_LAYER + "mlp.up_proj.weight", "blocks.mlp.up", "F D", "DF"),
+    Tensor(_LAYER + "mlp.down_proj.weight", "blocks.mlp.down", "D F", "FD"),
+)
+_BIASES = (
+    Tensor(_LAYER + "self_attn.q_proj.bias", "blocks.attn.q_bias", "NH", "NH"),
+    Tensor(_LAYER + "self_attn.k_proj.bias", "blocks.attn.k_bias", "KH", "KH"),
+    Tensor(_LAYER + "self_attn.v_proj.bias", "blocks.attn.v_bias", "KH", "KH"),
+)
+_HEAD_NORMS = (
+    Tensor(_LAYER + "self_attn.q_norm.weight", "blocks.attn.q_norm", "H", "H"),
+    Tensor(_LAYER + "self_attn.k_norm.weight", "blocks.attn.k_norm", "H", "H"),
+)
+_FULL_NORMS = (
+    Tensor(_LAYER + "self_attn.q_norm.weight", "blocks.attn.q_norm", "NH", "NH"),
+    Tensor(_LAYER + "self_attn.k_norm.weight", "blocks.attn.k_norm", "KH", "KH"),
+)
+_PRE_NORMS = (
+    Tensor(_LAYER + "input_layernorm.weight", "blocks.norms.attn", "D", "D"),
+    Tensor(_LAYER + "post_attention_layernorm.weight", "blocks.norms.mlp", "D", "D"),
+)
+_POST_NORMS = (
+    Tensor(_LAYER + "post_attention_layernorm.weight", "blocks.norms.attn_post", "D", "D"),
+    Tensor(_LAYER + "post_feedforward_layernorm.weight", "blocks.norms.mlp_post", "D", "D"),
+)
+_SANDWICH_NORMS = (
+    Tensor(_LAYER + "input_layernorm.weight", "blocks.norms.attn", "D", "D"),
+    Tensor(_LAYER + "pre_feedforward_layernorm.weight", "blocks.norms.mlp", "D", "D"),
+    *_POST_NORMS,
+)
+
+LLAMA = Family(
+    "llama", "LlamaForCausalLM", _defaults(),
+    constants={}, tensors=_ENDS + _MATRICES + _PRE_NORMS,
+)  # fmt: skip
+MISTRAL = Family(
+    "mistral", "MistralForCausalLM",
+    _defaults(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
+    constants={}, tensors=_ENDS + _MATRICES + _PRE_NORMS, slides=_slides_always,
+)  # fmt: skip
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM", _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
+    constants={"attention.bias": True}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS, slides=_slides_above,
+)  # fmt: skip
+QWEN3 = Family(
+    "qwen3", "Qwen3ForCausalLM",
+    _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
+    constants={"attention.qk_norm": "head"}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=_slides_above,
+)  # fmt: skip
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM",
+    _defaults(**_GEMMA, max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    constants={"norm.plus_one": True, "norm.placement": "both"},
+    tensors=_ENDS + _MATRICES + _SANDWICH_NORMS, slides=_slides_on_even, scaled_embedding=True,
+)  # fmt: skip
+GEMMA3 = Family(
+    "gemma3_text", "Gemma3ForCausalLM",
+    _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
+              sliding_window_pattern=6),
+    constants={"norm.plus_one": True, "norm.placement": "both", "attention.qk_norm": "head"},
+    tensors=_ENDS + _MATRICES + _HEAD_NORMS + _SANDWICH_NORMS, slides=_slides_but_every_nth, scaled_embedding=True,
+    default_theta=1e6, local_theta=1e4,
+)  # fmt: skip
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", _defaults(rms_norm_eps=1e-5),
+    constants={"attention.qk_norm": "full", "norm.placement": "post"},
+    tensors=_ENDS + _MATRICES + _FULL_NORMS + _POST_NORMS,
+)  # fmt: skip
+
+FAMILIES: Mapping[str, Family] = types.MappingProxyType(
+    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2)}
+)
+
+
+def family_of(model_type: Any) -> Family:
+    """The family of a ``model_type``; InputError lists the known ones."""
+    if model_type not in FAMILIES:
+        raise InputError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def tensors_of(config: ModelConfig) -> tuple[Tensor, ...]:
+    """The tensors that a checkpoint of this model holds; tied models have no LM head of their own."""
+    return tuple(t for t in FAMILIES[config.family].tensors if not (config.tied_embeddings and t.path == "head"))
+
+
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+    """The size of each axis letter."""
+    attention = config.attention
+    return {
+        "V": config.vocab_size, "D": config.width, "F": config.mlp_width,
+        "N": attention.heads, "K": attention.kv_heads, "H": attention.head_dim,
+    }  # fmt: skip

@@ -1,0 +1,238 @@
+"""Read a GGUF file as if it were a Hugging Face directory: attributes, tensors under their names, tokenizer.
+
+Formats: the ``gguf`` package reads and dequantises; names, keys and the transformations that are undone here are those
+of llama.cpp's converter.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.families import Family, family_of
+from jaxrl_llm.models.weights import StoredTensor
+
+ARCHITECTURES = types.MappingProxyType({
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
+})  # fmt: skip
+"""general.architecture -> model_type. Mistral's files say "llama"."""
+
+ATTRIBUTES = types.MappingProxyType({
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "expert_count": "num_local_experts",
+})
+"""Metadata key after the architecture's prefix -> attribute of config.json."""
+
+PATHS = types.MappingProxyType({
+    "token_embd.weight": "embed", "output_norm.weight": "final_norm", "output.weight": "head",
+    "attn_q.weight": "blocks.attn.q", "attn_k.weight": "blocks.attn.k", "attn_v.weight": "blocks.attn.v",
+    "attn_output.weight": "blocks.attn.o",
+    "attn_q.bias": "blocks.attn.q_bias", "attn_k.bias": "blocks.attn.k_bias", "attn_v.bias": "blocks.attn.v_bias",
+    "attn_q_norm.weight": "blocks.attn.q_norm", "attn_k_norm.weight": "blocks.attn.k_norm",
+    "ffn_gate.weight": "blocks.mlp.gate", "ffn_up.weight": "blocks.mlp.up", "ffn_down.weight": "blocks.mlp.down",
+    "attn_norm.weight": "blocks.norms.attn", "ffn_norm.weight": "blocks.norms.mlp",
+    "post_attention_norm.weight": "blocks.norms.attn_post", "post_ffw_norm.weight": "blocks.norms.mlp_post",
+})  # fmt: skip
+"""Tensor name after ``blk.N.`` -> our path."""
+
+LLAMA3_ROPE = "rope_freqs.weight"
+CONTROL, USER_DEFINED = 3, 4
+"""Token types of llama.cpp that are cut out of the text whole."""
+
+_LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the one size of each family whose scores are scaled by D / N rather than by H (27B)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    path: Path
+    reader: Any
+
+    def value(self, key: str, default: Any = None) -> Any:
+        field = self.reader.get_field(key)
+        return default if field is None else field.contents()
+
+
+def load_gguf(path: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of a GGUF file, dequantised, every parameter in ``dtype``."""
+    from jaxrl_llm.models.decoder import from_parameters
+    from jaxrl_llm.models.hf import check_dtype, with_special_ids
+    from jaxrl_llm.models.hf_config import read_config
+    from jaxrl_llm.models.weights import read_parameters
+
+    check_dtype(dtype)
+    attributes, stored, tokenizer = read_gguf(path)
+    config = with_special_ids(read_config(attributes), {}, tokenizer)
+    return from_parameters(config, read_parameters(config, stored, dtype)), tokenizer
+
+
+def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:
+    """(config.json's attributes, float32 tensors under Hugging Face's names, tokenizer or None) of a GGUF file.
+
+    InputError where it is no whole GGUF file, or its architecture, quantisation or tokenizer is not known here.
+    """
+    file = _open(Path(path))
+    with _as_input_error(file.path):
+        attributes = _attributes(file)
+        stored = _tensors(file, attributes)
+        return attributes, stored, _tokenizer(file, attributes["max_position_embeddings"])
+
+
+def _open(path: Path) -> _File:
+    import gguf
+
+    if not path.is_file():
+        raise InputError(f"no such GGUF file: {path}")
+    with _as_input_error(path):
+        return _File(path, gguf.GGUFReader(path))
+
+
+@contextlib.contextmanager
+def _as_input_error(path: Path) -> Iterator[None]:
+    """The reader meets a broken file with whatever exception its arithmetic runs into."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} is not a whole GGUF file ({reason}); fetch it again") from None
+
+
+def _attributes(file: _File) -> dict[str, Any]:
+    architecture = file.value("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
+                         f"{', '.join(ARCHITECTURES)}")  # fmt: skip
+    family = family_of(ARCHITECTURES[architecture])
+    names = {tensor.name for tensor in file.reader.tensors}
+    attributes = {"model_type": family.model_type, "architectures": [family.architecture], "torch_dtype": "float32"}
+    for key, name in ATTRIBUTES.items():
+        value = file.value(f"{architecture}.{key}")
+        if value is not None:
+            attributes[name] = _decimal(value)
+    embedding = next(tensor for tensor in file.reader.tensors if tensor.name == "token_embd.weight")
+    attributes |= {"vocab_size": int(embedding.shape[1]), "tie_word_embeddings": "output.weight" not in names}
+    attributes |= _rope_scaling(file, architecture) | _token_ids(file)
+    if "query_pre_attn_scalar" in family.defaults:
+        width, heads = attributes["hidden_size"], attributes["num_attention_heads"]
+        largest = attributes["num_hidden_layers"] == _LARGEST[family.model_type]
+        attributes["query_pre_attn_scalar"] = width // heads if largest else attributes.get("head_dim", width // heads)
+    return attributes
+
+
+def _decimal(value: Any) -> Any:
+    """Floats are stored as float32; take the shortest decimal that means the same (1e-05, not 9.99999974e-06)."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _token_ids(file: _File) -> dict[str, Any]:
+    keys = {name: file.value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    ends = list(dict.fromkeys(keys[name] for name in ("eos", "eot") if keys[name] is not None))
+    return {"bos_token_id": keys["bos"], "eos_token_id": ends, "pad_token_id": keys["padding"]}
+
+
+def _rope_scaling(file: _File, architecture: str) -> dict[str, Any]:
+    tables = [tensor for tensor in file.reader.tensors if tensor.name == LLAMA3_ROPE]
+    kind = file.value(f"{architecture}.rope.scaling.type", "none")
+    if tables:
+        base = file.value(f"{architecture}.rope.freq_base", 10000.0)
+        return {"rope_scaling": _llama3_rope(np.asarray(tables[0].data, np.float64).ravel(), base)}
+    factor = file.value(f"{architecture}.rope.scaling.factor")
+    return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": _decimal(factor)}}
+
+
+def _llama3_rope(table: np.ndarray, base: float) -> dict[str, Any]:
+    """The published Llama 3 rescaling (3.1: factor 8, 3.2: 32) whose divisors the file lists, one a frequency."""
+    frequencies = base ** -(np.arange(len(table)) / len(table))
+    for factor in (8.0, 32.0):
+        smooth = np.clip((8192 * frequencies / (2 * np.pi) - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), table, rtol=1e-4):
+            return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192}  # fmt: skip
+    raise InputError(f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory")
+
+
+def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]:
+    family = family_of(attributes["model_type"])
+    names = {tensor.path: tensor.name for tensor in family.tensors}
+    stored = {}
+    for tensor in file.reader.tensors:
+        if tensor.name == LLAMA3_ROPE:
+            continue
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor.name)
+        path = PATHS.get(match[2] if match else tensor.name)
+        if path not in names:
+            raise InputError(f"the tensor {tensor.name} is unknown to {family.model_type}; "
+                             "load the model from a Hugging Face directory")  # fmt: skip
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        name = names[path].format(match[1]) if match else names[path]
+        stored[name] = StoredTensor(shape, _reader(file.path, tensor, _undo(family, path, attributes)))
+    return stored
+
+
+def _reader(path: Path, tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        import gguf
+
+        try:
+            return undo(gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False))
+        except NotImplementedError:
+            raise InputError(f"{path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+                             "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
+
+    return read
+
+
+def _undo(family: Family, path: str, attributes: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
+    """What takes llama.cpp's change to this tensor back: rows paired for interleaved rotary, or norms plus 1."""
+    if family.model_type == "llama" and path in ("blocks.attn.q", "blocks.attn.k"):
+        heads = attributes["num_attention_heads" if path.endswith("q") else "num_key_value_heads"]
+        return lambda rows: rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+    if family.constants.get("norm.plus_one") and "norm" in path:
+        return lambda weight: weight - np.float32(1.0)
+    return lambda array: array
+
+
+def _tokenizer(file: _File, max_length: int) -> Any | None:
+    from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer
+
+    kind = file.value("tokenizer.ggml.model")
+    if kind is None:
+        return None
+    if kind != "gpt2":
+        raise InputError(f"the tokenizer model {kind!r} cannot be rebuilt; load the model from a Hugging Face directory")
+    tokens, kinds = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
+    pre = file.value("tokenizer.ggml.pre", "gpt-2")
+    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in
+           (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))}  # fmt: skip
+    return build_tokenizer(BytePairs(
+        tokens=tuple(tokens),
+        merges=tuple(tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges")),
+        special=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL),
+        added=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED),
+        pre=pre,
+        begin=bool(file.value("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        chat_template=file.value("tokenizer.chat_template"),
+        named=tuple((f"{name}_token", tokens[i]) for name, i in ids.items() if i is not None),
+        max_length=max_length,
+    ))  # fmt: skip

@@ -1,0 +1,116 @@
+"""Load and save a model as a Hugging Face directory: config.json, safetensors, tokenizer."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig, TokenIds
+from jaxrl_llm.models.hf_config import read_config, read_token_ids, write_config, write_token_ids
+from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer
+from jaxrl_llm.models.weights import (
+    StoredTensor,
+    open_checkpoint,
+    read_json,
+    read_parameters,
+    to_stored,
+    write_checkpoint,
+    write_json,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_directory(path: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of a Hugging Face directory, every parameter in ``dtype``.
+
+    InputError where a file is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
+    """
+    from jaxrl_llm.models.decoder import from_parameters
+
+    config, parameters, tokenizer = read_directory(path, dtype)
+    return from_parameters(config, parameters), tokenizer
+
+
+def read_directory(path: str | os.PathLike, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Any], Any | None]:
+    """The same as values: (config, nested dict of JAX arrays, tokenizer or None)."""
+    check_dtype(dtype)
+    directory = Path(path)
+    if not directory.is_dir():
+        raise InputError(f"no such model directory: {directory}")
+    config = read_config(read_json(directory / "config.json"))
+    generation = directory / "generation_config.json"
+    tokenizer = load_tokenizer(directory)
+    config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
+    return config, read_parameters(config, open_checkpoint(directory), dtype), tokenizer
+
+
+def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathLike) -> None:
+    """Write a directory that transformers loads: config, generation config, weights, tokenizer.
+
+    Weights above 5 GB are sharded. The directory appears whole or not at all; InputError where it exists and is not
+    empty. The model's arrays must be addressable by this process.
+    """
+    from jaxrl_llm.models.decoder import to_parameters
+
+    parameters = to_parameters(model)
+    dtype = parameters["embed"].dtype.name
+    with new_directory(directory) as folder:
+        write_directory(folder, write_config(model.config, dtype), to_stored(model.config, parameters), tokenizer)
+
+
+def write_directory(
+    folder: Path, attributes: Mapping[str, Any], stored: Mapping[str, StoredTensor], tokenizer: Any | None
+) -> None:
+    """Write every file of a model into an existing folder; ``attributes`` is the content of config.json."""
+    write_json(folder / "config.json", attributes)
+    ids = write_token_ids(read_token_ids(attributes))
+    write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
+    write_checkpoint(stored, folder, attributes["torch_dtype"])
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+
+
+@contextlib.contextmanager
+def new_directory(target: str | os.PathLike) -> Iterator[Path]:
+    """A folder beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        folder.chmod(0o755)
+        yield folder
+        os.replace(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any | None) -> ModelConfig:
+    """Collect the special ids: ends from config, generation config and, for chat models, the tokenizer.
+
+    Ids outside the vocabulary are dropped: no model can produce them.
+    """
+    sources = [config.tokens, read_token_ids(generation)]
+    if tokenizer is not None:
+        ends = (tokenizer.eos_token_id,) if tokenizer.chat_template and tokenizer.eos_token_id is not None else ()
+        sources.append(TokenIds(tokenizer.bos_token_id, ends, tokenizer.pad_token_id))
+
+    def first(name):
+        found = (getattr(source, name) for source in sources)
+        return next((i for i in found if i is not None and i < config.vocab_size), None)
+
+    ends = dict.fromkeys(i for source in sources for i in source.eos if i < config.vocab_size)
+    return dataclasses.replace(config, tokens=TokenIds(first("bos"), tuple(ends), first("pad")))
+
+
+def check_dtype(dtype: str) -> None:
+    """InputError where parameters cannot have this dtype."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

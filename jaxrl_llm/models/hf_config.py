@@ -1,0 +1,217 @@
+"""config.json <-> ModelConfig, in both dialects of transformers (4: rope_theta, rope_scaling; 5: rope_parameters)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm, TokenIds
+from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, Family, Mark, family_of
+
+HARMLESS = frozenset(
+    """
+    architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path auto_map use_cache
+    initializer_range attention_dropout bos_token_id eos_token_id pad_token_id rope_theta rope_scaling rope_parameters
+    rope_local_base_freq pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
+    _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
+    return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
+    """.split()
+)
+"""Attributes that the table of a family need not know: read elsewhere, or without effect on a forward pass."""
+
+_NEUTRAL = {"partial_rotary_factor": 1.0}
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
+_ROPE_KEYS |= {"original_max_position_embeddings"}
+_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+           "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
+
+
+def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a parsed config.json; InputError names the attribute that it cannot obey."""
+    if "text_config" in attributes:
+        raise InputError(f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
+                         "save its text part alone with transformers and load that")  # fmt: skip
+    family = family_of(attributes.get("model_type"))
+    _refuse_unknown(attributes, family)
+    known = _with_defaults(attributes, family)
+    values = {path: known[name] for name, path in FIELDS.items() if name in known}
+    values |= dict(family.constants) | _read_rope(attributes, family, known["max_position_embeddings"])
+    values |= {
+        "family": family.model_type,
+        "activation": _read_activation(known),
+        "embedding_scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
+        "attention.windows": _read_windows(known, family),
+        "tokens": read_token_ids(attributes),
+    }
+    if "query_pre_attn_scalar" in known:
+        values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
+    return _assemble(values)
+
+
+def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What config.json says for a model of ours; transformers 4 and 5 both read it.
+
+    InputError where the family's config.json has no words for one of the values.
+    """
+    family, values = FAMILIES[config.family], _flatten(config)
+    written = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
+    written |= {name: values[FIELDS[name]] for name in family.defaults if name in FIELDS}
+    activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
+    written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
+    if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
+        written["query_pre_attn_scalar"] = _integer_if_whole(config.attention.scale**-2)
+    written |= _write_windows(config, family) | _write_rope(config.attention) | write_token_ids(config.tokens)
+    again = _flatten(read_config(written))
+    lost = [name for name, value in values.items() if again[name] != value]
+    if lost:
+        raise InputError(f"a {config.family} config.json cannot express {lost[0]}={values[lost[0]]!r}; set it back")
+    return written
+
+
+def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
+    """Special ids of a config.json or generation_config.json; negative ones mean none."""
+
+    def first(name):
+        value = attributes.get(name)
+        return next(iter(value), None) if isinstance(value, list) else value
+
+    eos = attributes.get("eos_token_id")
+    eos = eos if isinstance(eos, list) else [eos]
+    bos, pad = (None if value is None or value < 0 else value for value in (first("bos_token_id"), first("pad_token_id")))
+    return TokenIds(bos, tuple(dict.fromkeys(value for value in eos if value is not None and value >= 0)), pad)
+
+
+def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
+    """The inverse: one end id is written plain, several as a list."""
+    eos = None if not tokens.eos else tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos)
+    return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
+
+
+def _refuse_unknown(attributes: Mapping[str, Any], family: Family) -> None:
+    for name, value in attributes.items():
+        if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
+            continue
+        raise InputError(f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it "
+                         "if it does not change the model, else use another model")  # fmt: skip
+
+
+def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    known = {name: attributes.get(name, default) for name, default in family.defaults.items()}
+    missing = [name for name, value in known.items() if value is Mark.REQUIRED]
+    if missing:
+        raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
+    if known["num_key_value_heads"] is None:
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    if known["head_dim"] is None:
+        known["head_dim"] = known["hidden_size"] // known["num_attention_heads"]
+    for name in _COUNTS:
+        if type(known[name]) is not int or known[name] < 1:
+            raise InputError(f"config.json sets {name}={known[name]!r}; it must be a positive integer")
+    if known["num_attention_heads"] % known["num_key_value_heads"]:
+        raise InputError(f"config.json sets num_attention_heads={known['num_attention_heads']}, which is not a multiple "
+                         f"of num_key_value_heads={known['num_key_value_heads']}")  # fmt: skip
+    return known
+
+
+def _read_activation(known: Mapping[str, Any]) -> str:
+    name = known.get("hidden_activation", known.get("hidden_act"))
+    if name not in ACTIVATIONS:
+        raise InputError(f"config.json names the activation {name!r}; known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    layers, kinds = range(known["num_hidden_layers"]), known.get("layer_types")
+    size = known.get("sliding_window") if known.get("use_sliding_window", True) else None
+    if kinds is None:
+        kinds = ["sliding_attention" if family.slides(known, i) else "full_attention" for i in layers]
+    strange = set(kinds) - {"sliding_attention", "full_attention"}
+    if strange or len(kinds) != len(layers):
+        reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
+        raise InputError(f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer")
+    windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    windows = config.attention.windows or (0,) * config.layers
+    written = {
+        "sliding_window": max(windows) or None,
+        "use_sliding_window": any(windows),
+        "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+    }
+    return {name: value for name, value in written.items() if name in family.defaults}
+
+
+def _read_rope(attributes: Mapping[str, Any], family: Family, max_positions: int) -> dict[str, Any]:
+    full = dict(attributes.get("rope_parameters") or {})
+    local = full.get("sliding_attention") or {}
+    if family.local_theta is not None:
+        full = dict(full.get("full_attention") or {}) | dict(attributes.get("rope_scaling") or {})
+    else:
+        full = dict(attributes.get("rope_scaling") or full)
+    theta = full.get("rope_theta", attributes.get("rope_theta", family.default_theta))
+    values = {"attention.rope_theta": float(theta), "attention.rope_scaling": _read_scaling(full, max_positions)}
+    if family.local_theta is not None:
+        local_theta = local.get("rope_theta", attributes.get("rope_local_base_freq", family.local_theta))
+        values["attention.local_rope_theta"] = float(local_theta)
+        if _read_scaling(local, max_positions) is not None:
+            raise InputError("config.json scales the rotary positions of sliding layers; only full layers may be scaled")
+    return values
+
+
+def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | float | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    strange = [name for name in rope if name not in _ROPE_KEYS and rope[name] != _NEUTRAL.get(name)]
+    if strange:
+        raise InputError(f"config.json sets the rope parameter {strange[0]}={rope[strange[0]]!r}, which is not known here")
+    try:
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return float(rope["factor"])
+        if kind == "llama3":
+            original = rope.get("original_max_position_embeddings", max_positions)
+            factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+            return Llama3Rope(*factors, original_positions=int(original))
+    except KeyError as error:
+        raise InputError(f"config.json: rope type {kind!r} needs {error.args[0]!r}") from None
+    raise InputError(f"config.json names the rope type {kind!r}; known are default, linear, llama3")
+
+
+def _write_rope(attention: Attention) -> dict[str, Any]:
+    scaling = attention.rope_scaling
+    written: dict[str, Any] = {"rope_theta": attention.rope_theta, "rope_scaling": None}
+    if isinstance(scaling, Llama3Rope):
+        written["rope_scaling"] = {
+            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }  # fmt: skip
+    elif scaling is not None:
+        written["rope_scaling"] = {"rope_type": "linear", "factor": float(scaling)}
+    if attention.local_rope_theta is not None:
+        written["rope_local_base_freq"] = attention.local_rope_theta
+    return written
+
+
+def _integer_if_whole(value: float) -> int | float:
+    """Undo the rounding of x ** -0.5 ** -2 where x was an integer."""
+    return round(value) if abs(value - round(value)) < 1e-6 * value else value
+
+
+def _assemble(values: Mapping[str, Any]) -> ModelConfig:
+    parts: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "norm": {}}
+    for path, value in values.items():
+        part, _, name = path.rpartition(".")
+        parts[part][name] = value
+    return ModelConfig(attention=Attention(**parts["attention"]), norm=Norm(**parts["norm"]), **parts[""])
+
+
+def _flatten(config: ModelConfig) -> dict[str, Any]:
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for part in ("attention", "norm"):
+        value = values.pop(part)
+        values |= {f"{part}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+    return values

@@ -1,0 +1,135 @@
+"""Tokenizers as transformers' fast ones, without torch: read from a directory, or built from a byte-level BPE table."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+LLAMA3_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BytePairs:
+    """A byte-level BPE tokenizer as a value.
+
+    Attributes:
+      tokens: the text of each id, in GPT-2's byte alphabet.
+      merges: pairs, the earliest joined first.
+      special: tokens that are cut out of the text whole, and left out of decoded text on request.
+      added: tokens that are cut out of the text whole, but are ordinary text when decoded.
+      pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx" or "none".
+      begin: an encoded text starts with ``bos_token``.
+      chat_template: Jinja, or None.
+      named: transformers' names of special tokens (``eos_token``, ``pad_token``, ...).
+      max_length: positions of the model, in tokens.
+    """
+
+    tokens: tuple[str, ...]
+    merges: tuple[tuple[str, str], ...]
+    special: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    pre: str = "gpt-2"
+    begin: bool = False
+    chat_template: str | None = None
+    named: tuple[tuple[str, str], ...] = ()
+    max_length: int = 2048
+
+
+def load_tokenizer(directory: Path) -> Any | None:
+    """The fast tokenizer of a directory, or None where it holds no tokenizer's files."""
+    if not any((directory / name).is_file() for name in _FILES):
+        return None
+    transformers = quiet_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises every kind of exception for a broken file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{directory}: the tokenizer cannot be read ({reason}); fetch its files again") from None
+    if not tokenizer.is_fast:
+        raise InputError(f"{directory}: the tokenizer has no fast form; save it once with its tokenizer.json")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write the tokenizer's files so that transformers 4 and 5 load them."""
+    from jaxrl_llm.models.weights import read_json, write_json
+
+    tokenizer.save_pretrained(directory)
+    written = read_json(directory / "tokenizer_config.json")
+    # transformers 5 renamed the general fast class; version 4 knows only the old name, version 5 knows both.
+    if written.get("tokenizer_class") == "TokenizersBackend":
+        write_json(directory / "tokenizer_config.json", written | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def build_tokenizer(pairs: BytePairs) -> Any:
+    """The transformers tokenizer of a byte-level BPE table."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    vocabulary = {token: index for index, token in enumerate(pairs.tokens)}
+    whole_words = pairs.pre == "llama-bpe"
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(pairs.merges), ignore_merges=whole_words))
+    normalizer, tokenizer.pre_tokenizer = _pre_tokenizer(pairs.pre)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in pairs.special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in pairs.added])
+    if pairs.begin:
+        bos = dict(pairs.named)["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    transformers = quiet_transformers()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=pairs.max_length,
+        **dict(pairs.named),
+    )  # fmt: skip
+    fast.chat_template = pairs.chat_template
+    return fast
+
+
+def byte_alphabet() -> tuple[str, ...]:
+    """The character that stands for each of the 256 bytes in byte-level BPE (GPT-2): printable ones for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    return tuple(table[byte] for byte in range(256))
+
+
+def quiet_transformers() -> Any:
+    """The transformers module, without its notice that torch is not installed."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
+
+
+def _pre_tokenizer(pre: str) -> tuple[Any, Any]:
+    """(normalizer or None, pre-tokenizer) of a name."""
+    from tokenizers import Regex, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = ByteLevel(add_prefix_space=False, use_regex=True)
+
+    def split(pattern):
+        return Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only])
+
+    known = {
+        "none": lambda: (None, bytes_only),
+        "gpt-2": lambda: (None, gpt2),
+        "smollm": lambda: (None, Sequence([Digits(individual_digits=True), gpt2])),
+        "qwen2": lambda: (normalizers.NFC(), split(QWEN2_SPLIT)),
+        "llama-bpe": lambda: (None, split(LLAMA3_SPLIT)),
+        "dbrx": lambda: (None, split(LLAMA3_SPLIT)),
+    }
+    if pre not in known:
+        raise InputError(f"the pre-tokenizer {pre!r} is not known here; load the model from a Hugging Face directory")
+    return known[pre]()

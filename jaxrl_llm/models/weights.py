@@ -1,0 +1,219 @@
+"""Checkpoint tensors <-> our nested parameters, read and written lazily so that one stacked leaf is held at a time."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is somewhere: its shape, and how to fetch it as a floating NumPy array."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that a checkpoint gives this tensor."""
+    return tuple(math.prod(sizes[letter] for letter in word) for word in tensor.hf_axes.split())
+
+
+def to_ours(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    """A checkpoint's array in our axes (one layer)."""
+    letters = tensor.hf_axes.replace(" ", "")
+    split = array.reshape([sizes[letter] for letter in letters])
+    return split.transpose([letters.index(letter) for letter in tensor.axes])
+
+
+def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    """Our array (one layer) in the checkpoint's axes; the inverse of ``to_ours``."""
+    letters = tensor.hf_axes.replace(" ", "")
+    split = array.transpose([tensor.axes.index(letter) for letter in letters])
+    return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
+
+
+def read_parameters(config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str) -> dict[str, Any]:
+    """Our nested dict of JAX arrays of one dtype; InputError names a missing, unknown or misshapen tensor."""
+    import jax.numpy as jnp
+
+    check_tensors(config, stored)
+    sizes, parameters = axis_sizes(config), {}
+    for tensor in tensors_of(config):
+        arrays = (to_ours(tensor, stored[name].read(), sizes) for name in _names(tensor, config.layers))
+        leaf = _stack(arrays, config.layers, jnp.dtype(dtype)) if tensor.layered else next(arrays)
+        _put(parameters, tensor.path, jnp.array(leaf, dtype=dtype))
+    return parameters
+
+
+def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of the configuration."""
+    sizes, wanted = axis_sizes(config), {}
+    for tensor in tensors_of(config):
+        wanted |= dict.fromkeys(_names(tensor, config.layers), hf_shape(tensor, sizes))
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        raise InputError(f"the weights lack {_listed(missing)}; fetch the checkpoint again, or correct config.json")
+    unknown = [name for name in stored if name not in wanted and not _ignorable(name, config, stored)]
+    if unknown:
+        raise InputError(f"the weights hold {_listed(unknown)}, unknown to {config.family}; correct config.json")
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            raise InputError(f"{name} has shape {list(stored[name].shape)} where config.json says {list(shape)}; "
+                             "take the two from the same model")  # fmt: skip
+
+
+def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names."""
+    sizes, stored = axis_sizes(config), {}
+    for tensor in tensors_of(config):
+        leaf = _get(parameters, tensor.path)
+        for layer, name in enumerate(_names(tensor, config.layers)):
+            stored[name] = StoredTensor(hf_shape(tensor, sizes), _reader(tensor, leaf, layer, sizes))
+    return stored
+
+
+def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory, from one safetensors file or the shards of its index."""
+    if (directory / INDEX).is_file():
+        places = read_json(directory / INDEX).get("weight_map", {})
+        shards = {file: _open_file(directory / file) for file in sorted(set(places.values()))}
+        lost = [name for name, file in places.items() if name not in shards[file]]
+        if lost:
+            raise InputError(f"{directory / places[lost[0]]} lacks {lost[0]}, which the index names; fetch it again")
+        return {name: shards[file][name] for name, file in places.items()}
+    if (directory / SINGLE).is_file():
+        return _open_file(directory / SINGLE)
+    remedy = "convert the weights to safetensors" if any(directory.glob("*.bin")) else "fetch the weights"
+    raise InputError(f"{directory} holds no {SINGLE} and no {INDEX}; {remedy} (pickled ones are never read)")
+
+
+def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = SHARD_BYTES) -> None:
+    """Write the tensors as one file, or as shards of at most ``limit`` bytes with an index."""
+    import ml_dtypes
+    from safetensors.numpy import save_file
+
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    shards = _plan(stored, kind.itemsize, limit)
+    places = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # save_file writes the memory of an array as it lies, so a transposed view would be stored scrambled.
+        arrays = {name: np.ascontiguousarray(stored[name].read().astype(kind, copy=False)) for name in names}
+        save_file(arrays, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o644)
+        places |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(math.prod(tensor.shape) for tensor in stored.values()) * kind.itemsize
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; InputError where the file is missing or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path.parent} holds no {path.name}; give the directory of a whole model") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} does not hold a JSON object; fetch it again")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an indented JSON object."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _names(tensor: Tensor, layers: int) -> list[str]:
+    return [tensor.name.format(layer) for layer in range(layers)] if tensor.layered else [tensor.name]
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
+    """Rotary tables that old files carry, and the LM head of a tied model where it repeats the embedding."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if name != "lm_head.weight" or not config.tied_embeddings:
+        return False
+    if np.array_equal(stored[name].read(), stored["model.embed_tokens.weight"].read()):
+        return True
+    raise InputError("lm_head.weight differs from the embedding though tie_word_embeddings is true; set it to false")
+
+
+def _stack(arrays: Iterable[np.ndarray], layers: int, dtype: np.dtype) -> np.ndarray:
+    stacked: np.ndarray | None = None
+    for layer, array in enumerate(arrays):
+        stacked = np.empty((layers, *array.shape), dtype) if stacked is None else stacked
+        stacked[layer] = array
+    return stacked
+
+
+def _reader(tensor: Tensor, leaf: Any, layer: int, sizes: Mapping[str, int]) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        array = np.asarray(leaf)
+        return to_hf(tensor, array[layer] if tensor.layered else array, sizes)
+
+    return read
+
+
+def _open_file(path: Path) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="np")
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing though the index names it; fetch it again") from None
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
+    return {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118: it is no dict
+
+
+def _stored(path: Path, file: Any, name: str) -> StoredTensor:
+    view = file.get_slice(name)
+    if view.get_dtype() not in _FLOATS:
+        raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
+    return StoredTensor(tuple(view.get_shape()), lambda: file.get_tensor(name))
+
+
+def _plan(stored: Mapping[str, StoredTensor], itemsize: int, limit: int) -> list[list[str]]:
+    """Tensors in order, cut before one that would pass the limit."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in stored.items():
+        size = math.prod(tensor.shape) * itemsize
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[last] = value
+
+
+def _get(tree: Mapping[str, Any], path: str) -> Any:
+    for name in path.split("."):
+        tree = tree[name]
+    return tree

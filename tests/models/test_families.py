@@ -1,0 +1,137 @@
+"""config.json <-> ModelConfig, in both dialects, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import Llama3Rope
+from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.hf_config import read_config, write_config
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
+NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
+
+
+def attributes(name="llama", **changes):
+    return json.loads((FIXTURES / name / "config.json").read_text()) | changes
+
+
+def refusal(name="llama", **changes):
+    with pytest.raises(InputError) as refused:
+        read_config(attributes(name, **changes))
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_every_family_has_a_fixture():
+    assert {attributes(name)["model_type"] for name in NAMES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_dialects_mean_the_same(name):
+    old = json.loads((FIXTURES / name / "config.transformers4.json").read_text())
+    assert "rope_parameters" not in old
+    assert read_config(old) == read_config(attributes(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_written_config_is_read_back_equal(name):
+    config = read_config(attributes(name))
+    written = json.loads(json.dumps(write_config(config, "bfloat16")))
+    assert read_config(written) == config
+    assert written["torch_dtype"] == "bfloat16"
+
+
+def test_window_rules_follow_each_family():
+    assert read_config(attributes("llama")).attention.windows == ()
+    assert read_config(attributes("mistral")).attention.windows == (6, 6)
+    assert read_config(attributes("mistral", sliding_window=None)).attention.windows == ()
+    assert read_config(attributes("qwen2")).attention.windows == (0, 6)
+    assert read_config(attributes("qwen2", use_sliding_window=False)).attention.windows == ()
+    assert read_config(attributes("gemma2", layer_types=None)).attention.windows == (6, 0, 6)
+    gemma3 = attributes("gemma3_text", layer_types=None, num_hidden_layers=7)
+    del gemma3["sliding_window_pattern"]
+    assert read_config(gemma3).attention.windows == (6, 6, 6, 6, 6, 0, 6)
+
+
+def test_gemma_constants():
+    config = read_config(attributes("gemma2"))
+    assert config.attention.scale == pytest.approx(24**-0.5)
+    assert (config.attention.softcap, config.logit_softcap) == (3.0, 5.0)
+    assert config.embedding_scale == pytest.approx(32**0.5)
+    assert config.norm.plus_one and config.norm.placement == "both"
+    assert config.activation == "gelu_tanh"
+    local = read_config(attributes("gemma3_text")).attention
+    assert (local.rope_theta, local.local_rope_theta, local.rope_scaling) == (1000.0, 50.0, 8.0)
+
+
+def test_llama3_rope_falls_back_to_the_models_length():
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = read_config(attributes(rope_parameters=None, rope_scaling=rope, rope_theta=5e5))
+    assert config.attention.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
+    assert config.attention.rope_theta == 5e5
+
+
+def test_left_out_attributes_take_the_familys_default():
+    bare = {name: value for name, value in attributes().items() if name in ("model_type", "vocab_size", "hidden_size",
+            "intermediate_size", "num_hidden_layers", "num_attention_heads")}  # fmt: skip
+    config = read_config(bare)
+    assert (config.attention.kv_heads, config.attention.head_dim) == (4, 8)
+    assert (config.norm.eps, config.attention.rope_theta, config.tied_embeddings) == (1e-6, 10000.0, False)
+    assert read_config(bare | {"model_type": "olmo2"}).norm.eps == 1e-5
+
+
+def test_special_ids_of_every_spelling():
+    ids = read_config(attributes(eos_token_id=[2, 5, 2], pad_token_id=-1, bos_token_id=None)).tokens
+    assert (ids.bos, ids.eos, ids.pad) == (None, (2, 5), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, ["mamba", "llama", "olmo2"]),
+        ({"model_type": "gemma3", "text_config": {}}, ["gemma3", "text part"]),
+        ({"attention_bias": True}, ["attention_bias=True"]),
+        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"logits_scaling": 8.0}, ["logits_scaling=8.0"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"hidden_act": "relu"}, ["relu", "silu", "gelu_pytorch_tanh"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["linear", "factor"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+        ({"hidden_size": "32"}, ["hidden_size", "positive integer"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
+    ],
+)
+def test_refused_by_name(changes, words):
+    message = refusal(**changes)
+    assert all(word in message for word in words), message
+
+
+def test_other_refusals():
+    assert "chunked_attention" in refusal("gemma2", layer_types=["chunked_attention"] * 3)
+    assert "2 entries for 3 layers" in refusal("gemma2", layer_types=["full_attention"] * 2)
+    local = {"sliding_attention": {"rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_type": "default"}}
+    assert "sliding layers" in refusal("gemma3_text", rope_parameters=local)
+    partial = attributes()
+    del partial["vocab_size"]
+    with pytest.raises(InputError, match="vocab_size"):
+        read_config(partial)
+
+
+def test_switched_off_attributes_are_harmless():
+    off = {"attention_bias": False, "rope_interleaved": False, "mlp_bias": None, "partial_rotary_factor": 1.0}
+    assert read_config(attributes(**off, is_llama_config=True, use_cache=False)) == read_config(attributes())
+
+
+def test_a_config_that_the_family_cannot_say_is_not_written():
+    import dataclasses
+
+    config = read_config(attributes())
+    capped = dataclasses.replace(config, logit_softcap=30.0)
+    with pytest.raises(InputError, match="logit_softcap=30.0"):
+        write_config(capped, "float32")

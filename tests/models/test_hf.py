@@ -1,0 +1,252 @@
+"""Hugging Face directories: logits agree with transformers, tensors survive bit for bit, wrong files are refused."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import load_pretrained, logits, save_pretrained
+from jaxrl_llm.models.config import TokenIds
+from jaxrl_llm.models.decoder import from_parameters, parameter_shapes, to_parameters
+from jaxrl_llm.models.families import axis_sizes, tensors_of
+from jaxrl_llm.models.hf import read_directory
+from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
+NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
+
+
+def stored_tensors(directory):
+    return {name: tensor.read() for name, tensor in open_checkpoint(directory).items()}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return Path(shutil.copytree(FIXTURES / "llama", tmp_path / "llama"))
+
+
+def refusal(directory):
+    with pytest.raises(InputError) as refused:
+        load_pretrained(directory)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_agree_with_transformers(name):
+    example = np.load(FIXTURES / name / "example.npz")
+    model, tokenizer = load_pretrained(FIXTURES / name)
+    assert tokenizer is None
+    ours = np.asarray(logits(model, example["tokens"]))
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, example["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("llama3_rope", "attention", {"rope_scaling": None}),
+        ("llama_linear", "attention", {"rope_scaling": None}),
+        ("mistral", "attention", {"windows": ()}),
+        ("qwen2", "attention", {"windows": (6, 0)}),
+        ("gemma2", "attention", {"softcap": None}),
+        ("gemma2", "attention", {"scale": None}),
+        ("gemma2", "", {"logit_softcap": None}),
+        ("gemma3_text", "attention", {"local_rope_theta": 1000.0}),
+        ("gemma3_text", "", {"embedding_scale": 1.0}),
+        ("qwen3", "norm", {"eps": 1e-6}),
+    ],
+)
+def test_each_rule_of_a_config_moves_the_logits(name, part, change):
+    """Else the agreement above would prove nothing about the rule."""
+    example = np.load(FIXTURES / name / "example.npz")
+    config, parameters, _ = read_directory(FIXTURES / name)
+    changed = {part: dataclasses.replace(getattr(config, part), **change)} if part else change
+    other = from_parameters(dataclasses.replace(config, **changed), parameters)
+    assert np.abs(np.asarray(logits(other, example["tokens"])) - example["logits"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_have_the_decoders_shapes(name):
+    config, parameters, _ = read_directory(FIXTURES / name, "bfloat16")
+    assert jax.tree.map(lambda x: x.shape, parameters) == parameter_shapes(config)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(parameters)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_is_exact(name, tmp_path):
+    model, _ = load_pretrained(FIXTURES / name)
+    save_pretrained(model, None, tmp_path / "export")
+    before, after = stored_tensors(FIXTURES / name), stored_tensors(tmp_path / "export")
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        np.testing.assert_array_equal(value.view(np.uint32), after[key].view(np.uint32), err_msg=key)
+    again, _ = load_pretrained(tmp_path / "export")
+    assert again.config == model.config
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_round_trip_keeps_dtype_and_bits(dtype, tmp_path):
+    model, _ = load_pretrained(FIXTURES / "llama", dtype=dtype)
+    save_pretrained(model, None, tmp_path / "export")
+    assert {tensor.dtype.name for tensor in stored_tensors(tmp_path / "export").values()} == {dtype}
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["torch_dtype"] == dtype
+    again, _ = load_pretrained(tmp_path / "export", dtype=dtype)
+    jax.tree.map(np.testing.assert_array_equal, to_parameters(again), to_parameters(model))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_are_inverse(name):
+    config, _, _ = read_directory(FIXTURES / name)
+    sizes = axis_sizes(config)
+    for tensor in tensors_of(config):
+        shape = [sizes[letter] for letter in tensor.axes]
+        array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        np.testing.assert_array_equal(to_ours(tensor, to_hf(tensor, array, sizes), sizes), array)
+
+
+def test_shards_hold_what_one_file_holds(tmp_path):
+    config, parameters, _ = read_directory(FIXTURES / "llama")
+    write_checkpoint(to_stored(config, parameters), tmp_path, "float32", limit=30_000)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+    whole = load_file(FIXTURES / "llama" / "model.safetensors")
+    for name, tensor in open_checkpoint(tmp_path).items():
+        np.testing.assert_array_equal(tensor.read(), whole.pop(name))
+    assert not whole
+
+
+def test_save_refuses_a_directory_in_use_and_leaves_it_alone(tmp_path):
+    model, _ = load_pretrained(FIXTURES / "llama")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="not empty"):
+        save_pretrained(model, None, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path):
+    model, _ = load_pretrained(FIXTURES / "llama")
+    with pytest.raises(AttributeError):
+        save_pretrained(model, "not a tokenizer", tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_fills_an_empty_directory(tmp_path):
+    model, _ = load_pretrained(FIXTURES / "llama")
+    save_pretrained(model, None, tmp_path)
+    assert {"config.json", "generation_config.json", "model.safetensors"} == {p.name for p in tmp_path.iterdir()}
+
+
+def test_special_ids_are_a_union(llama):
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 500], "pad_token_id": 9}))
+    config, _, _ = read_directory(llama)
+    assert config.tokens == TokenIds(bos=1, eos=(2, 7), pad=0)
+
+
+def test_saved_ends_are_in_the_generation_config(llama, tmp_path):
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    model, _ = load_pretrained(llama)
+    save_pretrained(model, None, tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
+
+
+def test_a_repeated_head_of_a_tied_model_is_accepted_and_another_refused(tmp_path):
+    directory = Path(shutil.copytree(FIXTURES / "qwen2", tmp_path / "qwen2"))
+    rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    model, _ = load_pretrained(directory)
+    assert "head" not in to_parameters(model)
+    rewrite(directory, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    assert "lm_head.weight differs" in refusal(directory)
+
+
+def test_rotary_buffers_of_old_files_are_ignored(llama):
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(llama, lambda t: t.update({key: np.ones(4, np.float32)}))
+    load_pretrained(llama)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named(llama):
+    key = "model.layers.1.mlp.up_proj.weight"
+    original = (llama / "model.safetensors").read_bytes()
+    rewrite(llama, lambda t: t.pop(key))
+    assert f"lack {key}" in refusal(llama)
+    (llama / "model.safetensors").write_bytes(original)
+    rewrite(llama, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.ones((48, 32), np.float32)}))
+    assert "model.layers.2.mlp.up_proj.weight" in refusal(llama)
+    (llama / "model.safetensors").write_bytes(original)
+    rewrite(llama, lambda t: t.update({key: np.ones((32, 48), np.float32)}))
+    message = refusal(llama)
+    assert key in message and "[32, 48]" in message and "[48, 32]" in message
+
+
+def test_integer_weights_are_refused(llama):
+    rewrite(llama, lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}))
+    assert "model.norm.weight is stored as I8" in refusal(llama)
+
+
+def test_broken_weight_files_are_refused(llama):
+    weights = llama / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (whole[:-100], whole[:20], b"", b"not a tensor file" * 9):
+        weights.write_bytes(content)
+        assert "model.safetensors is not a whole safetensors file" in refusal(llama)
+    weights.unlink()
+    assert "holds no model.safetensors" in refusal(llama)
+    (llama / "pytorch_model.bin").write_bytes(b"")
+    assert "convert the weights to safetensors" in refusal(llama)
+
+
+def test_broken_shards_are_refused(tmp_path):
+    directory = Path(shutil.copytree(FIXTURES / "qwen3", tmp_path / "qwen3"))
+    second = directory / "model-00002-of-00002.safetensors"
+    content = second.read_bytes()
+    second.unlink()
+    assert "model-00002-of-00002.safetensors is missing" in refusal(directory)
+    second.write_bytes((directory / "model-00001-of-00002.safetensors").read_bytes())
+    assert "model-00002-of-00002.safetensors lacks" in refusal(directory)
+    second.write_bytes(content)
+    (directory / "model.safetensors.index.json").write_text("[]")
+    assert "does not hold a JSON object" in refusal(directory)
+
+
+def test_broken_json_is_refused(llama):
+    (llama / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in refusal(llama)
+    (llama / "config.json").unlink()
+    assert "holds no config.json" in refusal(llama)
+
+
+def test_a_broken_tokenizer_is_refused(llama):
+    (llama / "tokenizer.json").write_text("{}")
+    assert "the tokenizer cannot be read" in refusal(llama)
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(InputError, match="int8.*bfloat16"):
+        load_pretrained(FIXTURES / "llama", dtype="int8")
+
+
+def test_loaded_arrays_do_not_lie_in_the_file(llama):
+    """An update may overwrite the file's memory otherwise, and a changed file would change the model."""
+    model, _ = load_pretrained(llama)
+    before = np.array(to_parameters(model)["embed"])
+    with open(llama / "model.safetensors", "r+b") as file:
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
+        file.seek(size // 2)
+        file.write(b"\0" * (size - size // 2))
+    np.testing.assert_array_equal(np.asarray(to_parameters(model)["embed"]), before)

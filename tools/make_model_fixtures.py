@@ -1,0 +1,200 @@
+"""Make the tiny models under tests/fixtures/models, with the logits that transformers computes for them.
+
+    pip install torch==2.13.0 transformers safetensors gguf
+    python tools/make_model_fixtures.py make     # write the fixtures anew
+    python tools/make_model_fixtures.py check    # export each with jaxrl_llm, load it in transformers, compare logits
+
+torch is pinned because another version may change the random weights. Run from the root of the repository.
+"""
+
+import json
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+
+FIXTURES = pathlib.Path("tests/fixtures/models")
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama3_rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 16}),
+    "llama_linear": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0}, "eos_token_id": [2, 3]},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 6}),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "num_hidden_layers": 3,
+         "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "num_hidden_layers": 3,
+         "sliding_window_pattern": 3, "rope_parameters": GEMMA3_ROPE},
+    ),
+    "olmo2": (transformers.Olmo2Config, {}),
+}  # fmt: skip
+GGUF = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "olmo2": "OLMO2"}
+
+
+def make() -> None:
+    """Write every fixture anew."""
+    shutil.rmtree(FIXTURES, ignore_errors=True)
+    for seed, (name, (config_class, changes)) in enumerate(FAMILIES.items()):
+        model = random_model(config_class(**SHAPE | changes), seed)
+        directory = FIXTURES / name
+        model.save_pretrained(directory, max_shard_size="60KB" if name == "qwen3" else "5GB")
+        tokens = np.random.RandomState(seed).randint(3, SHAPE["vocab_size"], (2, 20)).astype(np.int32)
+        np.savez(directory / "example.npz", tokens=tokens, logits=logits(model, tokens))
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.transformers4.json").write_text(json.dumps(version4(config), indent=2) + "\n")
+        if name in GGUF:
+            write_gguf(directory, FIXTURES / f"{name}.gguf", GGUF[name])
+    size = sum(file.stat().st_size for file in FIXTURES.rglob("*"))
+    print(f"{len(FAMILIES)} models, {size / 1e6:.2f} MB")
+
+
+def random_model(config: transformers.PreTrainedConfig, seed: int) -> torch.nn.Module:
+    """A float32 model whose every parameter is far enough from its usual start to matter."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if "norm" in name:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_((0.5 if name.endswith("bias") else 0.2) * noise)
+    return model.eval()
+
+
+def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """float32[B, T, V]"""
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long()).logits.float().numpy()
+
+
+def version4(config: dict) -> dict:
+    """The same configuration as transformers 4 writes it."""
+    old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    rope = config["rope_parameters"]
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    scaling = {name: value for name, value in full.items() if name != "rope_theta"}
+    old |= {"torch_dtype": config["dtype"], "rope_theta": full["rope_theta"]}
+    old["rope_scaling"] = None if full["rope_type"] == "default" else scaling
+    if full["rope_type"] == "linear":
+        scaling["type"] = scaling.pop("rope_type")
+    if local:
+        old["rope_local_base_freq"] = local["rope_theta"]
+    if config["model_type"] in ("gemma2", "gemma3_text", "qwen2"):
+        del old["layer_types"]
+    if config["model_type"] == "gemma3_text":
+        old["sliding_window_pattern"] = 3
+    return old
+
+
+def write_gguf(directory: pathlib.Path, path: pathlib.Path, architecture: str) -> None:
+    """The same model as llama.cpp's converter lays it out, in float32; names come from the gguf package's own table."""
+    import gguf
+    from safetensors import safe_open
+
+    config = json.loads((directory / "config.json").read_text())
+    kind = gguf.MODEL_ARCH[architecture]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
+    write_metadata(writer, config)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "np") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensor = converted(name, opened.get_tensor(name), config)
+                writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_metadata(writer, config: dict) -> None:
+    """The keys that describe the architecture and its special tokens."""
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(writer_scaling("linear"))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if config["model_type"].startswith("gemma"):
+        writer.add_sliding_window(config["sliding_window"])
+    for cap, add in (("attn", writer.add_attn_logit_softcapping), ("final", writer.add_final_logit_softcapping)):
+        if config.get(f"{cap}_logit_softcapping"):
+            add(config[f"{cap}_logit_softcapping"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
+def writer_scaling(name: str):
+    """The gguf package's name of a rope scaling."""
+    import gguf
+
+    return gguf.RopeScalingType(name)
+
+
+def converted(name: str, tensor: np.ndarray, config: dict) -> np.ndarray:
+    """llama.cpp's changes: Llama's query and key rows paired for interleaved rotary; Gemma's norms stored plus 1."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+    if config["model_type"] == "llama" and heads:
+        rows, columns = tensor.shape
+        tensor = tensor.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        tensor = tensor + np.float32(1.0)
+    return np.ascontiguousarray(tensor)
+
+
+def check() -> None:
+    """Export every fixture with jaxrl_llm and compare what transformers computes from the export."""
+    from jaxrl_llm.models import load_pretrained, save_pretrained
+
+    for name in FAMILIES:
+        example = np.load(FIXTURES / name / "example.npz")
+        model, _ = load_pretrained(FIXTURES / name)
+        with tempfile.TemporaryDirectory() as folder:
+            save_pretrained(model, None, pathlib.Path(folder) / "export")
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                pathlib.Path(folder) / "export", dtype=torch.float32, attn_implementation="eager"
+            )
+            difference = np.abs(logits(loaded, example["tokens"]) - example["logits"]).max()
+        print(f"{name:14} {type(loaded).__name__:20} largest difference of logits {difference:.1e}")
+        if difference > 1e-5:
+            raise SystemExit(f"{name}: the export is another model")
+
+
+if __name__ == "__main__":
+    {"make": make, "check": check}[sys.argv[1]]()
