@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -81,9 +81,16 @@ class Progress:
         return f"{where}{self._status}  {columns.seconds(time.monotonic() - self._since)}"
 
     def patience(self) -> float:
-        """Seconds that a log file may stay silent in the present phase."""
-        ordinary = 2 * max(self._durations, default=0.0) if _phase(self._status) in WITHIN_A_STEP else 0.0
-        return max(QUIET_SECONDS, ordinary)
+        """Seconds that a log file may stay silent now."""
+        return patience(self._status, self._durations)
+
+
+def patience(status: str, durations: Sequence[float]) -> float:
+    """Seconds of silence allowed under ``status`` after steps of ``durations`` seconds.
+
+    Inside a step it is twice an ordinary step, so that a log file holds one line for each; otherwise QUIET_SECONDS.
+    """
+    return max(QUIET_SECONDS, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
 
 
 def _phase(status: str) -> str:
@@ -138,9 +145,8 @@ class _LogFile:
 
     def _break_silence(self) -> None:
         while not self._stopped.wait(0.5):
-            patience = self._progress.patience()
-            patience = max(patience, min(patience * 2**self._repeats, LONGEST_SILENCE))
-            if time.monotonic() - self._last >= patience:
+            shortest = self._progress.patience()
+            if time.monotonic() - self._last >= max(shortest, min(shortest * 2**self._repeats, LONGEST_SILENCE)):
                 repeats = self._repeats + 1
                 self.line(f"... {self._progress.describe()}")
                 self._repeats = repeats

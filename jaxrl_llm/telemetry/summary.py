@@ -125,8 +125,10 @@ def abridge(text: str, limit: int) -> str:
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     if len(text) <= limit:
         return text
-    head = (limit - 3) // 2
-    return f"{text[:head]} … {text[len(text) - (limit - 3 - head):]}"
+    half = (limit - 3) // 2
+    head, tail = text[:half], text[-half:]
+    # Whole words, where there are any.
+    return f"{head.rsplit(' ', 1)[0]} … {tail.split(' ', 1)[-1]}"
 
 
 def _next(summary: RunSummary) -> list[Text]:

@@ -67,5 +67,6 @@ def test_a_run_without_evaluation_still_ends_with_its_commands():
 
 def test_abridging_keeps_the_end_where_the_answer_stands():
     text = abridge("word " * 100 + "so it is 8.", 60)
-    assert len(text) <= 60 and text.endswith("so it is 8.")
+    assert len(text) <= 60 and text.endswith("word so it is 8.") and " word … word " in text
+    assert len(abridge("x" * 100, 60)) <= 60
     assert abridge("a\n\tb\x00 c", 60) == "a b c"
