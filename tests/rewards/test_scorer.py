@@ -128,11 +128,15 @@ def test_workers_run_without_jax_and_without_extras():
     assert not scores.parts["jax_is_loaded"].any() and not scores.parts["extras"].any() and scores.errors == 0
 
 
-def test_the_workers_share_the_calls_and_live_on():
-    with Scorer((Function("sample_rewards:worker_id"),), workers=2) as scorer:
-        first, second = (set(scorer.score([item("3")] * 200).parts["worker_id"]) for _ in range(2))
-    assert len(first) == 2 and first == second and os.getpid() not in first
-    assert all(gone(int(process_id), 1.0) for process_id in first)
+def test_the_workers_run_side_by_side_and_live_on(tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    with Scorer((Function("sample_rewards:meet"),), workers=2, timeout_s=60.0) as scorer:
+        for folder in folders:
+            folder.mkdir()
+            assert scorer.score([item(str(folder))] * 2).errors == 0
+    first, second = (sorted(path.name for path in folder.iterdir()) for folder in folders)
+    assert len(first) == 2 and first == second and str(os.getpid()) not in first
+    assert all(gone(process_id, 1.0) for process_id in first)
 
 
 def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
@@ -140,7 +144,7 @@ def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
     with Scorer((Function("sample_rewards:obey"),), workers=1, timeout_s=0.5) as scorer:
         assert scorer.score([item("leave a child")]).timeouts == 1
     del os.environ["CHILD_ID_FILE"]
-    assert gone(int((tmp_path / "id").read_text()), 1.0)
+    assert gone((tmp_path / "id").read_text(), 1.0)
 
 
 def test_a_worker_that_was_killed_between_two_scorings_is_replaced():
@@ -166,37 +170,39 @@ import jax
 from test_scorer import item
 from jaxrl_llm.rewards import Function, Scorer
 print("top level", flush=True)
-scorer = Scorer((Function("sample_rewards:jax_is_loaded"), Function("sample_rewards:worker_id")), timeout_s=TIMEOUT)
-scores = scorer.score([item("3")] * 20)
-print(scores.parts["jax_is_loaded"].sum(), *sorted(set(scores.parts["worker_id"].astype(int))), flush=True)
+scorer = Scorer((Function("sample_rewards:jax_is_loaded"), Function("sample_rewards:meet")), timeout_s=60.0)
+scores = scorer.score([item(sys.argv[1])] * 2)
+print(scores.parts["jax_is_loaded"].sum(), *scores.parts["meet"].astype(int), flush=True)
 """
-HANG = 'Scorer((Function("sample_rewards:obey"),), timeout_s=1.0, workers=1).score([item(sys.argv[1])])'
+HANG = 'Scorer((Function("sample_rewards:obey"),), timeout_s=1.0, workers=1).score([item("hang with the lock")])'
 
 
-def script(tmp_path, text, *arguments):
-    path = tmp_path / "script.py"
+def script(folder, text):
+    path = folder / "script.py"
     path.write_text(text)
+    (folder / "meeting").mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([sys.executable, str(path), *arguments], stdout=subprocess.PIPE, text=True, env=env)
+    command = [sys.executable, str(path), str(folder / "meeting")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def test_nothing_is_left_when_the_interpreter_exits_without_close(tmp_path):
-    with script(tmp_path, SCRIPT.replace("TIMEOUT", "60.0")) as process:
+    with script(tmp_path, SCRIPT) as process:
         lines = process.stdout.read().splitlines()
     assert process.returncode == 0 and lines[0] == "top level" and len(lines) == 2
     with_jax, *workers = lines[1].split()
-    assert with_jax == "0.0" and len(workers) == 2
-    assert all(gone(int(worker), 1.0) for worker in workers)
+    assert with_jax == "0.0" and len(set(workers)) == 2
+    assert all(gone(worker, 1.0) for worker in workers)
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
-    # One worker waits for a call, the other is stuck in one and holds the interpreter's lock.
-    with script(tmp_path, SCRIPT.replace("TIMEOUT", "60.0") + HANG, "hang with the lock") as process:
+    # Two workers wait for a call; a third is stuck in one and holds its interpreter's lock.
+    with script(tmp_path, SCRIPT + HANG) as process:
         assert process.stdout.readline() == "top level\n"
-        idle = process.stdout.readline().split()[1:]
-        stuck = stuck_worker(process.pid, idle)
+        waiting = process.stdout.readline().split()[1:]
+        stuck = stuck_worker(process.pid, waiting)
         process.kill()
-    assert all(gone(int(worker), 1.0) for worker in idle)
+    assert all(gone(worker, 1.0) for worker in waiting)
     assert gone(stuck, 5.0)
 
 
@@ -208,6 +214,6 @@ def stuck_worker(parent, known):
         new = set(children.read_text().split()) - set(known)
         if new:
             time.sleep(0.5)  # until it has taken the call
-            return int(new.pop())
+            return new.pop()
         time.sleep(0.02)
     raise AssertionError("no further worker was started")
