@@ -63,7 +63,20 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"reasoning-gym's {name} refuses size {size}, seed {seed}, options {options} ({reason}); "
                          f"change them") from error
-    return [dataset[index] for index in range(size)]
+    return [_plain(dataset[index]) for index in range(size)]
+
+
+def _plain(value: Any) -> Any:
+    """The same value of Python's own types: marshal writes NumPy's scalars as bytes without a word."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"reasoning-gym's entry holds a {type(value).__name__}, which cannot be handed on")
 
 
 def _check_names(name: str, options: dict[str, Any]) -> None:
