@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract
+from jaxrl_llm.tasks.generate import entries
 from jaxrl_llm.types import Message, Problem
 
 
@@ -40,15 +40,7 @@ class ReasoningGym:
         Raises:
           InputError: no such data set or option, or an option's value that the data set refuses.
         """
-        import reasoning_gym
-
-        _check_generator(self)
-        try:
-            rows = reasoning_gym.create_dataset(self.name, size=self.size, seed=self.seed, **self.options)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise InputError(f"reasoning-gym's {self.name} refuses size {self.size} with options {self.options} "
-                             f"({_one_line(error)}); change them") from error
-        for entry in (rows[index] for index in range(self.size)):
+        for entry in entries(self.name, self.options, self.size, self.seed):
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
             metadata = {"generator": self.name, "options": dict(self.options), "entry": entry}
@@ -141,24 +133,6 @@ def prompt_key(prompt: Iterable[Message]) -> str:
 
 def _problem(prompt: tuple[Message, ...], answer: str, label: str, metadata: dict[str, Any]) -> Problem:
     return Problem(prompt_key(prompt)[:16], prompt, answer, label, metadata=metadata)
-
-
-def _check_generator(source: ReasoningGym) -> None:
-    from reasoning_gym.factory import DATASETS
-
-    if source.name not in DATASETS:
-        raise InputError(f"reasoning-gym has no data set {source.name!r}; {_suggest(source.name, DATASETS)}")
-    fields = [field.name for field in dataclasses.fields(DATASETS[source.name][1])]
-    for option in source.options:
-        if option in ("size", "seed"):
-            raise InputError(f"{option} is no option of {source.name}: set the source's own field {option}")
-        if option not in fields:
-            raise InputError(f"reasoning-gym's {source.name} has no option {option!r}; {_suggest(option, fields)}")
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -21,6 +22,15 @@ def jax_is_loaded(problem, completion):
 
 
 def worker_id(problem, completion):
+    return os.getpid()
+
+
+def meet(problem, completion):
+    """Returns only when two workers are in here at once, in the folder that the text names; the process id."""
+    folder = pathlib.Path(completion.text)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
     return os.getpid()
 
 

@@ -102,6 +102,23 @@ def test_reasoning_gym_repeats_itself_by_seed():
     assert first == again != other
 
 
+@pytest.mark.parametrize("name", ["ransom_note", "list_functions"])
+def test_reasoning_gym_repeats_what_hangs_on_hashes_or_on_global_random_numbers(name):
+    # ransom_note walks through sets of strings; list_functions draws from the random module
+    program = (f"from jaxrl_llm.tasks import ReasoningGym;"
+               f"print(*[problem.id for problem in ReasoningGym({name!r}, size=20).problems()])")
+    runs = {subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed},
+                           capture_output=True, text=True, check=True).stdout for seed in ("1", "2")}
+    assert len(runs) == 1
+
+
+def test_reasoning_gym_entries_are_of_pythons_own_types():
+    # knights_knaves draws its names as NumPy strings, and its statements are nested tuples
+    for problem in ReasoningGym("knights_knaves", size=3).problems():
+        entry = problem.metadata["entry"]["metadata"]
+        assert {type(name) for name in entry["names"]} == {str} and isinstance(entry["statements"], tuple)
+
+
 def test_reasoning_gym_passes_its_options_on():
     options = {"min_terms": 5, "max_terms": 5}
     for problem in ReasoningGym("chain_sum", options, size=5).problems():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -116,7 +117,9 @@ def test_filters_of_the_current_folder_are_found(tmp_path):
                "loaded = load(Task(Table('rows.jsonl'), keep='my_filters_here:short'))\n"
                "print(len(loaded.train))")
     table(tmp_path, [("a", "1"), ("b", "22")])
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
 
 

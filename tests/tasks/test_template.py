@@ -77,7 +77,7 @@ def test_system_replaces_and_suffix_follows_the_last_user_message():
         (byte_tokenizer(), "tokenizer", "no chat template; add --task.template plain"),
         (byte_tokenizer(), "chatlm", "template 'chatlm' is unknown"),
         (byte_tokenizer(), "{% for %}", "the chat template refuses"),
-        (byte_tokenizer("{{ raise_exception('no system role') }}"), "tokenizer", "refuses the messages .no system role"),
+        (byte_tokenizer("{{ raise_exception('no system role') }}"), "tokenizer", "refuses .*no system role"),
     ],
 )
 def test_what_cannot_be_templated_is_refused(tokenizer, template, message):

@@ -1,0 +1,97 @@
+"""reasoning-gym's problems, generated in an interpreter of their own: the same ones on every run and every host.
+
+In this process they would not be: some of its data sets walk through sets of strings, whose order changes with the
+interpreter's hash seed, and one draws from Python's global random numbers.
+"""
+
+import dataclasses
+import difflib
+import json
+import marshal
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+
+_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+            "from jaxrl_llm.tasks.generate import main; sys.exit(main(*json.loads(sys.argv[2])))")
+_REFUSED = 2
+
+
+def entries(name: str, options: dict[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
+    """The first ``size`` entries (``question``, ``answer``, ``metadata``) of a data set of reasoning-gym.
+
+    Raises:
+      InputError: no such data set or option, or a value that the data set refuses.
+      RuntimeError: the generating process failed; its messages are on the error output.
+    """
+    path = json.dumps([str(folder) for folder in sys.path])
+    command = [sys.executable, "-c", _PROGRAM, path, json.dumps([name, options, size, seed])]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False,
+                          env={**os.environ, "PYTHONHASHSEED": "0"})
+    if done.returncode == _REFUSED:
+        raise InputError(done.stdout.decode())
+    if done.returncode:
+        raise RuntimeError(f"generating {name} failed with exit code {done.returncode}")
+    return marshal.loads(done.stdout)
+
+
+def main(name: str, options: dict[str, Any], size: int, seed: int) -> int:
+    """Writes the entries to the standard output, or one line that says why there are none; returns the exit code."""
+    with os.fdopen(os.dup(1), "wb") as output:
+        os.dup2(2, 1)  # what a data set prints must not stand among the entries
+        try:
+            output.write(marshal.dumps(_generate(name, options, size, seed)))
+        except InputError as error:
+            output.write(str(error).encode())
+            return _REFUSED
+    return 0
+
+
+def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
+    import reasoning_gym
+
+    _check_names(name, options)
+    random.seed(seed)
+    try:
+        dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"reasoning-gym's {name} refuses size {size}, seed {seed}, options {options} ({reason}); "
+                         f"change them") from error
+    return [_plain(dataset[index]) for index in range(size)]
+
+
+def _plain(value: Any) -> Any:
+    """The same value of Python's own types: marshal writes NumPy's scalars as bytes without a word."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"reasoning-gym's entry holds a {type(value).__name__}, which cannot be handed on")
+
+
+def _check_names(name: str, options: dict[str, Any]) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise InputError(f"reasoning-gym has no data set {name!r}; {_suggest(name, DATASETS)}")
+    fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    for option in options:
+        if option in ("size", "seed"):
+            raise InputError(f"{option} is no option of {name}: set the source's own field {option}")
+        if option not in fields:
+            raise InputError(f"reasoning-gym's {name} has no option {option!r}; {_suggest(option, fields)}")
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"

@@ -1,0 +1,219 @@
+"""The scorer with real functions that hang, crash and raise: one item is lost, the rest is right, nothing is left."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Scorer
+from jaxrl_llm.rewards.pool import Call, Pool
+from jaxrl_llm.tasks import ReasoningGym
+from jaxrl_llm.types import Completion, Problem
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.append(HERE)  # the workers get this path too, and import sample_rewards from it
+
+
+def item(text, answer="3", length=3, **fields):
+    tokens = np.arange(length, dtype=np.int32)
+    extras = {"entropy": np.zeros(length)}
+    problem = Problem("1", ({"role": "user", "content": "?"},), answer, "test", **fields)
+    return problem, Completion(tokens, np.zeros(length), "stop", tokens > -1, tokens, extras, text)
+
+
+def gone(process_id, within_s):
+    """Whether the process ends in time; a zombie has ended."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_reward_is_the_weighted_sum_of_its_parts():
+    rewards = (Accuracy(weight=2.0), LengthPenalty(0.1), Format(r"\d", weight=0.5), Format(r".*3.*"))
+    with Scorer(rewards) as scorer:
+        scores = scorer.score([item("3"), item("33", length=10), item("x")])
+    assert list(scores.parts) == ["accuracy", "length_penalty", "format", "format_2"]
+    np.testing.assert_array_equal(scores.parts["accuracy"], [1.0, 0.0, 0.0])
+    np.testing.assert_array_equal(scores.parts["format_2"], [1.0, 1.0, 0.0])
+    np.testing.assert_allclose(scores.reward, [2.0 - 0.3 + 0.5 + 1.0, -1.0 + 1.0, -0.3])
+    assert scores.reward.dtype == scores.accuracy.dtype == np.float64
+    assert (scores.errors, scores.timeouts, scores.message) == (0, 0, "")
+
+
+def test_accuracy_is_there_without_an_accuracy_reward():
+    with Scorer((LengthPenalty(0.1),)) as scorer:
+        scores = scorer.score([item("3"), item("4")])
+    np.testing.assert_array_equal(scores.accuracy, [1.0, 0.0])
+    assert list(scores.parts) == ["length_penalty"]
+
+
+def test_nothing_to_score():
+    with Scorer((Accuracy(), Function("sample_rewards:length"))) as scorer:
+        scores = scorer.score([])
+    assert scores.reward.shape == scores.accuracy.shape == scores.parts["length"].shape == (0,)
+
+
+def test_only_the_stuck_and_the_broken_items_are_lost_and_the_order_is_kept():
+    texts = ["0", "hang", "1", "die", "2", "segfault", "3", "raise", "exit", "end of file", "None", "text", "infinite",
+             "hang with the lock", "4", "true", "5"]
+    with Scorer((Function("sample_rewards:obey", weight=2.0),), timeout_s=0.6, on_error=-9.0) as scorer:
+        scores = scorer.score([item(text) for text in texts])
+        again = scorer.score([item("7")])
+    expected = [{"true": 1.0}.get(text, float(text) if text.isdigit() else -9.0) for text in texts]
+    np.testing.assert_array_equal(scores.parts["obey"], expected)
+    np.testing.assert_array_equal(scores.reward, 2.0 * np.array(expected))
+    assert (scores.errors, scores.timeouts) == (8, 2)
+    assert scores.message == "sample_rewards:obey: call not finished after 0.6 s"
+    np.testing.assert_array_equal(again.parts["obey"], [7.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise", r"KeyError: 'no such\nkey'"),
+        ("die", "the worker died (exit code 7)"),
+        ("segfault", f"the worker died (exit code -{int(signal.SIGSEGV)})"),
+        ("exit", "SystemExit: 3"),
+        ("None", "TypeError: returned None, which is no number"),
+        ("text", "TypeError: returned '1', which is no number"),
+    ],
+)
+def test_the_first_failure_is_told_in_one_line(text, message):
+    with Scorer((Function("sample_rewards:obey"),), workers=1) as scorer:
+        scores = scorer.score([item(text)])
+    assert scores.message == f"sample_rewards:obey: {message}"
+    assert (scores.errors, scores.timeouts) == (1, 0)
+
+
+def test_nan_means_unscorable_and_is_no_error():
+    with Scorer((Function("sample_rewards:obey"), LengthPenalty(0.0)), workers=1) as scorer:
+        scores = scorer.score([item("nan"), item("1")])
+    assert math.isnan(scores.reward[0]) and scores.reward[1] == 1.0 and scores.errors == 0
+
+
+def test_a_failing_verifier_scores_on_error_and_counts_as_wrong():
+    countdown = next(ReasoningGym("countdown", size=1).problems())
+    fields = {"metadata": countdown.metadata, "verifier": "reasoning_gym", "extractor": "whole"}
+    right, endless = countdown.metadata["entry"]["metadata"]["expression"], "9**9**9**9"
+    with Scorer((Accuracy(),), timeout_s=1.5, on_error=math.nan) as scorer:
+        scores = scorer.score([item(text, **fields) for text in (endless, right)])
+    np.testing.assert_array_equal(scores.accuracy, [0.0, 1.0])
+    np.testing.assert_array_equal(scores.parts["accuracy"], [math.nan, 1.0])
+    assert scores.timeouts == 1
+
+
+def test_math_runs_in_the_workers():
+    fields = {"extractor": "boxed", "verifier": "math"}
+    with Scorer((Accuracy(),)) as scorer:
+        scores = scorer.score([item(rf"\boxed{{\frac{{{n}}}{{2}}}}", answer="1.5", **fields) for n in range(6)])
+    np.testing.assert_array_equal(scores.accuracy, [0, 0, 0, 1, 0, 0])
+
+
+def test_workers_run_without_jax_and_without_extras():
+    with Scorer((Function("sample_rewards:jax_is_loaded"), Function("sample_rewards:extras"))) as scorer:
+        scores = scorer.score([item("3")] * 4)
+    assert not scores.parts["jax_is_loaded"].any() and not scores.parts["extras"].any() and scores.errors == 0
+
+
+def test_the_workers_run_side_by_side_and_live_on(tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    with Scorer((Function("sample_rewards:meet"),), workers=2, timeout_s=60.0) as scorer:
+        for folder in folders:
+            folder.mkdir()
+            assert scorer.score([item(str(folder))] * 2).errors == 0
+    first, second = (sorted(path.name for path in folder.iterdir()) for folder in folders)
+    assert len(first) == 2 and first == second and str(os.getpid()) not in first
+    assert all(gone(process_id, 1.0) for process_id in first)
+
+
+def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
+    os.environ["CHILD_ID_FILE"] = str(tmp_path / "id")
+    with Scorer((Function("sample_rewards:obey"),), workers=1, timeout_s=0.5) as scorer:
+        assert scorer.score([item("leave a child")]).timeouts == 1
+    del os.environ["CHILD_ID_FILE"]
+    assert gone((tmp_path / "id").read_text(), 1.0)
+
+
+def test_a_worker_that_was_killed_between_two_scorings_is_replaced():
+    with Scorer((Function("sample_rewards:worker_id"),), workers=1) as scorer:
+        before = int(scorer.score([item("3")]).parts["worker_id"][0])
+        os.kill(before, signal.SIGKILL)
+        assert gone(before, 1.0)
+        scores = scorer.score([item("3")])
+    assert scores.errors == 0 and scores.parts["worker_id"][0] != before
+
+
+def test_a_function_that_only_the_parent_can_import_is_an_error_of_the_item():
+    pool = Pool(1, 5.0)
+    (outcome,) = pool.map([Call("no_such_module:reward", ())])
+    pool.close()
+    assert outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message
+
+
+# A script without an "if __name__" guard: its top level must run once, not once for each worker.
+SCRIPT = """
+import sys
+import jax
+from test_scorer import item
+from jaxrl_llm.rewards import Function, Scorer
+print("top level", flush=True)
+scorer = Scorer((Function("sample_rewards:jax_is_loaded"), Function("sample_rewards:meet")), timeout_s=60.0)
+scores = scorer.score([item(sys.argv[1])] * 2)
+print(scores.parts["jax_is_loaded"].sum(), *scores.parts["meet"].astype(int), flush=True)
+"""
+HANG = 'Scorer((Function("sample_rewards:obey"),), timeout_s=1.0, workers=1).score([item("hang with the lock")])'
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(text)
+    (folder / "meeting").mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(path), str(folder / "meeting")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def test_nothing_is_left_when_the_interpreter_exits_without_close(tmp_path):
+    with script(tmp_path, SCRIPT) as process:
+        lines = process.stdout.read().splitlines()
+    assert process.returncode == 0 and lines[0] == "top level" and len(lines) == 2
+    with_jax, *workers = lines[1].split()
+    assert with_jax == "0.0" and len(set(workers)) == 2
+    assert all(gone(worker, 1.0) for worker in workers)
+
+
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
+    # Two workers wait for a call; a third is stuck in one and holds its interpreter's lock.
+    with script(tmp_path, SCRIPT + HANG) as process:
+        assert process.stdout.readline() == "top level\n"
+        waiting = process.stdout.readline().split()[1:]
+        stuck = stuck_worker(process.pid, waiting)
+        process.kill()
+    assert all(gone(worker, 1.0) for worker in waiting)
+    assert gone(stuck, 5.0)
+
+
+def stuck_worker(parent, known):
+    """The id of the parent's worker that is not known yet."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        new = set(children.read_text().split()) - set(known)
+        if new:
+            time.sleep(0.5)  # until it has taken the call
+            return new.pop()
+        time.sleep(0.02)
+    raise AssertionError("no further worker was started")

@@ -1,0 +1,70 @@
+"""The shaping rewards against published numbers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, Scorer, SoftOverlong
+from jaxrl_llm.types import Completion, Problem
+
+PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
+
+
+def completion(length=3, text=""):
+    tokens = np.zeros(length, np.int32)
+    return Completion(tokens, np.zeros(length), "stop", np.ones(length, bool), tokens, text=text)
+
+
+@pytest.mark.parametrize(
+    ("length", "value"), [(16000, 0.0), (16384, 0.0), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0)]
+)
+def test_soft_overlong_is_dapos_equation_13(length, value):
+    assert SoftOverlong()(PROBLEM, completion(length, "short text")) == value
+
+
+@pytest.mark.parametrize(
+    ("length", "value"), [(0, 0.0), (2048, -0.146447), (4096, -0.5), (8192, -1.0), (9000, -1.0)]
+)
+def test_cosine_length_is_prorls(length, value):
+    assert CosineLength(8192)(PROBLEM, completion(length)) == pytest.approx(value, abs=1e-6)
+
+
+def test_lengths_are_counted_in_tokens_and_not_in_characters():
+    assert LengthPenalty(0.01)(PROBLEM, completion(4, "a text of more than four characters")) == -0.04
+
+
+def test_format_matches_the_whole_text():
+    form = Format(r"<think>.*</think>\s*\d+")
+    assert form(PROBLEM, completion(text="<think>a\nb</think> 3")) == 1.0
+    assert form(PROBLEM, completion(text="<think>a\nb</think> 3.")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (SoftOverlong(max_length=100, cache=200), "0 < cache <= max_length"),
+        (SoftOverlong(cache=0), "0 < cache <= max_length"),
+        (CosineLength(0), "max_length 0; give 1 or more"),
+        (Format("("), "no regular expression"),
+        (Function("brevity"), "names no function"),
+        (Function("jaxrl_llm.rewards.shaping:Accuracies"), "did you mean Accuracy"),
+        (Accuracy(weight=math.nan), "weight nan; give a finite number"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_before_anything_runs(reward, message):
+    with pytest.raises(InputError, match=message):
+        Scorer((reward,))
+
+
+@pytest.mark.parametrize("numbers", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": math.nan},
+                                     {"on_error": math.inf}])
+def test_scorer_numbers_out_of_range_are_refused(numbers):
+    with pytest.raises(InputError, match="at least 1 worker"):
+        Scorer((Accuracy(),), **numbers)
+
+
+def test_no_rewards_are_refused():
+    with pytest.raises(InputError, match="no rewards"):
+        Scorer(())
