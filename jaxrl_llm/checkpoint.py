@@ -47,7 +47,9 @@ class Checkpoints:
 
         self._args = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+        # Without its handlers a manager that has saved nothing yet cannot say what a step holds.
+        handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The newest complete step."""
@@ -67,10 +69,7 @@ class Checkpoints:
         target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh))
         target = flatten(target)
         saved = self._manager.item_metadata(step)["state"]
-        stored = {name: tuple(meta.shape) for name, meta in saved.tree.items()} if hasattr(saved, "tree") else {}
-        for name, shape in stored.items():
-            if name not in target or target[name].shape != shape:
-                raise InputError(f"the checkpoint holds {name} of shape {shape}, which this configuration has not: start over with --fresh")
+        _refuse_other({name: tuple(meta.shape) for name, meta in saved.items()}, target)
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
         return unflatten(loaded["state"], like), loaded["host"]
@@ -79,6 +78,45 @@ class Checkpoints:
         """Wait for what is being written."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def restore_policy(step_directory: Path, like: Any, mesh: Mesh) -> Any:
+    """The policy alone of one complete step: the optimiser's arrays are not read.
+
+    Args:
+      step_directory: ``checkpoints/STEP``.
+      like: the model's shapes and dtypes (``jax.eval_shape``).
+      mesh: where the policy is to live, whatever mesh it was saved from.
+
+    Raises:
+      InputError: the checkpoint holds another model, or cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    paths, treedef = jax.tree.flatten_with_path(jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh)
+    ))
+    target = {f"policy/{_name(path)}": leaf for path, leaf in paths}
+    directory = Path(step_directory).absolute() / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        try:
+            saved = {name: tuple(meta.shape) for name, meta in reader.metadata(directory).item_metadata.tree.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{step_directory} cannot be read ({str(error).splitlines()[0]}): remove it to go back to the step before") from None
+        _refuse_other({name: shape for name, shape in saved.items() if name.startswith("policy/")}, target)
+        args = ocp.args.PyTreeRestore(target, ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True)
+        arrays = reader.restore(directory, args=args)
+    return jax.tree.unflatten(treedef, [arrays[name] for name in target])
+
+
+def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any]) -> None:
+    for name in sorted(saved.keys() | target.keys()):
+        has, wants = saved.get(name), target[name].shape if name in target else None
+        if has != wants:
+            raise InputError(
+                f"the checkpoint holds {name} of shape {has}, the configuration wants {wants}: "
+                "take the model and recipe that it was begun with, or start over with --fresh"
+            )
 
 
 def steps_in(directory: Path) -> list[int]:

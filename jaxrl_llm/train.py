@@ -27,7 +27,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import make_update
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder, cast
-from jaxrl_llm.rewards import Scorer, SoftOverlong
+from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.sharding import make_mesh
@@ -97,7 +97,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
         jax.set_mesh(mesh),
         Progress(run.steps, (start or 0) + 1) as progress,
         RunWriter(directory, (-1 if start is None else start) if resumed else None, run.output.tensorboard, run.output.wandb, configs.to_json(run)) as writer,
-        Scorer(rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error) as scorer,
+        Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error) as scorer,
     ):
         progress.status(f"loading {run.model}")
         model, tokenizer = load_pretrained(run.model, run.learner.dtype)
@@ -178,10 +178,10 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     test_task = run.evaluation.task or run.task
     problems = tasks.load(test_task).train if run.evaluation.task else loaded.held_out
     problems = problems[: run.evaluation.limit or None]
-    for note in loaded.notes:
-        progress.note(note)
     check_prompts(run, run.task, loaded.train, tokenizer)
     check_prompts(run, test_task, problems, tokenizer)
+    for note in loaded.notes:
+        progress.note(note)
     rollout, stops = run.rollout, model.config.tokens.eos
     dtype = jnp.dtype(run.learner.compute_dtype)
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
@@ -203,12 +203,6 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
     layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
     return Parts(tokenizer, loaded, engine, update, layout, scorer, sampler, test)
-
-
-def rewards(run: Run) -> tuple[Any, ...]:
-    """The configured rewards, and the recipe's punishment of completions near the length limit."""
-    cache = round(run.recipe.overlong_share * run.rollout.max_new_tokens)
-    return run.scoring.rewards + ((SoftOverlong(run.rollout.max_new_tokens, cache),) if cache else ())
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:

@@ -1,0 +1,130 @@
+"""The command line. Nothing slow is imported before the arguments are known to be sound."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.cli.flags import suggest
+from jaxrl_llm.errors import InputError
+
+USAGE = """usage: jaxrl-llm COMMAND ...
+
+  train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
+  eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
+  generate MODEL   type a prompt, see the answer              jaxrl-llm generate smollm2-135m --prompt "Hello"
+  export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
+  list             configurations, tasks, recipes, models     jaxrl-llm list
+
+jaxrl-llm COMMAND --help tells more."""
+
+DONE, WRONG_INPUT = 0, 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
+MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+
+
+def main() -> None:
+    """Entry point of ``jaxrl-llm``: exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted."""
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == WRONG_INPUT:
+        # Background writers of a run that could not be saved would only repeat at exit what is already said.
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; wrong input, a full disk and too little memory are one line on stderr."""
+    try:
+        return dispatch(list(arguments))
+    except InputError as error:
+        return refuse(str(error))
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:
+        reason = explain(error)
+        if reason is None:
+            raise
+        return refuse(reason)
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for a failure that the machine causes and a person can mend; None for any other.
+
+    Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too.
+    """
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for link in chain:
+        text = str(link)
+        if isinstance(link, MemoryError) or any(mark in text for mark in MARKS_OF_NO_MEMORY):
+            return "out of memory: lower --learner.microbatch_rows (learning) or --rollout.slots (sampling)"
+        if getattr(link, "errno", None) in NO_ROOM or any(mark in text for mark in MARKS_OF_NO_ROOM):
+            where = getattr(link, "filename", None) or "while writing"
+            return f"the disk is full ({where}): free some space and run the same command again"
+        if isinstance(link, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError) and link.filename:
+            return f"{link.filename}: {(link.strerror or 'cannot be used').lower()}; choose another place, or change its permissions"
+    return None
+
+
+def refuse(message: str) -> int:
+    """One line on stderr; exit code 2."""
+    print(f"jaxrl-llm: {' '.join(message.split())}", file=sys.stderr)
+    return WRONG_INPUT
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Find the command and hand it the rest."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return DONE
+    name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        from jaxrl_llm import __version__
+
+        print(__version__)
+        return DONE
+    if name not in COMMANDS:
+        raise InputError(f"no command {name!r}: {suggest(name, list(COMMANDS))}")
+    return COMMANDS[name](rest)
+
+
+def _train(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.train import train
+
+    return train(arguments)
+
+
+def _eval(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.eval import evaluate
+
+    return evaluate(arguments)
+
+
+def _generate(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.generate import generate
+
+    return generate(arguments)
+
+
+def _export(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.export import export
+
+    return export(arguments)
+
+
+def _list(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.names import list_names
+
+    return list_names(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train, "eval": _eval, "generate": _generate, "export": _export, "list": _list,
+}

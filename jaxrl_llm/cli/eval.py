@@ -1,0 +1,151 @@
+"""``jaxrl-llm eval``: avg@k, pass@k and maj@k of a run or a model on problems with checkable answers."""
+
+import dataclasses
+import json
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import first, parse, quiet, take
+from jaxrl_llm.cli.policy import Policy, find_run, load_policy
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.settings import Sampling
+from jaxrl_llm.tasks import Task
+
+USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
+
+A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names another).
+jaxrl-llm eval RUN_OR_MODEL --help tells more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to test on, and how.
+
+    Attributes:
+      task: the problems; those held out, or all where none are.
+      samples: k, completions of each problem.
+      temperature: 0 is greedy.
+      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      limit: problems at most; 0 for all.
+      max_new_tokens: longest completion, in tokens.
+      slots: completions sampled at one time.
+      seed: of the sampling.
+      json: print one JSON object instead of a table.
+    """
+
+    task: Task
+    samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    limit: int = 0
+    max_new_tokens: int = 256
+    slots: int = 64
+    seed: int = 0
+    json: bool = False
+
+
+def evaluate(arguments: list[str]) -> int:
+    """``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; returns the exit code."""
+    name = first(arguments, USAGE, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
+    if name is None:
+        return 0
+    quiet()
+    run, chosen = find_run(name), take(arguments, "--config", True)
+    settings = run if run and chosen is None else configs.load_config(chosen or "quickstart")[1]
+    options = parse(Options, arguments, f"jaxrl-llm eval {name}", "--config NAME takes another configuration's task and sampling.", defaults(settings))
+    check(options)
+    # A task that a run only ever tests on has no part that it learned from.
+    whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
+    policy, found, notes = test(name, run, settings, options, whole)
+    print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
+    return 0
+
+
+def defaults(run: configs.Run) -> Options:
+    """What the run's own evaluations do."""
+    e = run.evaluation
+    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, run.rollout.max_new_tokens, run.rollout.slots, run.seed)
+
+
+def check(options: Options) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    from jaxrl_llm.tasks import check as check_task
+
+    check_task(options.task)
+    Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
+    for name in ("samples", "slots"):
+        configs.require(getattr(options, name) >= 1, f"--{name} must be at least 1, got {getattr(options, name)}")
+    configs.require(options.limit >= 0, f"--limit must be at least 0 (0 is all), got {options.limit}")
+    configs.require(
+        options.samples == 1 or options.temperature > 0,
+        f"--samples {options.samples} at temperature 0 would all be the same: set --temperature above 0",
+    )
+
+
+def test(name: str, run: configs.Run | None, settings: configs.Run, options: Options, whole: bool) -> tuple[Policy, Any, list[str]]:
+    """(policy, what ``evaluate`` found, notes on the problems)."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.evaluate import evaluate as run_evaluation
+    from jaxrl_llm.models.decoder import cast
+    from jaxrl_llm.rewards import Accuracy, Scorer
+    from jaxrl_llm.rollout import Engine
+    from jaxrl_llm.telemetry.progress import Progress
+
+    with Progress(1) as progress:
+        progress.status(f"reading task {options.task.label}")
+        problems, notes = read_problems(options, whole)
+        progress.status(f"loading {name}")
+        policy = load_policy(name, run)
+        if policy.tokenizer is None:
+            raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+        with jax.set_mesh(policy.mesh), Scorer((Accuracy(),), settings.scoring.workers, settings.scoring.timeout_s) as scorer:
+            model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))
+            engine = Engine(model, options.slots, max_length(problems, options, policy.tokenizer), settings.rollout.chunk, policy.mesh)
+            sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
+            found = run_evaluation(
+                engine, model, policy.tokenizer, options.task, problems, scorer, sampling, options.samples, options.seed, progress.status
+            )
+    return policy, found, notes
+
+
+def read_problems(options: Options, whole: bool) -> tuple[tuple[Any, ...], list[str]]:
+    """The problems to test on, and a note where they may have been learned from."""
+    from jaxrl_llm.tasks import load
+
+    loaded = load(options.task)
+    problems = loaded.train if whole or not loaded.held_out else loaded.held_out
+    notes = [] if whole or loaded.held_out else ["no problems are held out (task.holdout is 0): these may be the ones that a run learned from"]
+    return problems[: options.limit or None], notes
+
+
+def max_length(problems: tuple[Any, ...], options: Options, tokenizer: Any) -> int:
+    """The longest prompt and a completion, in tokens."""
+    from jaxrl_llm.tasks import encode
+
+    return max(len(encode(problem, options.task, tokenizer)) for problem in problems) + options.max_new_tokens
+
+
+def as_json(policy: Policy, options: Options, found: Any) -> str:
+    """One object: what was tested, how, and ``eval/<task>/...`` by their names in metrics.jsonl."""
+    about = {"model": policy.name, "step": policy.step, "samples": options.samples, "temperature": options.temperature, "top_p": options.top_p}
+    return json.dumps(about | found.metrics())
+
+
+def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> list[str]:
+    """A small table for people; the error is the standard error over problems."""
+    rate = found.correct.mean(axis=1)
+    error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
+    step = "" if policy.step is None else f", step {policy.step}"
+    how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
+    lines = [f"{policy.name}{step} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}", *notes]
+    for name, value in found.metrics().items():
+        short = name.removeprefix(f"eval/{found.task}/")
+        if short == "pass@1":
+            lines.append(f"  {f'avg@{options.samples}':<12}{100 * value:6.1f} %  +- {100 * error:.1f}")
+        elif "@" in short:
+            lines.append(f"  {short:<12}{100 * value:6.1f} %")
+        elif short == "mean_length":
+            lines.append(f"  {'length':<12}{value:6.1f} tokens")
+    return lines

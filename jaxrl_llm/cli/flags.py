@@ -1,0 +1,112 @@
+"""Flags to values: tyro does the parsing, and whatever is wrong becomes one line with a suggestion."""
+
+import contextlib
+import difflib
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+
+
+def suggest(name: str, known: Sequence[str], more: str = "") -> str:
+    """The nearest known name as a question, or all of them."""
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}{more}"
+
+
+def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
+    """A value of the dataclass ``kind`` from flags, which start from ``default``; ``--help`` prints and exits.
+
+    Raises:
+      InputError: an unknown flag (the nearest one is named) or a value of the wrong type.
+    """
+    import tyro
+
+    options: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.AvoidSubcommands,)}
+    options |= {} if default is None else {"default": default}
+    known = {flag for action in tyro.extras.get_parser(kind, **options)._actions for flag in action.option_strings}
+    _refuse_unknown(arguments, known, program)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(kind, args=arguments, **options)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise InputError(flatten(captured.getvalue()) or f"see {program} --help")
+
+
+def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> None:
+    spelled = {flag.replace("-", "_"): flag for flag in known if flag.startswith("--")}
+    for argument in arguments:
+        flag = argument.split("=", 1)[0]
+        if flag.startswith("--") and flag.replace("-", "_") not in spelled:
+            # A field is often named without the part that it belongs to.
+            same_end = [name for name in spelled.values() if name.replace("-", "_").endswith("." + flag[2:].replace("-", "_"))]
+            close = same_end or difflib.get_close_matches(flag, sorted(spelled.values()), 1, 0.5)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"see {program} --help"
+            raise InputError(f"no option {flag}: {hint}")
+
+
+def flatten(box: str) -> str:
+    """The text of one of tyro's boxes in one short line: ``--steps: expected INT, got 'x'`` where it says as much."""
+    lines = [re.sub(r"[│╭╮╰╯─]+", " ", line).strip() for line in box.splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
+    value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)
+    if value is None:
+        return re.sub(r" Argument helptext:.*", "", text)
+    given = re.findall(r"'([^']*)'", value[2])
+    return f"{value[1]}: expected {value[3]}, got {given[-1]!r}" if given else f"{value[1]}: expected {value[3]}: {value[2]}"
+
+
+def take(arguments: list[str], flag: str, value: bool) -> Any:
+    """Remove ``flag`` (and its value) from the arguments; returns the value, or whether it was there."""
+    for index, argument in enumerate(arguments):
+        name, equals, inline = argument.partition("=")
+        if name.replace("_", "-") != flag:
+            continue
+        del arguments[index]
+        if not value:
+            return True
+        if equals:
+            return inline
+        if index == len(arguments) or arguments[index].startswith("--"):
+            raise InputError(f"{flag} needs a value")
+        return arguments.pop(index)
+    return None if value else False
+
+
+def first(arguments: list[str], usage: str, missing: str) -> str | None:
+    """Remove and return the leading argument; None where help was asked for, which is printed.
+
+    Raises:
+      InputError: there is none; the message is ``missing``.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        return arguments.pop(0)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage)
+        return None
+    raise InputError(missing)
+
+
+def quiet() -> None:
+    """Keep the libraries' import-time warnings off the terminal."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "2", "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
+
+
+def status(text: str) -> None:
+    """Show what is going on in place of the last status, on a terminal; in a log or a pipe it would only be noise."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

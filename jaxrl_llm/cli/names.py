@@ -1,0 +1,85 @@
+"""``jaxrl-llm list``: what there is to name on the command line."""
+
+import ast
+import shutil
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxrl_llm.cli.flags import quiet, suggest
+from jaxrl_llm.errors import InputError
+
+KINDS_OF_TASK = """\
+--task.source.name NAME   where the configuration's source is ReasoningGym or HubDataset: another of its kind
+Table("file.jsonl")       your own problems: one JSON object a line with "prompt" and "answer"; .parquet too
+HubDataset("openai/gsm8k", subset="main", answer_extractor="last_number")   a data set of the Hugging Face hub
+ReasoningGym("NAME", {"option": value})   generated problems with verifiers of their own"""
+
+
+def list_names(arguments: list[str]) -> int:
+    """``list [configs|tasks|recipes|models]``; returns the exit code."""
+    topics: dict[str, Callable[[bool], list[str]]] = {"configs": configs, "tasks": tasks, "recipes": recipes, "models": models}
+    if {"-h", "--help"} & set(arguments):
+        print(f"usage: jaxrl-llm list [{'|'.join(topics)}]")
+        return 0
+    if len(arguments) > 1:
+        raise InputError(f"list takes one of {', '.join(topics)}, got {' '.join(arguments)}")
+    if arguments and arguments[0] not in topics:
+        raise InputError(f"list does not know {arguments[0]!r}: {suggest(arguments[0], list(topics))}")
+    quiet()
+    chosen = arguments or list(topics)
+    print("\n\n".join("\n".join([name, *(f"  {line}" for line in topics[name](bool(arguments)))]) for name in chosen))
+    return 0
+
+
+def configs(whole: bool) -> list[str]:
+    """Each shipped configuration with the first sentence of its docstring; no configuration is run for it."""
+    from jaxrl_llm.config import config_folder, config_names
+
+    return _table([(name, first_line(config_folder() / f"{name}.py")) for name in config_names()])
+
+
+def first_line(path: Path) -> str:
+    """The first line of a Python file's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n", 1)[0]
+
+
+def tasks(whole: bool) -> list[str]:
+    """How tasks are named; with ``whole`` every name that reasoning-gym has."""
+    if not whole:
+        return [*KINDS_OF_TASK.splitlines(), "jaxrl-llm list tasks names all of reasoning-gym's"]
+    from jaxrl_llm.tasks.generate import names
+
+    return [*KINDS_OF_TASK.splitlines(), "", *_wrapped(names())]
+
+
+def recipes(whole: bool) -> list[str]:
+    """Each recipe with the first sentence written under it in recipes.py."""
+    from jaxrl_llm import recipes as module
+
+    body = ast.parse(Path(module.__file__).read_text()).body
+    notes = {}
+    for node, note in zip(body[:-1], body[1:], strict=True):
+        if isinstance(node, ast.Assign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
+            notes[node.targets[0].id] = str(note.value.value).split("\n", 1)[0]
+    values = {id(recipe): name for name, recipe in vars(module).items() if isinstance(recipe, module.Recipe)}
+    return _table([(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()])
+
+
+def models(whole: bool) -> list[str]:
+    """The models that need no path, and the families that can be loaded from one."""
+    from jaxrl_llm.models.builtin import BUILTIN
+    from jaxrl_llm.models.families import FAMILIES
+
+    paths = [("PATH", "a Hugging Face directory (config.json, safetensors, tokenizer) or a .gguf file"), ("OWNER/MODEL", "a model of the hub")]
+    rows = _table([(name, builtin.description) for name, builtin in BUILTIN.items()] + paths)
+    return [*rows, *_wrapped(["families:", *sorted(FAMILIES)])]
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows) + 2
+    return [f"{name:<{width}}{text}".rstrip() for name, text in rows]
+
+
+def _wrapped(words: list[str]) -> list[str]:
+    return textwrap.wrap(" ".join(words), max(40, shutil.get_terminal_size((100, 24)).columns - 4), break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,117 @@
+"""``jaxrl-llm train``: settings, the run's directory, then the training itself."""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoint import steps_in
+from jaxrl_llm.cli.flags import first, parse, quiet, take
+from jaxrl_llm.errors import InputError
+
+USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--field value ...]
+
+CONFIG is a name (jaxrl-llm list configs) or a Python file that sets config = Run(...).
+jaxrl-llm train CONFIG --help lists the fields with their values."""
+MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
+HELP = "--recipe NAME takes another method, --fresh starts over in a new folder."
+
+
+def train(arguments: list[str]) -> int:
+    """``train CONFIG [--recipe NAME] [--fresh] [--field value ...]``; returns the exit code."""
+    given = first(arguments, USAGE, MISSING)
+    if given is None:
+        return 0
+    quiet()
+    began = time.monotonic()
+    name, settings = configs.load_config(given)
+    fresh, recipe = take(arguments, "--fresh", False), take(arguments, "--recipe", True)
+    if recipe:
+        settings = configs.with_recipe(settings, recipe)
+    settings = parse(configs.Run, arguments, f"jaxrl-llm train {given}", HELP, settings)
+    configs.validate(settings)
+    directory = choose_directory(settings, name, fresh)
+    if finished(directory, settings):
+        return 0
+    with claimed(directory, settings):
+        hint_accelerator()
+        from jaxrl_llm.train import train as run_training
+
+        code = run_training(settings, directory, lambda line: print(line, file=sys.stderr))
+    if code == 0:
+        from jaxrl_llm.telemetry.summarise import summarise
+        from jaxrl_llm.telemetry.summary import print_summary
+
+        print_summary(summarise(directory, given, time.monotonic() - began))
+    return code
+
+
+def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
+    """Where the run lies; with ``fresh`` the first name that is free.
+
+    Raises:
+      InputError: something else is there, or a run that was begun with other settings.
+    """
+    base = Path(settings.run_dir or Path("runs") / name)
+    directory, number = base, 2
+    while fresh and directory.exists():
+        directory, number = base.with_name(f"{base.name}-{number}"), number + 1
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is a file: give a folder with --run_dir")
+    if not (directory / "config.json").exists():
+        return directory
+    old = configs.load_json(directory / "config.json")
+    own = [change for change in configs.changes(old, settings) if not change.startswith(configs.FREE_TO_CHANGE)]
+    if own:
+        shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if len(own) > 3 else "")
+        raise InputError(f"{directory} was begun with other settings ({shown}): take the old ones, or --fresh for a new folder")
+    return directory
+
+
+def finished(directory: Path, settings: configs.Run) -> bool:
+    """Whether the run there has done its steps; if so it is said."""
+    done = max(steps_in(directory / "checkpoints"), default=0)
+    if done < settings.steps:
+        return False
+    print(f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or start over with --fresh.")
+    return True
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
+    """The run's directory with its config.json; a directory made here is removed again if nothing comes of the run."""
+    made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = directory / ".config.json"
+        temporary.write_text(json.dumps(configs.to_json(settings), indent=1))
+        os.replace(temporary, directory / "config.json")
+        yield
+    except BaseException:
+        if made is not None and not _began(directory):
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _began(directory: Path) -> bool:
+    """Whether there is anything to lose: a row of metrics or a checkpoint."""
+    metrics = directory / "metrics.jsonl"
+    return bool(steps_in(directory / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def hint_accelerator() -> None:
+    """Say it where the machine has an accelerator that this JAX cannot use."""
+    found = [("cuda", "an NVIDIA GPU")] if Path("/proc/driver/nvidia/version").exists() else []
+    found += [("tpu", "a TPU")] if any(Path("/dev").glob("accel[0-9]*")) else []
+    if not found:
+        return
+    import jax
+
+    if jax.default_backend() == "cpu":
+        extra, device = found[0]
+        print(f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'", file=sys.stderr)

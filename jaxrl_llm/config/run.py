@@ -1,0 +1,100 @@
+"""What decides a run: frozen dataclasses of at most twelve fields."""
+
+import dataclasses
+
+from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.recipes import DAPO, Recipe
+from jaxrl_llm.rewards.shaping import Accuracy, Reward
+from jaxrl_llm.rollout.settings import Rollout
+from jaxrl_llm.sharding.mesh import MeshShape
+from jaxrl_llm.tasks.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """When and how the policy is tested.
+
+    Attributes:
+      every: steps between evaluations; 0 for the start and the end only.
+      samples: k, completions of each problem.
+      temperature: 0 is greedy.
+      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      limit: problems at most; 0 for all.
+      task: None for the part of the training task that is held out.
+    """
+
+    every: int = 0
+    samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    limit: int = 0
+    task: Task | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a run leaves behind.
+
+    Attributes:
+      checkpoint_every: steps between checkpoints; the last step always has one.
+      keep: checkpoints that stay.
+      samples: groups of each step whose completions are written to samples.jsonl.
+      tensorboard: write curves for TensorBoard.
+      wandb: project on Weights & Biases; None for none.
+    """
+
+    checkpoint_every: int = 50
+    keep: int = 2
+    samples: int = 1
+    tensorboard: bool = True
+    wandb: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How completions are scored.
+
+    Attributes:
+      rewards: named parts; the reward is their weighted sum.
+      workers: processes for rewards that may hang or crash.
+      timeout_s: seconds after which one completion's score is given up and its worker killed.
+      on_error: what such a completion, or one whose reward raises, scores.
+    """
+
+    rewards: tuple[Reward, ...] = (Accuracy(),)
+    workers: int = 2
+    timeout_s: float = 5.0
+    on_error: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that decides a run.
+
+    Attributes:
+      model: a Hugging Face directory, a .gguf file, a built-in name or a hub id.
+      task: prompts with checkable answers.
+      scoring: rewards.
+      recipe: the method.
+      rollout: how groups are sampled.
+      learner: how they are learned from.
+      mesh: how devices are arranged.
+      evaluation: when and how the policy is tested.
+      output: checkpoints and logs.
+      steps: how many; each samples one batch of groups and learns from it.
+      seed: decides every random number of the run.
+      run_dir: where it lies; None for runs/NAME below the current folder.
+    """
+
+    model: str
+    task: Task
+    scoring: Scoring = Scoring()
+    recipe: Recipe = DAPO
+    rollout: Rollout = Rollout()
+    learner: Learner = Learner()
+    mesh: MeshShape = MeshShape()
+    evaluation: Evaluation = Evaluation()
+    output: Output = Output()
+    steps: int = 100
+    seed: int = 0
+    run_dir: str | None = None

@@ -1,0 +1,69 @@
+"""A run as JSON that loads again, and what differs between two runs."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.validation import require
+from jaxrl_llm.errors import InputError
+
+FREE_TO_CHANGE = ("steps", "run_dir", "mesh", "evaluation", "output")
+"""Fields (and all below them) that a run may be continued with other values of."""
+
+
+def to_json(value: Any) -> Any:
+    """Nested JSON values; a dataclass becomes an object whose ``type`` names its class."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": f"{type(value).__module__}:{type(value).__qualname__}"} | fields
+    if isinstance(value, (tuple, list)):
+        return [to_json(item) for item in value]
+    return {k: to_json(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def from_json(data: Any) -> Any:
+    """The inverse of ``to_json``; lists come back as tuples. Only dataclasses are ever built."""
+    if isinstance(data, list):
+        return tuple(from_json(item) for item in data)
+    if not isinstance(data, dict):
+        return data
+    if "type" not in data:
+        return {k: from_json(v) for k, v in data.items()}
+    module, _, name = data["type"].partition(":")
+    # Only our own modules are imported, and only dataclasses built: a config.json is data, whoever wrote it.
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    kind = getattr(importlib.import_module(module), name, None) if ours else None
+    require(dataclasses.is_dataclass(kind), f"config.json names {data['type']}, which is no configuration class of this version")
+    return kind(**{k: from_json(v) for k, v in data.items() if k != "type"})
+
+
+def load_json(path: Path) -> Run:
+    """The run that a config.json describes."""
+    try:
+        run = from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(f"{path} does not describe a run of this version: {error}") from None
+    require(isinstance(run, Run), f"{path} does not describe a run")
+    return run
+
+
+def changes(old: Run, new: Run) -> list[str]:
+    """Fields that differ, as ``name: old -> new``."""
+    before, after = flat(to_json(old)), flat(to_json(new))
+    return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+
+
+def flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested JSON values by dotted name."""
+    if isinstance(data, dict):
+        items = data.items()
+    elif isinstance(data, list):
+        items = enumerate(data)
+    else:
+        return {prefix: data}
+    return {k: v for name, item in items for k, v in flat(item, f"{prefix}.{name}" if prefix else str(name)).items()}

@@ -1,0 +1,148 @@
+"""Everything that is refused before anything is loaded."""
+
+import math
+
+from jaxrl_llm import tasks
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.rewards import shaping
+from jaxrl_llm.rewards.shaping import Reward, SoftOverlong
+from jaxrl_llm.rollout.settings import Rollout
+
+MAX_SEED = 1 << 24
+"""Seeds from here on would repeat the random numbers of smaller ones."""
+
+
+def require(fine: bool, message: str) -> None:
+    """InputError with this one line unless ``fine``."""
+    if not fine:
+        raise InputError(message)
+
+
+def validate(run: Run) -> None:
+    """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
+    _check_counts(run)
+    _check_rollout(run)
+    _check_learner(run.learner, run.rollout)
+    _check_recipe(run)
+    _check_evaluation(run)
+    _check_scoring(run)
+    for task in (run.task, run.evaluation.task):
+        if task is not None:
+            tasks.check(task)
+
+
+def rewards(run: Run) -> tuple[Reward, ...]:
+    """The configured rewards, and the recipe's punishment of completions near the length limit."""
+    cache = round(run.recipe.overlong_share * run.rollout.max_new_tokens)
+    return run.scoring.rewards + ((SoftOverlong(run.rollout.max_new_tokens, cache),) if cache else ())
+
+
+def _check_counts(run: Run) -> None:
+    rollout, learner = run.rollout, run.learner
+    for name, value in {
+        "steps": run.steps, "rollout.prompts": rollout.prompts, "rollout.group": rollout.group, "rollout.slots": rollout.slots,
+        "rollout.chunk": rollout.chunk, "rollout.max_rounds": rollout.max_rounds, "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
+        "rollout.max_new_tokens": rollout.max_new_tokens, "learner.epochs": learner.epochs, "learner.minibatches": learner.minibatches,
+        "learner.microbatch_rows": learner.microbatch_rows, "evaluation.samples": run.evaluation.samples,
+        "output.checkpoint_every": run.output.checkpoint_every, "output.keep": run.output.keep, "scoring.workers": run.scoring.workers,
+    }.items():
+        require(value >= 1, f"{name} must be at least 1, got {value}")
+    for name, value in {
+        "evaluation.every": run.evaluation.every, "evaluation.limit": run.evaluation.limit, "output.samples": run.output.samples,
+        "rollout.top_k": rollout.top_k, "learner.row_tokens": learner.row_tokens,
+        "recipe.reference_reset": run.recipe.reference_reset, "recipe.reset_on_stall": run.recipe.reset_on_stall,
+    }.items():
+        require(value >= 0, f"{name} must be at least 0, got {value}")
+    require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
+    require(bool(run.model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name or a hub id")
+
+
+def _check_rollout(run: Run) -> None:
+    rollout = run.rollout
+    require(rollout.temperature > 0, f"rollout.temperature must be above 0 to learn from samples, got {rollout.temperature}")
+    require(rollout.group >= 2, f"rollout.group {rollout.group} leaves nothing to compare: {run.recipe.name} needs at least 2 completions of each prompt")
+    require(
+        rollout.top_k == 0 and rollout.top_p == 1,
+        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy than the one that learns; "
+        "set rollout.top_k 0 and rollout.top_p 1",
+    )
+
+
+def _check_learner(learner: Learner, rollout: Rollout) -> None:
+    require(learner.minibatches <= rollout.prompts, f"learner.minibatches {learner.minibatches} exceeds rollout.prompts {rollout.prompts}: groups stay whole")
+    require(learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full")
+    for name, value in {"learner.dtype": learner.dtype, "learner.compute_dtype": learner.compute_dtype}.items():
+        require(value in ("float32", "bfloat16"), f"{name} {value!r} is unknown: float32 or bfloat16")
+    require(learner.target_kl is None or learner.target_kl > 0, f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}")
+    needed = rollout.max_length
+    require(
+        learner.row_tokens == 0 or learner.row_tokens >= needed,
+        f"learner.row_tokens {learner.row_tokens} cannot hold a prompt with its completion: set it to at least {needed}, or 0 to choose",
+    )
+    optimiser = learner.optimiser
+    rules = {
+        "learning_rate": (optimiser.learning_rate > 0, "above 0"),
+        "warmup": (optimiser.warmup >= 0, "at least 0"),
+        "schedule": (optimiser.schedule in ("constant", "cosine"), "constant or cosine"),
+        "b1": (0 <= optimiser.b1 < 1, "from 0 to below 1"),
+        "b2": (0 <= optimiser.b2 < 1, "from 0 to below 1"),
+        "eps": (optimiser.eps > 0, "above 0"),
+        "weight_decay": (optimiser.weight_decay >= 0, "at least 0"),
+        "clip_norm": (optimiser.clip_norm >= 0, "at least 0 (0 does not clip)"),
+        "decay_updates": (
+            optimiser.schedule == "constant" or optimiser.decay_updates > optimiser.warmup,
+            f"above warmup ({optimiser.warmup}) where the schedule is cosine: it is where the rate reaches 0",
+        ),
+    }
+    for name, (fine, rule) in rules.items():
+        require(fine, f"learner.optimiser.{name} must be {rule}, got {getattr(optimiser, name)}")
+
+
+def _check_recipe(run: Run) -> None:
+    recipe = run.recipe
+    require(0 <= recipe.overlong_share < 1, f"recipe.overlong_share must be from 0 to below 1, got {recipe.overlong_share}")
+    for name in ("reference_reset", "reset_on_stall"):
+        value = getattr(recipe, name)
+        require(
+            not value or recipe.algorithm.needs_reference,
+            f"recipe.{name} {value} has no reference to reset: set recipe.algorithm.kl_coef above 0, or recipe.{name} 0",
+        )
+    require(
+        not recipe.reset_on_stall or run.evaluation.every > 0,
+        f"recipe.reset_on_stall {recipe.reset_on_stall} waits for evaluations: set evaluation.every above 0, or recipe.reset_on_stall 0",
+    )
+
+
+def _check_evaluation(run: Run) -> None:
+    evaluation = run.evaluation
+    require(evaluation.temperature >= 0, f"evaluation.temperature must be at least 0, got {evaluation.temperature}")
+    require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
+    require(
+        evaluation.samples == 1 or evaluation.temperature > 0,
+        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set evaluation.temperature above 0",
+    )
+    require(
+        not evaluation.every or evaluation.task is not None or run.task.holdout > 0,
+        f"evaluation.every {evaluation.every} has nothing to test on: set task.holdout above 0, or evaluation.task",
+    )
+
+
+def _check_scoring(run: Run) -> None:
+    scoring = run.scoring
+    require(0 < scoring.timeout_s < math.inf, f"scoring.timeout_s must be above 0 seconds, got {scoring.timeout_s}")
+    require(not math.isinf(scoring.on_error), f"scoring.on_error must be a finite number or nan, got {scoring.on_error}")
+    require(bool(scoring.rewards), "scoring.rewards is empty: give at least one, such as Accuracy()")
+    for reward in rewards(run):
+        shaping.check(reward)
+
+
+def validate_on_devices(run: Run, devices: int) -> None:
+    """Refuse a mesh that the devices or the batch do not fit; before any weight is loaded."""
+    data, fsdp, _ = run.mesh.sizes(devices)
+    rows = run.learner.microbatch_rows
+    require(
+        rows % (data * fsdp) == 0,
+        f"learner.microbatch_rows {rows} does not divide over mesh data x fsdp = {data} x {fsdp}: make it a multiple of {data * fsdp}",
+    )
