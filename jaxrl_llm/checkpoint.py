@@ -6,6 +6,7 @@ and of counters.
 """
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def _name(path: tuple) -> str:
 
 
 class Checkpoints:
-    """Owner of a run's ``checkpoints`` folder; a step stands there completely or not at all.
+    """Owner of a run's ``checkpoints`` folder; a step stands there completely or not at all. Close it, or use ``with``.
 
     Args:
       directory: the folder; made when first needed.
@@ -46,10 +47,13 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._args = ocp.args
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        self._directory = Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
+        )
         # Without its handlers a manager that has saved nothing yet cannot say what a step holds.
         handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The newest complete step."""
@@ -75,9 +79,31 @@ class Checkpoints:
         return unflatten(loaded["state"], like), loaded["host"]
 
     def close(self) -> None:
-        """Wait for what is being written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait for what is being written; what cannot be finished is removed. Further calls do nothing.
+
+        Raises:
+          Exception: of a write that failed in the background (Orbax's own kinds; a full disk among them).
+        """
+        manager, self._manager = self._manager, None
+        if manager is None:
+            return
+        try:
+            manager.wait_until_finished()
+        finally:
+            manager.close()
+            if jax.process_index() == 0:
+                for unfinished in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:  # an error that is under way already is the one to tell
+                raise
 
 
 def restore_policy(step_directory: Path, like: Any, mesh: Mesh) -> Any:

@@ -94,6 +94,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
     resumed = start is not None or (directory / "metrics.jsonl").exists()
     stop = Preemption()
     with (
+        store,
         jax.set_mesh(mesh),
         Progress(run.steps, (start or 0) + 1) as progress,
         RunWriter(directory, (-1 if start is None else start) if resumed else None, run.output.tensorboard, run.output.wandb, configs.to_json(run)) as writer,

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrl_llm.cli.flags import suggest
 from jaxrl_llm.errors import InputError
@@ -22,17 +23,30 @@ DONE, WRONG_INPUT = 0, 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+LESS_MEMORY = {
+    "train": "--learner.microbatch_rows (learning) or --rollout.slots (sampling)",
+    "eval": "--slots or --max_new_tokens",
+    "generate": "--max_new_tokens",
+}
+"""What to lower, by command."""
 
 
 def main() -> None:
     """Entry point of ``jaxrl-llm``: exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted."""
+    sys.excepthook = _report
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     if code == WRONG_INPUT:
-        # Background writers of a run that could not be saved would only repeat at exit what is already said.
+        # Background writers of a checkpoint that failed would only repeat at exit what is already said.
         os._exit(code)
     sys.exit(code)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Python's own report, without what TensorStore's threads tell an event loop that Orbax has closed after a failure."""
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        sys.__excepthook__(kind, error, trace)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -46,28 +60,29 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
-        reason = explain(error)
+        reason = explain(error, arguments[0])
         if reason is None:
             raise
         return refuse(reason)
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException | None, command: str) -> str | None:
     """One line for a failure that the machine causes and a person can mend; None for any other.
 
-    Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too.
+    Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too. A full disk comes
+    first: TensorStore calls that RESOURCE_EXHAUSTED as well.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
     for link in chain:
-        text = str(link)
-        if isinstance(link, MemoryError) or any(mark in text for mark in MARKS_OF_NO_MEMORY):
-            return "out of memory: lower --learner.microbatch_rows (learning) or --rollout.slots (sampling)"
-        if getattr(link, "errno", None) in NO_ROOM or any(mark in text for mark in MARKS_OF_NO_ROOM):
+        if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in MARKS_OF_NO_ROOM):
             where = getattr(link, "filename", None) or "while writing"
             return f"the disk is full ({where}): free some space and run the same command again"
+    for link in chain:
+        if isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY):
+            return f"out of memory: lower {LESS_MEMORY[command]}" if command in LESS_MEMORY else "out of memory: use a larger machine"
         if isinstance(link, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError) and link.filename:
             return f"{link.filename}: {(link.strerror or 'cannot be used').lower()}; choose another place, or change its permissions"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.pretrained import check_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,11 @@ def find_run(name: str) -> configs.Run | None:
     """The run whose directory this is; None where it is something else (a model's directory has a config.json too).
 
     Raises:
-      InputError: the run has no checkpoint yet, or is of another version.
+      InputError: there is neither a run nor a model of this name; the run has no checkpoint yet, or is of another version.
     """
     path = Path(name) / "config.json"
     if not path.is_file():
+        check_name(name)
         return None
     try:
         data = json.loads(path.read_text())

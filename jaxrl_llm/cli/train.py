@@ -13,6 +13,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.cli.flags import first, parse, quiet, take
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.pretrained import check_name
 
 USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--field value ...]
 
@@ -35,6 +36,7 @@ def train(arguments: list[str]) -> int:
         settings = configs.with_recipe(settings, recipe)
     settings = parse(configs.Run, arguments, f"jaxrl-llm train {given}", HELP, settings)
     configs.validate(settings)
+    check_name(settings.model)
     directory = choose_directory(settings, name, fresh)
     if finished(directory, settings):
         return 0
@@ -63,7 +65,7 @@ def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
         directory, number = base.with_name(f"{base.name}-{number}"), number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
-    if not (directory / "config.json").exists():
+    if not (directory / "config.json").exists() or not _began(directory):
         return directory
     old = configs.load_json(directory / "config.json")
     own = [change for change in configs.changes(old, settings) if not change.startswith(configs.FREE_TO_CHANGE)]
@@ -87,7 +89,10 @@ def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
     """The run's directory with its config.json; a directory made here is removed again if nothing comes of the run."""
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{directory} cannot be made ({error.strerror}): give another folder with --run_dir") from error
         temporary = directory / ".config.json"
         temporary.write_text(json.dumps(configs.to_json(settings), indent=1))
         os.replace(temporary, directory / "config.json")
@@ -99,9 +104,12 @@ def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
 
 
 def _began(directory: Path) -> bool:
-    """Whether there is anything to lose: a row of metrics or a checkpoint."""
-    metrics = directory / "metrics.jsonl"
-    return bool(steps_in(directory / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
+    """Whether there is anything to lose: a checkpoint, or a row of a training step."""
+    if steps_in(directory / "checkpoints"):
+        return True
+    from jaxrl_llm.telemetry.rows import read_rows
+
+    return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
 
 
 def hint_accelerator() -> None:

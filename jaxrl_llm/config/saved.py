@@ -10,7 +10,11 @@ from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 
-FREE_TO_CHANGE = ("steps", "run_dir", "mesh", "evaluation", "output")
+FREE_TO_CHANGE = (
+    "steps", "run_dir", "mesh", "evaluation", "output",
+    # What fits a machine: a run that ran out of memory must be able to go on with less.
+    "learner.microbatch_rows", "learner.row_tokens", "learner.remat", "rollout.slots", "scoring.workers",
+)
 """Fields (and all below them) that a run may be continued with other values of."""
 
 

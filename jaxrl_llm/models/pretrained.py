@@ -37,6 +37,25 @@ def load_pretrained(path_or_name: str | os.PathLike, dtype: str = "float32") -> 
     raise InputError(_unknown(name))
 
 
+def check_name(name: str) -> None:
+    """Refuse, without reading anything, a name that ``load_pretrained`` has no place to look for.
+
+    Raises:
+      InputError: it is no directory with a config.json, no .gguf file, no built-in name and no hub id.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} holds no config.json: give a Hugging Face model directory, or a run with its checkpoints")
+    elif path.exists():
+        if path.suffix != ".gguf":
+            raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
+    elif name.endswith(".gguf"):
+        raise InputError(f"no such file: {name}")
+    elif name not in BUILTIN and not looks_like_hub_id(name):
+        raise InputError(_unknown(name))
+
+
 def looks_like_hub_id(name: str) -> bool:
     """Whether a name that is no file here reads as OWNER/MODEL rather than as a path."""
     match = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", name)
