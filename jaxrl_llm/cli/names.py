@@ -48,9 +48,9 @@ def tasks(whole: bool) -> list[str]:
     """How tasks are named; with ``whole`` every name that reasoning-gym has."""
     if not whole:
         return [*KINDS_OF_TASK.splitlines(), "jaxrl-llm list tasks names all of reasoning-gym's"]
-    from jaxrl_llm.tasks.generate import names
+    from reasoning_gym.factory import DATASETS
 
-    return [*KINDS_OF_TASK.splitlines(), "", *_wrapped(names())]
+    return [*KINDS_OF_TASK.splitlines(), "", *_wrapped(sorted(DATASETS))]
 
 
 def recipes(whole: bool) -> list[str]:

@@ -59,7 +59,9 @@ def load_json(path: Path) -> Run:
 def changes(old: Run, new: Run) -> list[str]:
     """Fields that differ, as ``name: old -> new``."""
     before, after = flat(to_json(old)), flat(to_json(new))
-    return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    names = sorted(before.keys() | after.keys())
+    # As text, since nan is not equal to itself.
+    return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if repr(before.get(name)) != repr(after.get(name))]
 
 
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""A full disk and too little memory: one line that says what to do, and nothing half-written."""
+
+import json
+
+from commands import command
+
+LIMIT = "import resource; resource.setrlimit(resource.{0}, ({1}, {1}))"
+FIT = ("--rollout.slots", "16", "--steps", "2", "--rollout.prompts", "2")
+
+
+def train(folder, *arguments, before=""):
+    # Compiled programs are read from the cache but not written: their files would meet the limit first.
+    return command("train", "smoke", *FIT, *arguments, folder=folder, before=before, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1000")
+
+
+def last_line(answer):
+    assert answer.code == 2 and "Traceback" not in answer.err, answer.err
+    return answer.err.splitlines()[-1]
+
+
+def test_a_full_disk_at_a_checkpoint_and_then_room_again(tmp_path):
+    answer = train(tmp_path, before=LIMIT.format("RLIMIT_FSIZE", 100_000))
+    assert last_line(answer).startswith("jaxrl-llm: the disk is full")
+    run = tmp_path / "runs/smoke"
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert not list((run / "checkpoints").iterdir())
+    again = train(tmp_path)
+    assert again.code == 0, again.err
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_full_disk_at_the_first_row(tmp_path):
+    run = tmp_path / "runs/smoke"
+    run.mkdir(parents=True)
+    (run / "samples.jsonl").symlink_to("/dev/full")
+    assert last_line(train(tmp_path)).startswith("jaxrl-llm: the disk is full")
+
+
+def test_a_full_disk_at_the_configuration(tmp_path):
+    answer = train(tmp_path, before=LIMIT.format("RLIMIT_FSIZE", 100))
+    assert last_line(answer).startswith("jaxrl-llm: the disk is full")
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_names_the_two_fields_and_leaves_the_way_free(tmp_path):
+    answer = train(tmp_path, "--rollout.slots", "30000000", before=LIMIT.format("RLIMIT_AS", 1 << 35))
+    expected = "jaxrl-llm: out of memory: lower --learner.microbatch_rows (learning) or --rollout.slots (sampling)"
+    assert last_line(answer) == expected
+    assert not list(tmp_path.iterdir())
+    answer = train(tmp_path, "--learner.microbatch_rows", "30000000", before=LIMIT.format("RLIMIT_AS", 1 << 35))
+    assert last_line(answer) == expected
+    assert not list(tmp_path.iterdir())

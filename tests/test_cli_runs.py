@@ -1,0 +1,120 @@
+"""A whole run through the command line: train, go on, test, ask, export; and what each leaves behind."""
+
+import json
+
+import pytest
+
+from commands import assert_refused, command, commands
+
+PROMPT = "State the final answer to the following arithmetic problem: 9 - 2 ="
+LINES = {
+    "train": "train smoke",
+    "again": "train smoke",
+    "other settings": "train smoke --seed 5",
+    "go on": "train smoke --steps 8 --learner.microbatch_rows 4",
+    "fresh": "train smoke --fresh --recipe gspo --steps 1",
+    "eval": "eval runs/smoke --json",
+    "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10",
+    "generate": "generate runs/smoke --temperature 0 --max_new_tokens 8",
+    "seed 1": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 1 --prompt hello",
+    "seed 2": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 2 --prompt hello",
+    "seed 1 again": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 1 --prompt hello",
+    "export": "export runs/smoke --out model",
+    "export again": "export runs/smoke --out model",
+    "eval export": "eval model --config smoke --json",
+    "generate export": "generate model --temperature 0 --max_new_tokens 8",
+    "generate run": "generate runs/smoke --temperature 0 --max_new_tokens 8",
+}
+TYPED = {"generate": f"{PROMPT}\n\n{PROMPT}\n", "generate export": "hello\n", "generate run": "hello\n"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    found = commands([(line, TYPED.get(name, "")) for name, line in LINES.items()], folder)
+    return dict(zip(LINES, found, strict=True))
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_smoke_run_learns_what_it_is_rewarded_for(folder, answers):
+    assert answers["train"].code == 0, answers["train"].err
+    rewards = [row["reward/mean"] for row in rows(folder / "runs/smoke/metrics.jsonl") if row["step"]]
+    assert sum(rewards[:2]) / 2 < 0.5 < 0.8 < min(rewards[4:6])
+    assert "jaxrl-llm eval runs/smoke" in answers["train"].out
+
+
+def test_a_finished_run_says_so_and_goes_on_for_more_steps(folder, answers):
+    assert answers["again"].code == 0 and "runs/smoke is finished: 6 of 6 steps" in answers["again"].out
+    assert answers["go on"].code == 0, answers["go on"].err
+    metrics = rows(folder / "runs/smoke/metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(9))
+    assert [row["step"] for row in metrics if "event/resumed" in row] == [7]
+    assert json.loads((folder / "runs/smoke/config.json").read_text())["steps"] == 8
+
+
+def test_a_run_is_not_continued_with_other_settings(answers):
+    assert_refused(answers["other settings"], "runs/smoke was begun with other settings (seed: 0 -> 5)", "--fresh")
+
+
+def test_fresh_begins_in_a_folder_of_its_own(folder, answers):
+    assert answers["fresh"].code == 0, answers["fresh"].err
+    saved = json.loads((folder / "runs/smoke-2/config.json").read_text())
+    assert (saved["recipe"]["name"], saved["steps"]) == ("gspo", 1)
+    assert [row["step"] for row in rows(folder / "runs/smoke-2/metrics.jsonl")] == [0, 1]
+
+
+def test_eval_finds_what_the_run_found_at_its_end(folder, answers):
+    found = json.loads(answers["eval"].out)
+    last = rows(folder / "runs/smoke/metrics.jsonl")[-1]
+    logged = {name: value for name, value in last.items() if name.startswith("eval/")}
+    assert logged and {name: found[name] for name in logged} == logged
+    assert (found["model"], found["step"], found["samples"]) == ("runs/smoke", 8, 1)
+
+
+def test_eval_prints_a_table_for_people(answers):
+    assert answers["eval table"].code == 0
+    lines = answers["eval table"].out.splitlines()
+    assert lines[0] == "runs/smoke, step 8 on chain_sum: 10 problems, 4 each, temperature 1, top_p 1"
+    assert [line.split()[0] for line in lines[1:]] == ["avg@4", "length", "pass@2", "pass@4", "maj@4"]
+
+
+def test_generate_answers_as_the_run_was_tested(folder, answers):
+    samples = rows(folder / "runs/smoke/samples.jsonl")
+    tested = {row["step"]: row["completion"] for row in samples if row["kind"] == "evaluation" and row["prompt"] == PROMPT}
+    assert set(tested) == {0, 6, 8} and tested[0] != tested[8]
+    assert answers["generate"].out.splitlines() == [tested[8]] * 2
+
+
+def test_an_answer_depends_on_the_seed_alone(answers):
+    assert answers["seed 1"].code == 0
+    assert answers["seed 1"].out == answers["seed 1 again"].out != answers["seed 2"].out
+
+
+def test_an_export_is_the_runs_policy(folder, answers):
+    assert answers["export"].code == 0 and "model" in answers["export"].out
+    assert_refused(answers["export again"], "model exists and is not empty", "give a new directory")
+    names = {path.name for path in (folder / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    ours, theirs = (json.loads(answers[name].out) for name in ("eval", "eval export"))
+    assert {k: v for k, v in ours.items() if "/" in k} == {k: v for k, v in theirs.items() if "/" in k}
+    # The run asks in its own template, the exported model by its tokenizer's: only the second is a chat.
+    assert answers["generate export"].code == answers["generate run"].code == 0
+
+
+def test_a_run_of_one_device_answers_on_eight(folder, answers):
+    arguments = ("generate", "runs/smoke", "--temperature", "0", "--max_new_tokens", "8", "--prompt", PROMPT)
+    sharded = command(*arguments, folder=folder, JAX_NUM_CPU_DEVICES="8")
+    assert sharded.code == 0, sharded.err
+    assert sharded.out.splitlines() == answers["generate"].out.splitlines()[:1]
+
+
+def test_nothing_unfinished_is_left(folder, answers):
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".") or "tmp" in path.name]
+    assert {path.name for path in folder.iterdir()} == {"runs", "model"}

@@ -1,0 +1,194 @@
+"""Configurations: the shipped ones, what is refused before anything is loaded, and the JSON that a run leaves."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.recipes import DAPO, PRORL, RECIPES
+from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
+
+TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
+RUN = Run(model="tiny-random", task=TASK)
+
+
+def replaced(run, path, value):
+    """The run with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return dataclasses.replace(run, **{name: replaced(getattr(run, name), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize("name", configs.config_names())
+def test_a_shipped_configuration_is_sound_and_survives_its_json(name):
+    found, run = configs.load_config(name)
+    assert found == name
+    configs.validate(run)
+    assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
+
+
+@pytest.mark.parametrize("name", configs.config_names())
+def test_a_shipped_configuration_says_its_command(name):
+    text = (configs.config_folder() / f"{name}.py").read_text()
+    assert f"\n    jaxrl-llm train {name}\n" in text
+
+
+def test_the_published_configurations_are_shipped():
+    assert {"quickstart", "smoke", "dapo_qwen2_5_32b", "prorl_r1_distill_1_5b", "gspo_qwen3_30b_a3b"} <= set(configs.config_names())
+
+
+def test_dapo_has_the_numbers_of_its_paper():
+    run = configs.load_config("dapo_qwen2_5_32b")[1]
+    completions = run.rollout.prompts * run.rollout.group
+    assert (completions, completions // run.learner.minibatches) == (8192, 512)
+    assert run.learner.optimiser.warmup == 20 * run.learner.minibatches * run.learner.epochs
+    overlong = configs.rewards(run)[-1]
+    assert (overlong.max_length, overlong.cache) == (20480, 4096)
+    surrogate = run.recipe.algorithm.surrogate
+    assert (surrogate.low, surrogate.high, run.recipe.algorithm.needs_reference) == (0.2, 0.28, False)
+
+
+def test_prorl_has_the_numbers_of_its_paper():
+    run = configs.load_config("prorl_r1_distill_1_5b")[1]
+    assert (run.rollout.prompts, run.rollout.prompts // run.learner.minibatches, run.rollout.group) == (256, 64, 16)
+    assert (run.rollout.max_length, run.rollout.temperature, run.learner.optimiser.learning_rate) == (8096, 1.2, 2e-6)
+    assert run.recipe.reset_optimiser and run.recipe.reset_on_stall
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_chosen_for_a_configuration(name):
+    run = dataclasses.replace(configs.with_recipe(RUN, name), evaluation=Evaluation(every=1))
+    configs.validate(run)
+    assert run.recipe == RECIPES[name] and configs.from_json(configs.to_json(run)) == run
+
+
+def test_every_kind_of_value_survives_its_json():
+    rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), Function("os.path:join"))
+    sources = (Table("a.parquet"), HubDataset("a/b", "c"), ReasoningGym("chain_sum", {"min_terms": 2, "x": True}))
+    for source in sources:
+        run = dataclasses.replace(RUN, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w"))
+        assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
+
+
+REFUSED = [
+    ("steps", 0, "steps must be at least 1, got 0"),
+    ("model", "", "model is empty"),
+    ("seed", -1, "seed must be from 0"),
+    ("seed", configs.MAX_SEED, "seed must be from 0"),
+    ("rollout.group", 1, "rollout.group 1 leaves nothing to compare: dapo needs at least 2"),
+    ("rollout.temperature", 0.0, "rollout.temperature must be above 0"),
+    ("rollout.top_p", 0.9, "set rollout.top_k 0 and rollout.top_p 1"),
+    ("rollout.top_k", -1, "rollout.top_k must be at least 0"),
+    ("learner.minibatches", 9, "learner.minibatches 9 exceeds rollout.prompts 8"),
+    ("learner.remat", "some", "none, dots or full"),
+    ("learner.dtype", "float64", "learner.dtype 'float64' is unknown: float32 or bfloat16"),
+    ("learner.row_tokens", 100, "set it to at least 512"),
+    ("learner.target_kl", 0.0, "learner.target_kl must be above 0"),
+    ("learner.optimiser.learning_rate", 0.0, "learner.optimiser.learning_rate must be above 0"),
+    ("learner.optimiser.schedule", "linear", "constant or cosine, got linear"),
+    ("learner.optimiser.warmup", -1, "learner.optimiser.warmup must be at least 0"),
+    ("learner.optimiser.b2", 1.0, "learner.optimiser.b2 must be from 0 to below 1"),
+    ("learner.optimiser", Optimiser(schedule="cosine"), "decay_updates must be above warmup (0)"),
+    ("learner.optimiser", Optimiser(schedule="cosine", warmup=9, decay_updates=9), "decay_updates must be above warmup (9)"),
+    ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
+    ("recipe.reference_reset", 5, "recipe.reference_reset 5 has no reference to reset"),
+    ("recipe.reset_on_stall", 5, "recipe.reset_on_stall 5 has no reference to reset"),
+    ("recipe", PRORL, "waits for evaluations: set evaluation.every above 0"),
+    ("evaluation.samples", 4, "set evaluation.temperature above 0"),
+    ("evaluation.temperature", -1.0, "evaluation.temperature must be at least 0"),
+    ("evaluation.top_p", 0.0, "evaluation.top_p must be above 0"),
+    ("evaluation.limit", -1, "evaluation.limit must be at least 0"),
+    ("evaluation.task", Task(TASK.source, verifier="no"), "verifier 'no' is unknown"),
+    ("task.extractor", "no", "extractor 'no' is unknown"),
+    ("task.holdout", 1.0, "holdout is 1.0"),
+    ("task.keep", "jaxrl_llm.tasks.filters:nonnegative", "did you mean nonnegative_answer?"),
+    ("scoring.rewards", (), "scoring.rewards is empty"),
+    ("scoring.rewards", (Format("("),), "is no regular expression"),
+    ("scoring.rewards", (Function("nowhere:f"),), "nowhere:f cannot be imported"),
+    ("scoring.rewards", (Accuracy(float("nan")),), "give a finite number"),
+    ("scoring.timeout_s", 0.0, "scoring.timeout_s must be above 0"),
+    ("scoring.on_error", float("inf"), "scoring.on_error must be a finite number"),
+    ("output.keep", 0, "output.keep must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), REFUSED, ids=[f"{path}={value}"[:60] for path, value, _ in REFUSED])
+def test_what_cannot_work_is_refused_in_one_line(path, value, words):
+    configs.validate(RUN)
+    with pytest.raises(InputError) as refusal:
+        configs.validate(replaced(RUN, path, value))
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_evaluations_need_something_to_test_on():
+    run = replaced(replaced(RUN, "task.holdout", 0.0), "evaluation.every", 5)
+    with pytest.raises(InputError, match="set task.holdout above 0, or evaluation.task"):
+        configs.validate(run)
+    configs.validate(replaced(run, "evaluation.task", TASK))
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+    configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 8), 8)
+    with pytest.raises(InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8"):
+        configs.validate_on_devices(RUN, 8)
+
+
+def test_the_overlong_punishment_is_the_recipes_share_of_the_budget():
+    run = dataclasses.replace(RUN, rollout=Rollout(max_new_tokens=100))
+    assert [(r.name, getattr(r, "cache", None)) for r in configs.rewards(run)] == [("accuracy", None), ("soft_overlong", 20)]
+    assert configs.rewards(replaced(run, "recipe.overlong_share", 0.0)) == run.scoring.rewards
+
+
+def write(folder, text):
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_of_ones_own_is_a_configuration(tmp_path):
+    text = "from jaxrl_llm.config import Run, load_config\nconfig = load_config('smoke')[1]\n"
+    assert configs.load_config(str(write(tmp_path, text))) == ("mine", configs.load_config("smoke")[1])
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("config = 3", "must set config = Run(...)"),
+    ("x = 1\nconfig = run", "mine.py, line 2: NameError: name 'run' is not defined"),
+    ("config = (", "mine.py, line 1: SyntaxError"),
+    ("from jaxrl_llm.rollout import Rollout\nRollout(slot=3)", "line 2: TypeError"),
+])  # fmt: skip
+def test_a_broken_file_is_named_with_its_line(tmp_path, text, words):
+    with pytest.raises(InputError) as refusal:
+        configs.load_config(str(write(tmp_path, text)))
+    assert words in str(refusal.value)
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    with pytest.raises(InputError, match="did you mean quickstart"):
+        configs.load_config("quickstrat")
+    with pytest.raises(InputError, match="did you mean gspo"):
+        configs.with_recipe(RUN, "gpso")
+
+
+def test_a_saved_run_builds_nothing_but_configuration(tmp_path):
+    saved = configs.to_json(RUN)
+    for kind in ("os:system", "subprocess:Popen", "jaxrl_llm.config:validate", "jaxrl_llm.config.run:Runs"):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(saved | {"learner": {"type": kind}}))
+        with pytest.raises(InputError, match="no configuration class of this version"):
+            configs.load_json(path)
+    path.write_text(json.dumps(saved | {"unknown": 1}))
+    with pytest.raises(InputError, match="does not describe a run of this version"):
+        configs.load_json(path)
+
+
+def test_changes_are_named_by_field():
+    other = dataclasses.replace(RUN, seed=3, learner=Learner(Optimiser(learning_rate=2e-6)))
+    assert configs.changes(RUN, other) == ["learner.optimiser.learning_rate: 1e-06 -> 2e-06", "seed: 0 -> 3"]
+    assert configs.changes(RUN, dataclasses.replace(RUN, recipe=DAPO)) == []
+    unscorable = replaced(RUN, "scoring.on_error", float("nan"))
+    assert configs.changes(unscorable, configs.from_json(json.loads(json.dumps(configs.to_json(unscorable))))) == []
