@@ -4,13 +4,17 @@ import json
 
 from commands import command
 
-LIMIT = "import resource; resource.setrlimit(resource.{0}, ({1}, {1}))"
-FIT = ("--rollout.slots", "16", "--steps", "2", "--rollout.prompts", "2")
+FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+MEMORY = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({1 << 35}, {1 << 35}))"
 
 
-def train(folder, *arguments, before=""):
+def train(folder, *arguments, before="", **changes):
+    return command("train", "smoke", "--steps", "2", *arguments, folder=folder, before=before, **changes)
+
+
+def train_with_small_files(folder, limit):
     # Compiled programs are read from the cache but not written: their files would meet the limit first.
-    return command("train", "smoke", *FIT, *arguments, folder=folder, before=before, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1000")
+    return train(folder, before=FILES.format(limit), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1000")
 
 
 def last_line(answer):
@@ -19,7 +23,7 @@ def last_line(answer):
 
 
 def test_a_full_disk_at_a_checkpoint_and_then_room_again(tmp_path):
-    answer = train(tmp_path, before=LIMIT.format("RLIMIT_FSIZE", 100_000))
+    answer = train_with_small_files(tmp_path, 100_000)
     assert last_line(answer).startswith("jaxrl-llm: the disk is full")
     run = tmp_path / "runs/smoke"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
@@ -38,16 +42,16 @@ def test_a_full_disk_at_the_first_row(tmp_path):
 
 
 def test_a_full_disk_at_the_configuration(tmp_path):
-    answer = train(tmp_path, before=LIMIT.format("RLIMIT_FSIZE", 100))
+    answer = train_with_small_files(tmp_path, 100)
     assert last_line(answer).startswith("jaxrl-llm: the disk is full")
     assert not list(tmp_path.iterdir())
 
 
 def test_too_little_memory_names_the_two_fields_and_leaves_the_way_free(tmp_path):
-    answer = train(tmp_path, "--rollout.slots", "30000000", before=LIMIT.format("RLIMIT_AS", 1 << 35))
+    answer = train(tmp_path, "--rollout.slots", "30000000", before=MEMORY)
     expected = "jaxrl-llm: out of memory: lower --learner.microbatch_rows (learning) or --rollout.slots (sampling)"
     assert last_line(answer) == expected
     assert not list(tmp_path.iterdir())
-    answer = train(tmp_path, "--learner.microbatch_rows", "30000000", before=LIMIT.format("RLIMIT_AS", 1 << 35))
+    answer = train(tmp_path, "--learner.microbatch_rows", "30000000", before=MEMORY)
     assert last_line(answer) == expected
     assert not list(tmp_path.iterdir())

@@ -33,7 +33,7 @@ LESS_MEMORY = {
 
 def main() -> None:
     """Entry point of ``jaxrl-llm``: exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted."""
-    sys.excepthook = _report
+    sys.unraisablehook = _report
     code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -43,10 +43,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _report(unraisable: Any) -> None:
     """Python's own report, without what TensorStore's threads tell an event loop that Orbax has closed after a failure."""
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        sys.__excepthook__(kind, error, trace)
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -49,7 +50,7 @@ def train(arguments: list[str]) -> int:
         from jaxrl_llm.telemetry.summarise import summarise
         from jaxrl_llm.telemetry.summary import print_summary
 
-        print_summary(summarise(directory, given, time.monotonic() - began))
+        print_summary(summarise(directory, shlex.quote(given), time.monotonic() - began))
     return code
 
 
