@@ -1,12 +1,11 @@
 """The command line. Nothing slow is imported before the arguments are known to be sound."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.cli.flags import suggest
+from jaxrl_llm.cli.flags import NO_ROOM, suggest
 from jaxrl_llm.errors import InputError
 
 USAGE = """usage: jaxrl-llm COMMAND ...
@@ -19,8 +18,7 @@ USAGE = """usage: jaxrl-llm COMMAND ...
 
 jaxrl-llm COMMAND --help tells more."""
 
-DONE, WRONG_INPUT = 0, 2
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DONE, WRONG_INPUT, INTERRUPTED = 0, 2, 130
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 LESS_MEMORY = {
@@ -55,6 +53,9 @@ def run(arguments: Sequence[str]) -> int:
         return dispatch(list(arguments))
     except InputError as error:
         return refuse(str(error))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,8 +84,6 @@ def explain(error: BaseException | None, command: str) -> str | None:
     for link in chain:
         if isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY):
             return f"out of memory: lower {LESS_MEMORY[command]}" if command in LESS_MEMORY else "out of memory: use a larger machine"
-        if isinstance(link, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError) and link.filename:
-            return f"{link.filename}: {(link.strerror or 'cannot be used').lower()}; choose another place, or change its permissions"
     return None
 
 

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import first, quiet, status, take
+from jaxrl_llm.cli.flags import first, quiet, status, take, writable
 from jaxrl_llm.cli.policy import find_run, load_policy
 from jaxrl_llm.errors import InputError
 
@@ -37,7 +37,8 @@ def export(arguments: list[str]) -> int:
     status(f"loading {name}")
     policy = load_policy(name, run)
     status(f"writing {out}")
-    save_pretrained(policy.model, policy.tokenizer, target)
+    with writable(target, "--out"):
+        save_pretrained(policy.model, policy.tokenizer, target)
     status("")
     shown = shlex.quote(out)
     print(f"{name}, step {policy.step}, is written to {out}; transformers loads it. Try next:")

@@ -2,15 +2,20 @@
 
 import contextlib
 import difflib
+import errno
 import io
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, a used-up quota and a file over its limit."""
 
 
 def suggest(name: str, known: Sequence[str], more: str = "") -> str:
@@ -93,6 +98,21 @@ def first(arguments: list[str], usage: str, missing: str) -> str | None:
         print(usage)
         return None
     raise InputError(missing)
+
+
+@contextlib.contextmanager
+def writable(place: Path, flag: str) -> Iterator[None]:
+    """Turn what the system says of a place that cannot be written into a line that names the flag; not a full disk.
+
+    Raises:
+      InputError: the place is read-only, below a file, or belongs to another user.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        raise InputError(f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}") from error
 
 
 def quiet() -> None:

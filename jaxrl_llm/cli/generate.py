@@ -57,7 +57,7 @@ def generate(arguments: list[str]) -> int:
         status("thinking")
         text = answer(policy, prompt, options.system, sampling, options.seed)
         status("")
-        print(text, flush=True)
+        print(harmless(text) if sys.stdout.isatty() else text, flush=True)
     return 0
 
 
@@ -92,6 +92,11 @@ def encode(policy: Policy, prompt: str, system: str | None) -> Any:
     return encode(Problem("prompt", ({"role": "user", "content": prompt},), "", "prompt"), task, policy.tokenizer)
 
 
+def harmless(text: str) -> str:
+    """The text without control characters, which could drive the terminal; line breaks and tabs stay."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
+
+
 def _prompts(given: str | None) -> Iterator[str]:
     if given is not None:
         yield given
@@ -101,6 +106,7 @@ def _prompts(given: str | None) -> Iterator[str]:
         status(hint)
         line = sys.stdin.readline()
         if not line:
+            status("")
             return
         if line.strip():
             yield line.strip()

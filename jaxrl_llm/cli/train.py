@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
-from jaxrl_llm.cli.flags import first, parse, quiet, take
+from jaxrl_llm.cli.flags import first, parse, quiet, take, writable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.pretrained import check_name
 
@@ -90,13 +90,11 @@ def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
     """The run's directory with its config.json; a directory made here is removed again if nothing comes of the run."""
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
     try:
-        try:
+        with writable(directory, "--run_dir"):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{directory} cannot be made ({error.strerror}): give another folder with --run_dir") from error
-        temporary = directory / ".config.json"
-        temporary.write_text(json.dumps(configs.to_json(settings), indent=1))
-        os.replace(temporary, directory / "config.json")
+            temporary = directory / ".config.json"
+            temporary.write_text(json.dumps(configs.to_json(settings), indent=1))
+            os.replace(temporary, directory / "config.json")
         yield
     except BaseException:
         if made is not None and not _began(directory):
