@@ -52,8 +52,8 @@ def decode(
     """
     config, positions = model.config, lengths + step
     columns, steps = jnp.arange(cache.k.shape[3]), jnp.arange(chunk.k.shape[3])
-    distance = jnp.concatenate([positions[:, None] - columns, jnp.broadcast_to(step - steps, (tokens.shape[0], len(steps)))], 1)
-    valid = jnp.concatenate([columns < lengths[:, None], jnp.broadcast_to(steps <= step, (tokens.shape[0], len(steps)))], 1)
+    distance = jnp.concatenate([positions[:, None] - columns[None], jnp.broadcast_to(step - steps, (tokens.shape[0], len(steps)))], 1)
+    valid = jnp.concatenate([columns[None] < lengths[:, None], jnp.broadcast_to(steps <= step, (tokens.shape[0], len(steps)))], 1)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
         w, frequencies, window, main, new = per_layer
@@ -78,7 +78,7 @@ def decode(
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     """The cache with the chunk's C columns written at each row's positions ``lengths`` and on."""
-    offset = jnp.arange(cache.k.shape[3]) - lengths[:, None]
+    offset = jnp.arange(cache.k.shape[3])[None] - lengths[:, None]
     inside = (offset >= 0) & (offset < chunk.k.shape[3])
 
     def merge(old: jax.Array, new: jax.Array) -> jax.Array:
