@@ -51,3 +51,16 @@ def loop_loss(name, logp, old_logp, advantages, mask, ref_logp=None):
     if name in ("grpo", "gspo"):
         return sum(sum(row) / len(row) for row in rows) / len(rows)
     return sum(map(sum, rows)) / len(rows) / (3000 if name == "dr_grpo" else 1)
+
+
+def kept_tokens(probabilities, top_k=0, top_p=1.0):
+    """Which tokens top-k and then top-p (of the mass that top-k left) keep, by walking down the sorted list: bool[V]."""
+    order = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
+    order = order[: top_k or None]
+    total, mass, kept = sum(probabilities[v] for v in order), 0.0, set()
+    for v in order:
+        if mass >= top_p * total:
+            break
+        kept.add(v)
+        mass += probabilities[v]
+    return np.array([v in kept for v in range(len(probabilities))])
