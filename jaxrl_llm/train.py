@@ -92,9 +92,9 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
     store = Checkpoints(directory / "checkpoints", run.output.keep)
     start = store.latest()
     resumed = start is not None or (directory / "metrics.jsonl").exists()
-    stop = Preemption()
     with (
         jax.set_mesh(mesh),
+        Preemption() as stop,
         Progress(run.steps, (start or 0) + 1) as progress,
         RunWriter(directory, (-1 if start is None else start) if resumed else None, run.output.tensorboard, run.output.wandb, configs.to_json(run)) as writer,
         Scorer(rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error) as scorer,
@@ -119,14 +119,13 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
         code = DONE
         for step in range(start + 1, run.steps + 1):
             began = time.perf_counter()
-            row: dict[str, Any] = {"event/resumed": start} if resumed and step == start + 1 else {}
+            row: dict[str, Any] = {"event/resumed": True} if resumed and step == start + 1 else {}
 
             sample = functools.partial(parts.sampler, weights(state.policy), int(state.updates))
             per_round = max(run.rollout.slots // run.rollout.group, 1)
             batch = collect(sample, run.rollout.prompts, per_round, host.cursor, host.carried, run.recipe.filter_groups, run.rollout.max_rounds)
             host.cursor, host.carried = batch.cursor, batch.carried
-            row |= batch.metrics | describe(batch.sampled or batch.groups)
-
+            row |= batch.metrics | describe(batch.sampled or batch.groups) | {"kl": math.nan}
             progress.status("updating")
             updating = time.perf_counter()
             if batch.groups:
@@ -295,12 +294,20 @@ def record(writer: RunWriter, progress: Progress, step: int, found: Evaluated | 
 
 
 class Preemption:
-    """Notices SIGTERM and SIGINT, so that a run can save and stop between two steps; a second one stops it at once."""
+    """Notices SIGTERM and SIGINT while it is entered, so that a run can save and stop between two steps.
 
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+    A second signal stops at once.
+    """
+
+    asked = False
+
+    def __enter__(self) -> "Preemption":
+        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _hear(self, number: int, frame: Any) -> None:
         self.asked = True

@@ -52,8 +52,8 @@ def decode(
     """
     config, positions = model.config, lengths + step
     columns, steps = jnp.arange(cache.k.shape[3]), jnp.arange(chunk.k.shape[3])
-    distance = jnp.concatenate([positions[:, None] - columns[None], jnp.broadcast_to(step - steps, (tokens.shape[0], len(steps)))], 1)
-    valid = jnp.concatenate([columns[None] < lengths[:, None], jnp.broadcast_to(steps <= step, (tokens.shape[0], len(steps)))], 1)
+    distance = jnp.concatenate([positions[:, None] - columns[None], jnp.broadcast_to((step - steps)[None], (tokens.shape[0], len(steps)))], 1)
+    valid = jnp.concatenate([columns[None] < lengths[:, None], jnp.broadcast_to((steps <= step)[None], (tokens.shape[0], len(steps)))], 1)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
         w, frequencies, window, main, new = per_layer

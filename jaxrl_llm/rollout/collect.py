@@ -132,7 +132,8 @@ def collect(
       max_rounds: the budget.
     """
     kept, fresh = list(carried[:needed]), [False] * min(len(carried), needed)
-    expired, sampled, sums, rounds = len(carried) - len(kept), [], {}, 0
+    expired, sampled, rounds = len(carried) - len(kept), [], 0
+    sums: dict[str, float] = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
     while len(kept) < needed and rounds < (max_rounds if filter_groups else 1):
         count = max(per_round, needed - len(kept)) if filter_groups else needed
         groups, numbers = sample(cursor, count)
