@@ -186,7 +186,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh)
     sampler = Sampler(
-        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops), rollout.group, run.seed, progress.status
+        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops), rollout.group, run.seed, progress.status, progress.note
     )
     answers = dataclasses.replace(rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0)
 

@@ -230,10 +230,14 @@ def causal_rows(tokens: Any) -> Rows:
     return Rows(tokens, positions, jnp.ones_like(tokens), jnp.zeros_like(tokens))
 
 
-@jax.jit
 def logits(model: Decoder, tokens: Any) -> jax.Array:
-    """Next-token logits of right-padded sequences: int[B, T] -> float32[B, T, V].
+    """Next-token logits of right-padded sequences: array-like int[B, T] -> float32[B, T, V].
 
     For tests and tools: training and sampling never hold an array of this size.
     """
+    return _logits(model, jnp.asarray(tokens, jnp.int32))
+
+
+@jax.jit
+def _logits(model: Decoder, tokens: jax.Array) -> jax.Array:
     return unembed(model, forward(model, causal_rows(tokens))[0])

@@ -47,6 +47,7 @@ class Sampler:
       group: G.
       seed: the run's; with the prompt's place in the stream it decides every random number.
       status: hears what is going on.
+      note: hears what should stay visible.
     """
 
     engine: Engine
@@ -58,6 +59,7 @@ class Sampler:
     group: int
     seed: int
     status: Status
+    note: Status
 
     def __call__(self, model: Any, version: int, cursor: int, count: int) -> tuple[list[Group], dict[str, float]]:
         """Groups of ``count`` prompts from place ``cursor`` of the stream, and the seconds it took."""
@@ -71,6 +73,8 @@ class Sampler:
         sampled = time.perf_counter()
         self.status("scoring")
         scores = self.scorer.score([(problems[i // self.group], c) for i, c in enumerate(done)])
+        if scores.message:
+            self.note(f"{scores.errors} rewards failed, {scores.timeouts} timed out: {scores.message}")
         groups = [
             Group(problem, prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
             for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
