@@ -1,5 +1,7 @@
 """Tiny random models of every kind of layer, and a plain pass over their compiled programs."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,3 +49,25 @@ def largest_difference(a, b) -> float:
     """The largest difference between two trees, relative to the largest entry of each leaf of the second."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.abs(jnp.asarray(x) - jnp.asarray(y)).max() / (jnp.abs(jnp.asarray(y)).max() + 1e-9)) for x, y in pairs)
+
+
+class Compilations(logging.Handler):
+    """Hears the name of everything that JAX compiles."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.heard = []
+
+    def emit(self, record):
+        if record.getMessage().startswith("Compiling "):
+            self.heard.append(record.getMessage().split()[1])
+
+    def __enter__(self):
+        self.context = jax.log_compiles()
+        self.context.__enter__()
+        logging.getLogger("jax").addHandler(self)
+        return self
+
+    def __exit__(self, *details):
+        logging.getLogger("jax").removeHandler(self)
+        self.context.__exit__(*details)

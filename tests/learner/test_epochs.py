@@ -69,7 +69,8 @@ def test_each_update_divides_by_its_own_counts():
     record = Record()
     run(Learner(minibatches=3), record)
     for packed, group in zip(record.seen, groups(rollout()), strict=True):
-        assert packed.tokens == sum(s.mask.sum() for s in group) and packed.sequences == sum(s.mask.any() for s in group)
+        assert float(packed.tokens) == sum(s.mask.sum() for s in group)
+        assert float(packed.sequences) == sum(s.mask.any() for s in group)
 
 
 def test_one_update_needs_no_old_policy_and_no_coefficient_no_reference():
@@ -105,7 +106,7 @@ def test_the_passes_end_once_the_policy_is_far_from_where_they_began():
     record = Record(kl=[0.0, 0.01, 0.3, 0.0])
     _, metrics = run(Learner(epochs=4, target_kl=0.1), record)
     assert len(record.seen) == 3 and metrics["target_kl/early_stops"] == 1 and metrics["updates"] == 3
-    record = Record(kl=[0.0, 0.01, 0.05, 0.1])
+    record = Record(kl=[0.0, 0.01, 0.05, 0.09])
     _, metrics = run(Learner(epochs=4, target_kl=0.1), record)
     assert len(record.seen) == 4 and metrics["target_kl/early_stops"] == 0
     assert "target_kl/early_stops" not in run(Learner(), Record())[1]

@@ -15,9 +15,9 @@ from jaxrl_llm.learner.epochs import place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate, score
 from learner.rollouts import TEMPERATURE, T, one_device, rollout, unpacked_logp, unpacked_loss
-from tiny import largest_difference, tiny
+from tiny import Compilations, largest_difference, tiny
 
-LAYOUTS = {"one row": (Layout(1, 24, T), "none"), "two rows": (Layout(2, 40, T), "full"), "four rows": (Layout(4, 60, T), "dots")}
+LAYOUTS = {"one row": (Layout(1, 20, T), "none"), "two rows": (Layout(2, 22, T), "full"), "four rows": (Layout(4, 60, T), "dots")}
 WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 """GSPO with a band that the tiny model's ratios fall inside and outside of."""
 
@@ -60,7 +60,8 @@ def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
 
 
 def test_the_layouts_above_really_differ():
-    assert [int(pack(rollout(), layout).count) for layout, _ in LAYOUTS.values()] == [6, 2, 1]
+    one, two, four = (int(pack(rollout(), layout).count) for layout, _ in LAYOUTS.values())
+    assert one > two > four == 1
 
 
 def test_scores_of_a_packed_step_are_those_of_single_rows():
@@ -202,5 +203,6 @@ def test_steps_of_other_lengths_share_one_program():
                if len(s.tokens) > 1 else s for s in rollout()]  # fmt: skip
     other = place(pack(shorter, LAYOUTS["two rows"][0]), one_device())
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, data)
-    state, _ = update(state, other, 0.5)
-    assert update._cache_size() == 1 and int(state.updates) == 2
+    with Compilations() as compilations:
+        state, _ = update(state, other, 0.5)
+    assert compilations.heard == [] and int(state.updates) == 2

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling
 from oracles import kept_tokens
-from tiny import VOCAB, tiny
+from tiny import VOCAB, Compilations, tiny
 
 SLOTS, LENGTH = 4, 24
 PROMPTS = ([3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8], [9, 7], [3, 1, 4], list(range(17)), [2, 7, 1, 8, 2, 8, 1], [8])
@@ -207,28 +206,6 @@ def test_versions_say_which_weights_sampled_each_token():
     assert mixed.version.tolist() == [4, 4, 4, 5, 5]
     pure = e.generate(first, [PROMPTS[0]], [0], Sampling(max_new_tokens=5), version=4)[0]
     assert mixed.tokens[:3].tolist() == pure.tokens[:3].tolist() and pure.version.tolist() == [4] * 5
-
-
-class Compilations(logging.Handler):
-    """Hears the name of everything that JAX compiles."""
-
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.heard = []
-
-    def emit(self, record):
-        if record.getMessage().startswith("Compiling "):
-            self.heard.append(record.getMessage().split()[1])
-
-    def __enter__(self):
-        self.context = jax.log_compiles()
-        self.context.__enter__()
-        logging.getLogger("jax").addHandler(self)
-        return self
-
-    def __exit__(self, *details):
-        logging.getLogger("jax").removeHandler(self)
-        self.context.__exit__(*details)
 
 
 def test_other_numbers_in_the_settings_compile_nothing():
