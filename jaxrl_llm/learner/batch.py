@@ -85,8 +85,8 @@ class Layout:
     completion_tokens: int
 
 
-Piece = tuple[int, list[int]]
-"""Tokens it takes, and the samples (by index) that follow one prompt in one row."""
+Piece = list[int]
+"""The samples (by index) that follow one prompt in one row."""
 
 
 def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
@@ -95,10 +95,10 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     Raises:
       InputError: a prompt with its completion is longer than a row.
     """
-    rows = _fill_rows(_pieces(samples, layout.row_tokens), layout.row_tokens)
+    rows = _fill_rows(samples, layout.row_tokens)
     batches = [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
-    width = _power_of_two(max(sum(len(piece[1]) for row in batch for piece in row) for batch in batches))
-    predictions = max(sum(len(samples[i].tokens) for row in batch for piece in row for i in piece[1]) for batch in batches)
+    width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
+    predictions = max(sum(len(samples[i].tokens) for row in batch for piece in row for i in piece) for batch in batches)
     quarter = -(-layout.rows * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
     empty = _arrays(_power_of_two(len(batches)), layout, width, predictions)
@@ -110,40 +110,37 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     )
 
 
-def _pieces(samples: Sequence[Sample], room: int) -> list[Piece]:
-    """Samples of one prompt, cut into pieces that fit a row."""
-    groups: dict[bytes, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.prompt.tobytes(), []).append(index)
-    pieces = []
-    for members in groups.values():
-        prompt, size, current = len(samples[members[0]].prompt), 0, []
+def _fill_rows(samples: Sequence[Sample], room: int) -> list[list[Piece]]:
+    """Rows filled one after the other, each a list of pieces.
+
+    A group that does not fit what is left of a row goes on in the next one, after its prompt once more: padding would cost
+    as much as those tokens do.
+    """
+    rows: list[list[Piece]] = []
+    left = 0
+    for members in _by_prompt(samples):
+        prompt, piece = len(samples[members[0]].prompt), []
         for index in members:
             length = len(samples[index].tokens)
             if prompt + length > room:
                 raise InputError(f"a prompt of {prompt} and a completion of {length} tokens exceed learner.row_tokens {room}")
-            if current and prompt + size + length > room:
-                pieces.append((prompt + size, current))
-                size, current = 0, []
-            size, current = size + length, [*current, index]
-        pieces.append((prompt + size, current))
-    return pieces
-
-
-def _fill_rows(pieces: list[Piece], room: int) -> list[list[Piece]]:
-    """First fit, longest first: short rows of pieces whose tokens fit."""
-    rows: list[list[Piece]] = []
-    left: list[int] = []
-    for piece in sorted(pieces, key=lambda p: -p[0]):
-        for row, space in enumerate(left):
-            if piece[0] <= space:
-                rows[row].append(piece)
-                left[row] -= piece[0]
-                break
-        else:
-            rows.append([piece])
-            left.append(room - piece[0])
+            if length + (0 if piece else prompt) > left:
+                rows.append([])
+                left, piece = room, []
+            if not piece:
+                rows[-1].append(piece)
+                left -= prompt
+            piece.append(index)
+            left -= length
     return rows
+
+
+def _by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of samples with equal prompts, in the order of first appearance."""
+    groups: dict[bytes, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.prompt.tobytes(), []).append(index)
+    return list(groups.values())
 
 
 def _arrays(count: int, layout: Layout, width: int, predictions: int) -> Packed:
@@ -164,7 +161,7 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
     sequence = used = 0
     for r, row in enumerate(batch):
         column = 0
-        for group, (_, members) in enumerate(row, start=1):
+        for group, members in enumerate(row, start=1):
             prompt = samples[members[0]].prompt
             _place_tokens(out.rows, r, column, prompt, 0, group, 0)
             last, column = column + len(prompt) - 1, column + len(prompt)
