@@ -64,13 +64,17 @@ class Checkpoints:
         Raises:
           InputError: the checkpoint holds other arrays than this configuration has.
         """
+        self._manager.wait_until_finished()
         target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh))
         target = flatten(target)
-        saved = self._manager.item_metadata(step)["state"]
-        stored = {name: tuple(meta.shape) for name, meta in saved.tree.items()} if hasattr(saved, "tree") else {}
-        for name, shape in stored.items():
-            if name not in target or target[name].shape != shape:
-                raise InputError(f"the checkpoint holds {name} of shape {shape}, which this configuration has not: start over with --fresh")
+        stored = {name: tuple(meta.shape) for name, meta in self._manager.item_metadata(step)["state"].tree.items()}
+        wanted = {name: x.shape for name, x in target.items()}
+        for name in sorted(stored.keys() | wanted.keys()):
+            if stored.get(name) != wanted.get(name):
+                raise InputError(
+                    f"the checkpoint has {name} of shape {stored.get(name)}, this configuration {wanted.get(name)}: "
+                    "take the settings that it was saved with, or start over with --fresh"
+                )
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
         return unflatten(loaded["state"], like), loaded["host"]
