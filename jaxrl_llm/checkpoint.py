@@ -47,7 +47,9 @@ class Checkpoints:
 
         self._args = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+        # Named handlers, so that a new process can read what is stored before it restores it.
+        handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The newest complete step."""

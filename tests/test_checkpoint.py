@@ -113,6 +113,8 @@ def test_a_half_written_step_is_not_seen(tmp_path):
 def test_another_configuration_is_refused(tmp_path, changed):
     store = Checkpoints(tmp_path)
     store.save(1, state_on(one_device(), reference=not changed.get("reference", False)), {})
+    store.close()
+    store = Checkpoints(tmp_path)  # as the process that resumes does
     with pytest.raises(InputError, match="start over with --fresh") as refused:
         store.restore(1, like(**changed), one_device())
     assert "\n" not in str(refused.value)
