@@ -70,10 +70,11 @@ class Checkpoints:
         Raises:
           InputError: the checkpoint holds other arrays than this configuration has.
         """
+        self._manager.wait_until_finished()
         target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh))
         target = flatten(target)
         saved = self._manager.item_metadata(step)["state"]
-        _refuse_other({name: tuple(meta.shape) for name, meta in saved.items()}, target)
+        _refuse_other({name: tuple(meta.shape) for name, meta in saved.tree.items()}, target)
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
         return unflatten(loaded["state"], like), loaded["host"]
@@ -140,8 +141,8 @@ def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any]) -> 
         has, wants = saved.get(name), target[name].shape if name in target else None
         if has != wants:
             raise InputError(
-                f"the checkpoint holds {name} of shape {has}, the configuration wants {wants}: "
-                "take the model and recipe that it was begun with, or start over with --fresh"
+                f"the checkpoint has {name} of shape {has}, this configuration {wants}: "
+                "take the settings that it was saved with, or start over with --fresh"
             )
 
 

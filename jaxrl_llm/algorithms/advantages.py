@@ -25,7 +25,7 @@ def group_statistics(rewards: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax
     valid = ~jnp.isnan(rewards)
     high = jnp.max(jnp.where(valid, rewards, -jnp.inf), axis=1, keepdims=True)
     low = jnp.min(jnp.where(valid, rewards, jnp.inf), axis=1, keepdims=True)
-    return jnp.where(valid, rewards, 0), valid, jnp.sum(valid, axis=1, keepdims=True), high > low
+    return jnp.where(valid, rewards, 0), valid, jnp.sum(valid, axis=1, keepdims=True, dtype=rewards.dtype), high > low
 
 
 def centred(rewards: Any) -> tuple[jax.Array, jax.Array]:

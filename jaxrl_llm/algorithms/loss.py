@@ -73,8 +73,8 @@ def policy_loss(
     Raises:
       ValueError: something that the algorithm needs is None; the message names it.
     """
-    mask = jnp.asarray(batch.mask)
-    keep, weight = mask > 0, (mask > 0).astype(jnp.result_type(jnp.asarray(logp).dtype, jnp.float32))
+    keep = jnp.asarray(batch.mask).astype(bool)
+    weight = keep.astype(jnp.float64 if jnp.asarray(logp).dtype == jnp.float64 else jnp.float32)
     clean = lambda x: jnp.where(keep, jnp.asarray(x, weight.dtype), 0)
     logp = clean(logp)
     old_logp = jax.lax.stop_gradient(logp if batch.old_logp is None else clean(batch.old_logp))
@@ -103,5 +103,5 @@ def policy_loss(
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
         coefficient = algorithm.entropy_coef if entropy_coef is None else entropy_coef
         loss -= coefficient * algorithm.reduce(per_token["entropy"], weight, tokens, rows)
-    means = {name: jnp.sum(x * weight) / tokens for name, x in per_token.items()}
+    means = {name: jnp.sum(x.astype(weight.dtype) * weight) / tokens for name, x in per_token.items()}
     return loss, jax.lax.stop_gradient({"loss": loss} | means)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.learner.settings import Optimiser
@@ -13,12 +14,13 @@ def learning_rate(config: Optimiser) -> optax.Schedule:
     """Learning rate as a function of the optimiser updates done so far."""
     peak, warmup = config.learning_rate, config.warmup
     if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, max(config.decay_updates - warmup, 1))
+        schedule = optax.cosine_decay_schedule(peak, max(config.decay_updates - warmup, 1))
     else:
-        after = optax.constant_schedule(peak)
-    if not warmup:
-        return after
-    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
+        schedule = optax.constant_schedule(peak)
+    if warmup:
+        schedule = optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), schedule], [warmup])
+    # optax mixes the integer count with floats, which strict promotion refuses.
+    return lambda updates: schedule(jnp.asarray(updates, jnp.float32))
 
 
 def build(config: Optimiser) -> optax.GradientTransformation:
@@ -28,7 +30,13 @@ def build(config: Optimiser) -> optax.GradientTransformation:
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     decay = optax.add_decayed_weights(config.weight_decay, _matrices) if config.weight_decay else optax.identity()
-    return optax.chain(clip, optax.scale_by_adam(config.b1, config.b2, config.eps), decay)
+    chain = optax.chain(clip, optax.scale_by_adam(config.b1, config.b2, config.eps), decay)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # Adam raises its decays to an integer power
+            return chain.update(grads, state, params)
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 def _matrices(params: Any) -> Any:

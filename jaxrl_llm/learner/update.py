@@ -113,7 +113,7 @@ def make_update(
         grads, metrics = accumulate(
             state.policy, packed, jnp.asarray(temperature, jnp.float32), algorithm, compute_dtype=compute_dtype, remat=remat
         )
-        norm, lr = optax.global_norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
+        norm, lr = optax.tree.norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
         directions, opt_state = optimiser.update(grads, state.opt_state, state.policy)
         policy = jax.tree.map(lambda w, d: (w - lr * d).astype(w.dtype), state.policy, directions)
         new = TrainState(policy, opt_state, state.reference, state.updates + 1)

@@ -78,7 +78,7 @@ def decode(
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     """The cache with the chunk's C columns written at each row's positions ``lengths`` and on."""
-    offset = jnp.arange(cache.k.shape[3]) - lengths[:, None]
+    offset = jnp.arange(cache.k.shape[3])[None] - lengths[:, None]
     inside = (offset >= 0) & (offset < chunk.k.shape[3])
 
     def merge(old: jax.Array, new: jax.Array) -> jax.Array:

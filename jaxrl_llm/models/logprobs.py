@@ -45,9 +45,9 @@ def token_logprobs(
 
 def logprob_and_entropy(scaled_logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """From float32 logits [..., V] (already divided by the temperature): log-probability of targets [...], entropy [...]."""
-    log_z = jax.nn.logsumexp(scaled_logits, axis=-1)
-    chosen = jnp.take_along_axis(scaled_logits, targets[..., None], axis=-1)[..., 0]
-    # An impossible token has logit -inf: it adds nothing to the entropy, and 0 * inf must not become NaN.
-    finite = jnp.maximum(scaled_logits, jnp.finfo(jnp.float32).min)
-    expected = jnp.sum(jnp.exp(scaled_logits - log_z[..., None]) * finite, axis=-1)
-    return chosen - log_z, log_z - expected
+    logp = scaled_logits - jax.nn.logsumexp(scaled_logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+    # An impossible token has logit -inf: it adds nothing to the entropy, and 0 * inf must not become NaN. The logits' mean
+    # subtracted from logsumexp would lose the digits that both have in common.
+    finite = jnp.maximum(logp, float(jnp.finfo(logp.dtype).min))
+    return chosen, -jnp.sum(jnp.exp(logp) * finite, axis=-1)

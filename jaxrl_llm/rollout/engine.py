@@ -72,7 +72,7 @@ def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bo
         step, now, chunk, out = carry
         hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths)
         drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
-        sampled = now.sampled + now.active
+        sampled = now.sampled + now.active.astype(jnp.int32)
         stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= rule.limit)
         out = Emitted(*(a.at[step].set(b) for a, b in zip(out, (*drawn, now.active), strict=True)))
         now = now._replace(tokens=drawn.token, sampled=sampled, active=now.active & ~stopped)

@@ -1,0 +1,294 @@
+"""What must hold for every algorithm: loops, finite differences, padding, order, microbatches, limits, refusals."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
+from jaxrl_llm.algorithms.advantages import GroupZScore
+from jaxrl_llm.algorithms.ratios import Sequence, SequenceToken, Token
+from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
+from jaxrl_llm.algorithms.surrogates import CISPO, PPOClip
+from oracles import NUMBERS, loop_loss
+
+B, T = 6, 5
+SMOOTH = [name for name in PRESETS if name not in ("cispo", "gspo_token")]
+"""Presets without a stop-gradient inside: their gradient is that of their value."""
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def graded(algorithm, logp, batch, token_count=None, sequence_count=None, kl_coef=None):
+    """(loss, metrics), gradient."""
+    return jax.value_and_grad(lambda x: policy_loss(algorithm, x, batch, token_count, sequence_count, kl_coef=kl_coef), has_aux=True)(logp)
+
+
+def ragged(seed, lengths=(5, 3, 1, 4, 0, 2)):
+    """A batch with padding at the end of its rows, and log-probabilities [B, T]."""
+    random = np.random.default_rng(seed)
+    logp = -random.exponential(1.0, (B, T))
+    old, ref = logp + random.normal(0, 0.3, (B, T)), logp + random.normal(0, 0.3, (B, T))
+    mask = np.arange(T) < np.asarray(lengths)[:, None]
+    return logp.astype(np.float32), PolicyBatch(*(
+        x.astype(np.float32) if x.dtype == np.float64 else x for x in (random.normal(size=B), mask, old, ref)
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_equals_a_loop_over_rows_and_tokens(name):
+    for seed in range(3):
+        logp, batch = ragged(seed)
+        wanted = loop_loss(
+            name.removesuffix("_token"), *(np.float64(x) for x in (logp, batch.old_logp, batch.advantages)), batch.mask,
+            np.float64(batch.ref_logp))  # fmt: skip
+        (loss, metrics), _ = graded(PRESETS[name], logp, batch)
+        np.testing.assert_allclose(loss, wanted, rtol=2e-5, atol=1e-7)
+        np.testing.assert_array_equal(metrics["loss"], loss)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_gradient_is_that_of_finite_differences(name):
+    with jax.enable_x64(True):
+        logp, batch = (jax.tree.map(lambda x: np.float64(x) if x.dtype == np.float32 else x, v) for v in ragged(4))
+        if name == "gspo":  # most sequences would be outside the narrow band, where the gradient is 0
+            batch = batch._replace(old_logp=logp + 1e-4 * np.sign(batch.old_logp - logp))
+        _, grad = graded(PRESETS[name], logp, batch)
+        for row, column in ((0, 0), (1, 2), (3, 3), (5, 1)):
+            step = np.zeros((B, T))
+            step[row, column] = 1e-7
+            up, down = (graded(PRESETS[name], logp + s, batch)[0][0] for s in (step, -step))
+            np.testing.assert_allclose((up - down) / 2e-7, grad[row, column], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
+def test_padding_may_hold_anything_and_gets_no_gradient(name, garbage):
+    logp, batch = ragged(0)
+    spoil = lambda x: np.where(batch.mask, x, np.float32(garbage))
+    dirty = batch._replace(old_logp=spoil(batch.old_logp), ref_logp=spoil(batch.ref_logp))
+    (loss, metrics), grad = graded(PRESETS[name], logp, batch)
+    (other, others), dirty_grad = graded(PRESETS[name], spoil(logp), dirty)
+    np.testing.assert_array_equal(loss, other)
+    np.testing.assert_array_equal(grad, dirty_grad)
+    assert not np.any(np.asarray(grad)[~batch.mask])
+    for key, value in metrics.items():
+        np.testing.assert_array_equal(value, others[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_permuted_batch_gives_a_permuted_gradient(name):
+    logp, batch = ragged(1)
+    order = np.array([3, 0, 5, 4, 1, 2])
+    (loss, _), grad = graded(PRESETS[name], logp, batch)
+    (other, _), moved = graded(PRESETS[name], logp[order], jax.tree.map(lambda x: x[order], batch))
+    np.testing.assert_allclose(other, loss, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(moved, np.asarray(grad)[order], rtol=1e-5, atol=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, T), min_size=B, max_size=B), st.lists(st.integers(0, 2), min_size=B, max_size=B), st.sampled_from(sorted(PRESETS)))
+def test_microbatches_add_up_to_the_whole(lengths, parts, name):
+    logp, batch = ragged(2, lengths)
+    counts = np.float32(batch.mask.sum()), np.float32(batch.mask.any(axis=1).sum())
+    (loss, metrics), grad = graded(PRESETS[name], logp, batch)
+    total, grads, sums = 0.0, np.zeros((B, T)), dict.fromkeys(metrics, 0.0)
+    for part in range(3):
+        rows = np.flatnonzero(np.asarray(parts) == part)
+        # As a packer does: the microbatch keeps its shape, and rows of padding hold whatever was there.
+        index = np.concatenate([rows, np.zeros(B - len(rows), int)])
+        piece = jax.tree.map(lambda x, i=index: x[i], batch)
+        piece = piece._replace(mask=piece.mask & (np.arange(B) < len(rows))[:, None])
+        (share, more), slope = graded(PRESETS[name], logp[index], piece, *counts)
+        total += float(share)
+        np.add.at(grads, index, np.asarray(slope, np.float64))
+        sums = {key: sums[key] + float(value) for key, value in more.items()}
+    np.testing.assert_allclose(total, loss, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grads, grad, rtol=1e-5, atol=1e-7)
+    for key, value in metrics.items():
+        np.testing.assert_allclose(sums[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_fully_masked_batch_has_loss_zero_and_no_gradient(name):
+    logp, batch = ragged(3, (0,) * B)
+    (loss, metrics), grad = graded(PRESETS[name], np.full_like(logp, np.nan), batch)
+    assert float(loss) == 0 and not np.any(grad)
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_ratios_of_fifty_nats_stay_finite(name):
+    logp, batch = ragged(0)
+    for gap in (-50, 50):
+        (loss, _), grad = graded(PRESETS[name], logp, batch._replace(old_logp=logp + np.float32(gap), ref_logp=logp - np.float32(gap)))
+        assert np.isfinite(loss) and np.all(np.isfinite(grad))
+
+
+def token_loss(surrogate, ratio, advantage):
+    """Loss and gradient of one token with old log-probability -1."""
+    algorithm = Algorithm(GroupZScore(), Token(), surrogate, TokenMean())
+    logp = jnp.asarray([[-1.0 + np.log(ratio)]], jnp.float32)
+    batch = PolicyBatch(np.array([advantage], np.float32), np.ones((1, 1), bool), np.full((1, 1), -1.0, np.float32))
+    (loss, metrics), grad = graded(algorithm, logp, batch)
+    return float(loss), float(grad[0, 0]), {k: float(v) for k, v in metrics.items()}
+
+
+def test_clipping_takes_the_smaller_objective_and_is_no_plain_clip():
+    example = NUMBERS["GSPO_seed_example"]
+    losses = [token_loss(PPOClip(), ratio, 1.0)[0] for ratio in example["rho"]]
+    np.testing.assert_allclose(losses, [-1.2, -0.4], rtol=1e-6)
+    np.testing.assert_allclose(-np.mean(losses), example["grpo_correct"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "grad", "low", "high"), [
+    (0.4, 1.0, -0.4, -0.4, 0, 0),
+    (5.0, 1.0, -1.2, 0.0, 0, 1),
+    (5.0, -1.0, 5.0, 5.0, 0, 0),
+    (0.4, -1.0, 0.8, 0.0, 1, 0),
+    (1.0, -1.0, 1.0, 1.0, 0, 0),
+])  # fmt: skip
+def test_the_cases_of_ppos_clip(ratio, advantage, loss, grad, low, high):
+    found, slope, metrics = token_loss(PPOClip(), ratio, advantage)
+    np.testing.assert_allclose([found, slope], [loss, grad], rtol=1e-5)
+    assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == (low, high)
+    np.testing.assert_allclose(metrics["ratio"], ratio, rtol=1e-5)
+
+
+def test_dual_clip_bounds_negative_advantages_only():
+    example = NUMBERS["PPO_dualclip"]
+    np.testing.assert_allclose(token_loss(PPOClip(), 5.0, -1.0)[0], example["std"], rtol=1e-5)
+    dual = PPOClip(dual=3.0)
+    np.testing.assert_allclose(token_loss(dual, 5.0, -1.0)[:2], [example["dual"], 0.0], rtol=1e-5)
+    assert token_loss(dual, 0.4, 1.0) == token_loss(PPOClip(), 0.4, 1.0)
+    np.testing.assert_allclose(token_loss(dual, 2.0, -1.0)[0], 2.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("logp", [-2.0, -0.1])
+def test_cispos_gradient_is_minus_the_weight_times_the_advantage(advantage, logp):
+    algorithm = PRESETS["cispo"]
+    batch = PolicyBatch(np.array([advantage], np.float32), np.ones((1, 1), bool))
+    _, grad = graded(algorithm, jnp.full((1, 1), logp), batch)
+    np.testing.assert_allclose(grad, [[-advantage]], rtol=1e-6)
+    _, grad = graded(algorithm, jnp.full((1, 1), logp), batch._replace(old_logp=np.full((1, 1), logp - 2, np.float32)))
+    np.testing.assert_allclose(grad, [[-advantage * 5.0]], rtol=1e-6)
+
+
+def test_equal_bounds_are_ppos():
+    logp, batch = ragged(0)
+    ppo = dataclasses.replace(PRESETS["dapo"], surrogate=PPOClip(0.28, 0.28))
+    both = [graded(a, logp, batch) for a in (ppo, dataclasses.replace(ppo, surrogate=PPOClip(low=0.28, high=0.28, dual=1e9)))]
+    np.testing.assert_array_equal(both[0][1], both[1][1])
+    higher, _ = graded(PRESETS["dapo"], logp, batch)
+    assert float(higher[0]) != float(both[0][0][0])
+
+
+def test_gspo_token_is_gspo_where_the_advantage_is_constant():
+    logp, batch = ragged(5)
+    batch = batch._replace(old_logp=logp + np.float32(1e-4) * np.sign(batch.old_logp - logp))
+    plain, token = (graded(PRESETS[name], logp, batch) for name in ("gspo", "gspo_token"))
+    np.testing.assert_allclose(token[0][0], plain[0][0], rtol=1e-5)
+    np.testing.assert_allclose(token[1], plain[1], rtol=1e-4, atol=1e-7)
+    assert np.any(plain[1])
+
+
+def test_gspos_ratio_is_the_geometric_mean():
+    old, mask = jnp.zeros((1, 2)), jnp.ones((1, 2))
+    logs = jnp.log(jnp.asarray([NUMBERS["GSPO_seed_example"]["rho"]], jnp.float32))
+    np.testing.assert_allclose(jnp.exp(Sequence()(logs, old, mask)), [[NUMBERS["GSPO_seed_example"]["gspo"]] * 2], rtol=2e-5)
+
+
+def test_old_logp_none_means_a_ratio_of_exactly_one():
+    logp, batch = ragged(0)
+    for name in PRESETS:
+        implied = graded(PRESETS[name], logp, batch._replace(old_logp=None))
+        given_ = graded(PRESETS[name], logp, batch._replace(old_logp=logp))
+        np.testing.assert_array_equal(implied[1], given_[1])
+        np.testing.assert_allclose(implied[0][1]["ratio"], 1.0, rtol=1e-6)
+
+
+def test_advantages_by_row_and_by_token_agree():
+    logp, batch = ragged(0)
+    wide = batch._replace(advantages=np.repeat(batch.advantages[:, None], T, axis=1))
+    for name in PRESETS:
+        np.testing.assert_array_equal(graded(PRESETS[name], logp, batch)[1], graded(PRESETS[name], logp, wide)[1])
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.float32, np.int32])
+def test_masks_of_any_kind(kind):
+    logp, batch = ragged(0)
+    (loss, _), _ = graded(PRESETS["grpo"], logp, batch)
+    np.testing.assert_array_equal(graded(PRESETS["grpo"], logp, batch._replace(mask=batch.mask.astype(kind)))[0][0], loss)
+
+
+@pytest.mark.parametrize("counts", [(15, 5), (15.0, 5.0), (np.int64(15), np.int32(5)), (jnp.float32(15), jnp.int32(5))])
+def test_counts_of_any_kind(counts):
+    logp, batch = ragged(0)
+    for name in ("grpo", "dapo", "dr_grpo"):
+        wanted = policy_loss(PRESETS[name], logp, batch)[0]
+        np.testing.assert_allclose(policy_loss(PRESETS[name], logp, batch, *counts)[0], wanted, rtol=1e-6)
+
+
+def test_coefficients_may_be_traced_and_do_not_recompile():
+    logp, batch = ragged(0)
+    entropy = jnp.asarray(-logp)
+
+    @jax.jit
+    def loss(kl_coef, entropy_coef):
+        return policy_loss(PRESETS["grpo"], logp, batch, entropy=entropy, kl_coef=kl_coef, entropy_coef=entropy_coef)[0]
+
+    values = [loss(jnp.float32(k), jnp.float32(h)) for k, h in ((0.0, 0.0), (0.04, 0.0), (0.04, 0.1), (0.5, 0.01))]
+    assert loss._cache_size() == 1
+    np.testing.assert_allclose(values[1], policy_loss(PRESETS["grpo"], logp, batch)[0], rtol=1e-6)
+    fixed = dataclasses.replace(PRESETS["grpo"], kl_coef=0.5, entropy_coef=0.01)
+    np.testing.assert_allclose(values[3], policy_loss(fixed, logp, batch, entropy=entropy)[0], rtol=1e-6)
+    assert float(values[2]) < float(values[1])
+
+
+def test_the_entropy_bonus_raises_entropy():
+    logp, batch = ragged(0)
+    algorithm = dataclasses.replace(PRESETS["dapo"], entropy_coef=0.1)
+    slope = jax.grad(lambda h: policy_loss(algorithm, logp, batch, entropy=h)[0])(jnp.ones((B, T)))
+    np.testing.assert_allclose(slope, np.where(batch.mask, -0.1 / 15, 0), rtol=1e-6)
+
+
+def test_metrics_have_no_gradient_and_the_pinned_names():
+    logp, batch = ragged(0)
+    _, metrics = policy_loss(PRESETS["grpo"], logp, batch, entropy=-logp)
+    assert {"loss", "kl", "entropy", "ratio", "clip_fraction/low", "clip_fraction/high"} == set(metrics)
+    slope = jax.grad(lambda x: policy_loss(PRESETS["grpo"], x, batch)[1]["kl"])(jnp.asarray(logp))
+    assert not np.any(slope)
+
+
+def test_what_is_missing_is_named():
+    logp, batch = ragged(0)
+    with pytest.raises(ValueError, match="batch.ref_logp must be given"):
+        policy_loss(PRESETS["grpo"], logp, batch._replace(ref_logp=None))
+    with pytest.raises(ValueError, match="entropy must be given"):
+        policy_loss(dataclasses.replace(PRESETS["dapo"], entropy_coef=0.1), logp, batch)
+    policy_loss(PRESETS["dapo"], logp, batch._replace(ref_logp=None))
+
+
+@pytest.mark.parametrize("reducer", [TokenMean(), SequenceSum(), ConstantLength(8)])
+@pytest.mark.parametrize("ratio", [Sequence(), SequenceToken()])
+def test_a_sequence_ratio_refuses_reducers_that_weight_by_length(ratio, reducer):
+    with pytest.raises(ValueError, match="SequenceMean"):
+        Algorithm(GroupZScore(), ratio, PPOClip(), reducer)
+    assert Algorithm(GroupZScore(), ratio, PPOClip(), SequenceMean())
+
+
+def test_a_kl_coefficient_without_an_estimator_is_refused():
+    with pytest.raises(ValueError, match="kl_coef=0.1 needs an estimator"):
+        dataclasses.replace(PRESETS["dapo"], kl_coef=0.1)
+
+
+def test_cispos_bound_is_an_absolute_ratio():
+    _, grad, metrics = token_loss(CISPO(1.28), 5.0, 1.0)
+    np.testing.assert_allclose(grad, -1.28, rtol=1e-6)
+    assert metrics["clip_fraction/high"] == 1
+    assert token_loss(CISPO(ratio_min=0.5), 0.1, 1.0)[1] == -0.5

@@ -1,0 +1,110 @@
+"""Packing: whatever the lengths, each completion can be read back from the rows, once, behind its own prompt."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Layout, Sample, pack
+
+T, S = 5, 14
+
+
+@st.composite
+def batches(draw):
+    """Samples in groups; each advantage is the sample's number."""
+    samples = []
+    for prompt in range(draw(st.integers(1, 5))):
+        tokens = np.full(draw(st.integers(1, S - T)), prompt + 1, np.int32)
+        for _ in range(draw(st.integers(1, 6))):
+            size, number = draw(st.integers(1, T)), len(samples)
+            random = np.random.default_rng(number)
+            samples.append(Sample(
+                tokens, random.integers(10, 99, size).astype(np.int32), random.random(size) < draw(st.sampled_from([0.0, 0.7, 1.1])),
+                random.normal(size=size).astype(np.float32), float(number), bool(number % 3)))  # fmt: skip
+    return samples
+
+
+def read_back(packed, m):
+    """The samples of microbatch m by number, each token found by what the model sees when it predicts it."""
+    rows = [np.asarray(x[m]) for x in packed.rows]
+    width = packed.mask.shape[2]
+    found = collections.defaultdict(dict)
+    for source, target, place in zip(packed.source[m], packed.target[m], packed.place[m], strict=True):
+        if place == packed.mask[m].size:
+            continue
+        (b, t), (r, column) = divmod(int(place), width), divmod(int(source), rows[0].shape[1])
+        tokens, positions, group, branch = (x[r, : column + 1] for x in rows)
+        seen = (group == group[-1]) & (group > 0) & ((branch == 0) | (branch == branch[-1]))
+        assert positions[seen].tolist() == list(range(seen.sum()))
+        assert t not in found[b]
+        found[b][t] = (tokens[seen].tolist(), int(target))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(1, 3))
+def test_every_completion_is_there_once_behind_its_prompt(samples, rows):
+    packed = pack(samples, Layout(rows, S, T))
+    numbers = []
+    for m in range(len(packed.mask)):
+        found = read_back(packed, m)
+        assert (len(found) > 0) == (m < packed.count)
+        for b, tokens in found.items():
+            sample = samples[int(packed.advantages[m, b])]
+            numbers.append(int(packed.advantages[m, b]))
+            assert sorted(tokens) == list(range(len(sample.tokens)))
+            for t, (seen, target) in tokens.items():
+                assert target == sample.tokens[t]
+                assert seen == [*sample.prompt, *sample.tokens[:t]]
+            count = len(tokens)
+            np.testing.assert_array_equal(packed.mask[m, b], np.append(sample.mask, np.zeros(T - count, bool)))
+            np.testing.assert_array_equal(packed.sampler_logp[m, b], np.append(sample.sampler_logp, np.zeros(T - count, np.float32)))
+            assert packed.fresh[m, b] == sample.fresh
+        unused = [b for b in range(packed.mask.shape[1]) if b not in found]
+        assert not packed.mask[m, unused].any()
+    assert sorted(numbers) == list(range(len(samples)))
+    assert packed.tokens == sum(s.mask.sum() for s in samples)
+    assert packed.sequences == sum(s.mask.any() for s in samples)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(1, 3))
+def test_a_prompt_stands_once_in_a_row(samples, rows):
+    packed = pack(samples, Layout(rows, S, T))
+    for m in range(len(packed.mask)):
+        for tokens, group, branch in zip(packed.rows.tokens[m], packed.rows.group[m], packed.rows.branch[m], strict=True):
+            prompts = [tuple(tokens[(group == g) & (branch == 0)]) for g in set(group[group > 0])]
+            assert len(prompts) == len(set(prompts)) and all(prompts)
+            assert not tokens[group == 0].any()
+
+
+def test_a_group_that_fits_costs_its_prompt_once():
+    prompt = np.arange(1, 7, dtype=np.int32)
+    samples = [Sample(prompt, np.full(2, i + 20, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0) for i in range(4)]
+    packed = pack(samples, Layout(1, S, T))
+    assert packed.count == 1 and (packed.rows.group > 0).sum() == 6 + 4 * 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(1, 3))
+def test_shapes_are_few(samples, rows):
+    packed = pack(samples, Layout(rows, S, T))
+    microbatches, width, length = packed.mask.shape
+    for value in (microbatches, width):
+        assert value & (value - 1) == 0
+    assert length == T and packed.rows.tokens.shape == (microbatches, rows, S)
+    assert packed.source.shape[1] % -(-rows * S // 4) == 0
+    assert packed.count <= microbatches < 2 * packed.count
+
+
+def test_the_longest_that_fits_and_one_more():
+    sample = Sample(np.ones(S - T, np.int32), np.arange(T, dtype=np.int32), np.ones(T, bool), np.zeros(T, np.float32), 1.0)
+    packed = pack([sample], Layout(1, S, T))
+    assert (packed.rows.group == 1).all() and packed.mask[0, 0].all()
+    with pytest.raises(InputError, match="a prompt of 10 and a completion of 5 tokens exceed learner.row_tokens 14"):
+        pack([dataclasses.replace(sample, prompt=np.ones(S - T + 1, np.int32))], Layout(1, S, T))

@@ -1,0 +1,208 @@
+"""Gradients of packed, microbatched steps against one row for each completion, and what one update does to the state."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.surrogates import PPOClip
+from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
+from jaxrl_llm.learner.epochs import place
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.update import accumulate, score
+from learner.rollouts import TEMPERATURE, T, one_device, rollout, unpacked_logp, unpacked_loss
+from tiny import Compilations, largest_difference, tiny
+
+LAYOUTS = {"one row": (Layout(1, 20, T), "none"), "two rows": (Layout(2, 22, T), "full"), "four rows": (Layout(4, 60, T), "dots")}
+WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
+"""GSPO with a band that the tiny model's ratios fall inside and outside of."""
+
+
+def moved(model, seed, scale=0.02):
+    """A policy nearby."""
+    other = tiny("windows", seed)
+    return jax.tree.map(lambda a, b: a + scale * b, model, other)
+
+
+MODEL = tiny("windows")
+OLD, REFERENCE = moved(MODEL, 5), moved(MODEL, 6)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def packed_gradient(model, packed, algorithm, remat="full"):
+    return accumulate(model, packed, jnp.float32(TEMPERATURE), algorithm, compute_dtype="float32", remat=remat)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def unpacked_gradient(algorithm, model, old_logp, ref_logp):
+    return jax.grad(lambda m: unpacked_loss(algorithm, m, rollout(), old_logp, ref_logp), has_aux=True)(model)
+
+
+def scored(model, packed):
+    return score(model, packed, jnp.float32(TEMPERATURE), "float32", "full")
+
+
+@pytest.mark.parametrize("algorithm", [PRESETS["grpo"], PRESETS["dapo"], WIDE_GSPO], ids=["grpo", "dapo", "gspo"])
+def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
+    wanted, metrics = unpacked_gradient(algorithm, MODEL, unpacked_logp(OLD, rollout()), unpacked_logp(REFERENCE, rollout()))
+    assert 0 < metrics["clip_fraction/high"] + metrics["clip_fraction/low"] < 1
+    for name, (layout, remat) in LAYOUTS.items():
+        packed = pack(rollout(), layout)
+        packed = packed._replace(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
+        found, others = packed_gradient(MODEL, packed, algorithm, remat)
+        assert largest_difference(found, wanted) < 1e-5, name
+        for key, value in metrics.items():
+            np.testing.assert_allclose(others[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_the_layouts_above_really_differ():
+    one, two, four = (int(pack(rollout(), layout).count) for layout, _ in LAYOUTS.values())
+    assert one > two > four == 1
+
+
+def test_scores_of_a_packed_step_are_those_of_single_rows():
+    packed = pack(rollout(), LAYOUTS["two rows"][0])
+    found = np.asarray(scored(MODEL, packed))
+    wanted = np.asarray(unpacked_logp(MODEL, rollout()))
+    numbers = {s.advantage: i for i, s in enumerate(rollout())}
+    seen = 0
+    for m in range(int(packed.count)):
+        for b in range(packed.mask.shape[1]):
+            index = next((i for a, i in numbers.items() if np.float32(a) == packed.advantages[m, b]), None)
+            if index is not None:
+                count = len(rollout()[index].tokens)
+                np.testing.assert_allclose(found[m, b, :count], wanted[index, :count], atol=1e-5)
+                assert not found[m, b, count:].any()
+                seen += 1
+    assert seen == len(rollout())
+
+
+def test_on_policy_the_learner_agrees_with_the_sampler():
+    _, metrics = packed_gradient(MODEL, pack(rollout(), LAYOUTS["two rows"][0]), PRESETS["dapo"])
+    assert 0 <= metrics["sampler/logp_abs_diff_mean"] <= metrics["sampler/logp_abs_diff_max"] < 1e-5
+    np.testing.assert_allclose(metrics["ratio"], 1.0, rtol=1e-6)
+    assert metrics["policy_kl"] == 0
+    _, other = packed_gradient(OLD, pack(rollout(), LAYOUTS["two rows"][0]), PRESETS["dapo"])
+    assert other["sampler/logp_abs_diff_max"] > 1e-2
+
+
+def test_carried_samples_take_the_sampler_as_their_old_policy():
+    carried = [dataclasses.replace(s, fresh=i >= 4) for i, s in enumerate(rollout())]
+    found, metrics = packed_gradient(OLD, pack(carried, LAYOUTS["two rows"][0]), PRESETS["dapo"])
+    wanted, _ = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, carried), has_aux=True)(OLD)
+    assert largest_difference(found, wanted) < 1e-5
+    assert metrics["policy_kl"] > 0 and abs(metrics["ratio"] - 1) > 1e-4
+    stale = [dataclasses.replace(s, fresh=False) for s in rollout()]
+    _, none = packed_gradient(OLD, pack(stale, LAYOUTS["two rows"][0]), PRESETS["dapo"])
+    assert none["sampler/logp_abs_diff_max"] == 0 == none["sampler/logp_abs_diff_mean"]
+
+
+def test_the_entropy_bonus_reaches_the_weights():
+    packed = pack(rollout(), LAYOUTS["two rows"][0])
+    plain, before = packed_gradient(MODEL, packed, PRESETS["dapo"])
+    bonus, after = packed_gradient(MODEL, packed, dataclasses.replace(PRESETS["dapo"], entropy_coef=0.1))
+    np.testing.assert_allclose(after["loss"], before["loss"] - 0.1 * before["entropy"], rtol=1e-5)
+    uphill = jax.tree.map(lambda a, b: b - a, plain, bonus)
+    better = jax.tree.map(lambda w, d: w - 1e-2 * d, MODEL, uphill)
+    assert packed_gradient(better, packed, PRESETS["dapo"])[1]["entropy"] > before["entropy"]
+
+
+def test_nothing_counted_gives_no_gradient():
+    nothing = [dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in rollout()]
+    found, metrics = packed_gradient(MODEL, pack(nothing, LAYOUTS["two rows"][0]), PRESETS["dapo"])
+    assert metrics["loss"] == 0 and not any(np.any(x) for x in jax.tree.leaves(found))
+
+
+def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
+    packed = pack(rollout(), LAYOUTS["two rows"][0])
+    found, metrics = accumulate(MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], compute_dtype="bfloat16", remat="full")
+    wanted, _ = packed_gradient(MODEL, packed, PRESETS["dapo"])
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)} and metrics["loss"].dtype == jnp.float32
+    flat, target = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (found, wanted))
+    assert flat @ target / np.linalg.norm(flat) / np.linalg.norm(target) > 0.99
+
+
+@functools.cache
+def updater(optimiser, algorithm=PRESETS["dapo"]):
+    return make_update(algorithm, build(optimiser), learning_rate(optimiser), "float32", "full")
+
+
+def state_and_data(optimiser, samples=None, reference=False):
+    mesh = one_device()
+    data = place(pack(samples or rollout(), LAYOUTS["two rows"][0]), mesh)
+    return create_state(MODEL, build(optimiser), reference, mesh), data
+
+
+def test_one_update_is_clipped_adamw_written_out():
+    optimiser = Optimiser(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.05)
+    state, data = state_and_data(optimiser)
+    grads = jax.tree.map(np.float64, packed_gradient(MODEL, data, PRESETS["dapo"])[0])
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(grads)))
+    assert norm > optimiser.clip_norm
+    new, metrics = updater(optimiser)(state, data, TEMPERATURE)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["lr"], 1e-2, rtol=1e-6)
+    assert int(new.updates) == 1
+    for (path, w), g, found in zip(jax.tree.leaves_with_path(MODEL), jax.tree.leaves(grads), jax.tree.leaves(new.policy), strict=True):
+        g = g * optimiser.clip_norm / norm
+        decay = 0.0 if "norm" in jax.tree_util.keystr(path) else 0.1
+        wanted = np.float64(w) - 1e-2 * (g / (np.abs(g) + 1e-8) + decay * np.float64(w))
+        sure = np.abs(g) > 1e-6  # where g is rounding, so is its sign
+        np.testing.assert_allclose(np.asarray(found)[sure], wanted[sure], rtol=1e-4, atol=1e-5)
+
+
+def test_weight_decay_leaves_norms_and_biases_alone():
+    optimiser = Optimiser(learning_rate=1.0, weight_decay=0.5, clip_norm=0.0)
+    chain = build(optimiser)
+    for kind in ("bias", "head_norm", "gemma"):
+        model = tiny(kind)
+        zero = jax.tree.map(jnp.zeros_like, model)
+        directions, _ = chain.update(zero, chain.init(model), model)
+        for (path, direction), w in zip(jax.tree.leaves_with_path(directions), jax.tree.leaves(model), strict=True):
+            spared = any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
+            np.testing.assert_allclose(direction, 0.0 if spared else 0.5 * np.asarray(w), rtol=1e-6, err_msg=str(path))
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was():
+    optimiser = Optimiser(learning_rate=1e-2)
+    broken = [dataclasses.replace(s, advantage=float("nan")) for s in rollout()]
+    state, data = state_and_data(optimiser, broken)
+    before = jax.device_get(jax.tree.map(np.array, state))
+    new, metrics = updater(optimiser)(state, data, TEMPERATURE)
+    assert not np.isfinite(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(new), before)
+    after, metrics = updater(optimiser)(new, place(pack(rollout(), LAYOUTS["two rows"][0]), one_device()), TEMPERATURE)
+    assert np.isfinite(metrics["grad_norm"]) and int(after.updates) == 1
+
+
+def test_the_reference_and_the_loaded_model_outlive_the_donated_policy():
+    optimiser = Optimiser(learning_rate=1e-2)
+    state, data = state_and_data(optimiser, reference=True)
+    data = data._replace(ref_logp=scored(state.reference, data))
+    policy, reference = state.policy, state.reference
+    new, metrics = updater(optimiser, PRESETS["grpo"])(state, data, TEMPERATURE)
+    assert all(x.is_deleted() for x in jax.tree.leaves(policy))
+    jax.tree.map(np.testing.assert_array_equal, new.reference, MODEL)
+    assert largest_difference(new.policy, MODEL) > 1e-3
+    np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
+    pointers = lambda tree: {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
+    assert not pointers(new.reference) & pointers(new.policy)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(MODEL)) and reference is not None
+
+
+def test_steps_of_other_lengths_share_one_program():
+    optimiser = Optimiser(learning_rate=1e-3)
+    update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), "float32", "full")
+    state, data = state_and_data(optimiser)
+    state, _ = update(state, data, TEMPERATURE)
+    shorter = [dataclasses.replace(s, tokens=s.tokens[:-1], mask=s.mask[:-1], sampler_logp=s.sampler_logp[:-1])
+               if len(s.tokens) > 1 else s for s in rollout()]  # fmt: skip
+    other = place(pack(shorter, LAYOUTS["two rows"][0]), one_device())
+    assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, data)
+    with Compilations() as compilations:
+        state, _ = update(state, other, 0.5)
+    assert compilations.heard == [] and int(state.updates) == 2

@@ -1,0 +1,94 @@
+"""Prefill and decode are the forward pass, whatever lies in the columns that do not count."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.cache import Cache, decode, empty_cache, flush, insert, prefill
+from jaxrl_llm.models.decoder import causal_rows, forward
+from tiny import KINDS, VOCAB, tiny
+
+PROMPTS, LENGTH, CHUNKS = (1, 4, 6), 14, (3, 3)
+"""Prompt lengths of the rows, columns of the cache, and decode steps of two calls."""
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def run(model, cache, tokens, lengths, steps):
+    """Decode ``tokens`` [steps, B]; returns hidden states [steps, B, D] and the cache."""
+
+    def one(chunk, inputs):
+        hidden, chunk = decode(model, cache, chunk, *inputs, lengths)
+        return chunk, hidden
+
+    chunk = empty_cache(model.config, tokens.shape[1], steps, cache.k.dtype)
+    chunk, states = jax.lax.scan(one, chunk, (jnp.arange(steps, dtype=jnp.int32), tokens))
+    return states, flush(cache, chunk, lengths)
+
+
+full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens))[0])
+
+
+def decoded(model, tokens, cache):
+    """Hidden states of every row's 6 positions from its last prompt token on, [6, B, D]."""
+    prompts = np.zeros((3, 6), np.int32)
+    for row, length in enumerate(PROMPTS):
+        prompts[row, :length] = tokens[row, :length]
+    cache = insert(cache, jax.jit(prefill)(model, prompts)[1], jnp.arange(3))
+    lengths, states = np.array(PROMPTS) - 1, []
+    for steps in CHUNKS:
+        columns = np.stack([tokens[row, lengths[row] : lengths[row] + steps] for row in range(3)], axis=1)
+        hidden, cache = run(model, cache, columns.astype(np.int32), lengths.astype(np.int32), steps)
+        states, lengths = [*states, hidden], lengths + steps
+    return np.concatenate(states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_and_decode_equal_the_full_forward(kind):
+    model = tiny(kind)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, LENGTH))
+    whole = np.asarray(full_forward(model, tokens))
+    found = decoded(model, tokens, empty_cache(KINDS[kind], 3, LENGTH, jnp.float32))
+    for row, length in enumerate(PROMPTS):
+        np.testing.assert_allclose(found[:, row], whole[row, length - 1 : length + 5], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "gemma"])
+def test_what_earlier_requests_left_in_the_cache_changes_no_bit(kind):
+    model = tiny(kind)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, LENGTH))
+    clean = empty_cache(KINDS[kind], 3, LENGTH, jnp.float32)
+    used = Cache(*(100 * jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(clean)))
+    np.testing.assert_array_equal(decoded(model, tokens, used), decoded(model, tokens, clean))
+
+
+def test_prefill_ignores_padding_bit_for_bit():
+    model = tiny("gemma")
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 6)).astype(np.int32)
+    other = tokens.copy()
+    other[:, 4:] = 3
+    for a, b in zip(jax.jit(prefill)(model, tokens)[1], jax.jit(prefill)(model, other)[1], strict=True):
+        np.testing.assert_array_equal(a[:, :, :, :4], b[:, :, :, :4])
+
+
+def test_insert_replaces_the_rows_named_and_no_others():
+    config = KINDS["plain"]
+    old = Cache(*(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 4, 8, jnp.float32))))
+    new = Cache(*(jax.random.normal(jax.random.key(9 + i), x.shape) for i, x in enumerate(empty_cache(config, 2, 5, jnp.float32))))
+    for got, was, put in zip(insert(old, new, jnp.array([-1, 1, 0, 1])), old, new, strict=True):
+        np.testing.assert_array_equal(got[:, 0], was[:, 0])
+        np.testing.assert_array_equal(got[:, 1:, :, :5], put[:, [1, 0, 1]])
+
+
+def test_flush_writes_each_row_at_its_own_length():
+    config = KINDS["plain"]
+    old = Cache(*(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 3, 8, jnp.float32))))
+    chunk = Cache(*(jax.random.normal(jax.random.key(9 + i), x.shape) for i, x in enumerate(empty_cache(config, 3, 2, jnp.float32))))
+    for got, was, put in zip(flush(old, chunk, jnp.array([0, 5, 7])), old, chunk, strict=True):
+        wanted = np.array(was)
+        for row, at in ((0, 0), (1, 5)):
+            wanted[:, row, :, at : at + 2] = put[:, row]
+        wanted[:, 2, :, 7] = put[:, 2, :, 0]  # the last column takes what fits
+        np.testing.assert_array_equal(got, wanted)

@@ -1,0 +1,159 @@
+"""The forward pass: padding, packing, rematerialisation and precision change nothing that they should not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.decoder import Rows, causal_rows, forward, from_parameters, initialise, logits, parameter_count, to_parameters, unembed
+from tiny import KINDS, VOCAB, equations, largest_difference, tiny
+
+TREE = {
+    1: ([7, 3, 9, 4], [[5, 6], [11, 2, 30, 8, 1]]),
+    2: ([1], [[21, 22, 23], [4], [9, 9, 9, 9]]),
+}
+"""Two groups: a prompt, and the completions that share it."""
+
+hidden = jax.jit(lambda model, rows: forward(model, rows)[0])
+
+
+def packed_row(width):
+    """The groups of ``TREE`` in one row, and for each completion the columns of its path (prompt, then itself)."""
+    columns, paths = {name: np.zeros((1, width), np.int32) for name in Rows._fields}, []
+    at = 0
+    for group, (prompt, branches) in TREE.items():
+        first = at
+        for branch, tokens in enumerate([prompt, *branches]):
+            span = slice(at, at + len(tokens))
+            offset = 0 if branch == 0 else len(prompt)
+            for name, value in (("tokens", tokens), ("positions", offset + np.arange(len(tokens))), ("group", group), ("branch", branch)):
+                columns[name][0, span] = value
+            if branch:
+                paths.append((prompt + tokens, [*range(first, first + len(prompt)), *range(span.start, span.stop)]))
+            at = span.stop
+    return Rows(**columns), paths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_equal_one_row_for_each_completion(kind):
+    model = tiny(kind)
+    rows, paths = packed_row(24)
+    together = np.asarray(hidden(model, rows))[0]
+    alone = np.asarray(hidden(model, causal_rows([(tokens + [0] * 24)[:24] for tokens, _ in paths])))
+    for (tokens, columns), row in zip(paths, alone, strict=True):
+        np.testing.assert_allclose(together[columns], row[: len(tokens)], rtol=1e-4, atol=2e-5)
+
+
+def test_packing_keeps_groups_apart_bit_for_bit():
+    model = tiny("windows")
+    rows, _ = packed_row(24)
+    other = Rows(rows.tokens.copy(), *rows[1:])
+    other.tokens[rows.group != 1] = 17
+    before, after = (np.asarray(hidden(model, r))[0][rows.group[0] == 1] for r in (rows, other))
+    np.testing.assert_array_equal(before, after)
+    other.tokens[(rows.group == 1) & (rows.branch == 1)] = 13
+    first_prompt_and_second_branch = (rows.group[0] == 1) & (rows.branch[0] != 1)
+    np.testing.assert_array_equal(np.asarray(hidden(model, other))[0][first_prompt_and_second_branch],
+                                  np.asarray(hidden(model, rows))[0][first_prompt_and_second_branch])  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_on_the_right_cannot_change_a_real_position(kind):
+    model = tiny(kind)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 9))
+    rubbish = tokens.copy()
+    rubbish[:, 6:] = [[0, 3, 49], [-1, 10**6, VOCAB]]
+    padded = np.asarray(logits(model, tokens))[:, :6]
+    np.testing.assert_array_equal(padded, np.asarray(logits(model, rubbish))[:, :6])
+    np.testing.assert_allclose(padded, np.asarray(logits(model, tokens[:, :6])), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_sees_what_is_before_it_and_within_its_windows(kind):
+    model, attention = tiny(kind), KINDS[kind].attention
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (1, 9))
+    changed = tokens.copy()
+    changed[0, 4] = 0
+    moved = np.abs(np.asarray(logits(model, tokens)) - np.asarray(logits(model, changed))).max(axis=-1)[0]
+    assert not moved[:4].any() and moved[4] > 1e-3 and moved[5] > 1e-6
+    if not attention.windows:
+        assert np.all(moved[5:] > 1e-6)
+
+
+def test_windows_of_all_layers_bound_what_is_seen():
+    config = dataclasses.replace(KINDS["windows"], attention=dataclasses.replace(KINDS["windows"].attention, windows=(2, 2, 2)))
+    model = from_parameters(config, to_parameters(tiny("windows")))
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (1, 9))
+    changed = tokens.copy()
+    changed[0, 1] = 0
+    moved = np.abs(np.asarray(logits(model, tokens)) - np.asarray(logits(model, changed))).max(axis=-1)[0]
+    # Each of the three layers sees one token back: the fourth after the change cannot know of it.
+    assert np.all(moved[1:5] > 1e-7) and not moved[5:].any()
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("kind", ["plain", "gemma"])
+def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
+    model, rows = tiny(kind), packed_row(24)[0]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def graded(model, how):
+        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, how)[0])))(model)
+
+    plain, again = graded(model, "none"), graded(model, remat)
+    np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
+    assert largest_difference(again[1], plain[1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_stays_bfloat16(kind):
+    model, rows = tiny(kind, dtype="bfloat16"), packed_row(24)[0]
+    traced = jax.make_jaxpr(lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, "full")[0])))(m))(model)
+    products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
+    forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)[0]))(model)
+    for equation in equations(forward_only.jaxpr):
+        if equation.primitive.name == "dot_general":
+            assert {v.aval.dtype for v in equation.invars} == {jnp.dtype(jnp.bfloat16)}, equation
+        if equation.primitive.name == "scan":
+            carried = equation.outvars[: equation.params["num_carry"]]
+            assert {v.aval.dtype for v in carried if v.aval.ndim == 3} == {jnp.dtype(jnp.bfloat16)}
+    assert len(products) > 10 and hidden(model, rows).dtype == jnp.bfloat16
+    assert logits(model, rows.tokens).dtype == jnp.float32
+    assert all(v.aval.dtype == jnp.bfloat16 for v in traced.jaxpr.outvars)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_the_slope(kind):
+    model = tiny(kind)
+    rows = causal_rows(np.random.default_rng(0).integers(0, VOCAB, (2, 6)))
+    weights = jax.random.normal(jax.random.key(1), (2, 6, VOCAB))
+    loss = jax.jit(lambda m: jnp.mean(weights * jax.nn.log_softmax(unembed(m, forward(m, rows)[0]))))
+    grad = jax.jit(jax.grad(loss))(model)
+    # Along the gradient itself the slope is the largest that there is, so float32 can see it.
+    norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grad)))
+    step = 2e-3
+    up, down = (float(loss(jax.tree.map(lambda w, g, s=s: w + s * g / norm, model, grad))) for s in (step, -step))
+    np.testing.assert_allclose((up - down) / (2 * step), float(norm), rtol=1e-2)
+
+
+def test_every_parameter_gets_a_gradient_and_is_counted():
+    for kind in KINDS:
+        model, rows = tiny(kind), causal_rows(np.arange(12).reshape(2, 6))
+        weights = jax.random.normal(jax.random.key(1), (2, 6, VOCAB))
+        grad = jax.jit(jax.grad(lambda m, r=rows, w=weights: jnp.sum(w * unembed(m, forward(m, r)[0]))))(model)
+        for path, leaf in jax.tree.leaves_with_path(grad):
+            assert np.any(leaf), (kind, path)
+        assert parameter_count(KINDS[kind]) == sum(x.size for x in jax.tree.leaves(model))
+
+
+def test_initialise_follows_the_scale_and_leaves_norms_neutral():
+    for kind in ("bias", "gemma"):
+        model = initialise(KINDS[kind], jax.random.key(0), jnp.bfloat16, scale=0.1)
+        named = {jax.tree_util.keystr(path): np.asarray(x, np.float32) for path, x in jax.tree.leaves_with_path(model)}
+        norms = {name: x for name, x in named.items() if "norm" in name}
+        assert all(np.all(x == (0.0 if KINDS[kind].norm.plus_one else 1.0)) for x in norms.values())
+        assert all(not x.any() for name, x in named.items() if "bias" in name)
+        assert all(0.08 < x.std() < 0.12 for name, x in named.items() if name not in norms and "bias" not in name)

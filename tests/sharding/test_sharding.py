@@ -1,0 +1,158 @@
+"""One device or eight: the same gradients, the same tokens, and weights that are really divided."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
+from jaxrl_llm.learner.epochs import place
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.rollout import Engine, Sampling
+from jaxrl_llm.sharding import MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
+from jaxrl_llm.sharding.rules import RULES, parameter_path
+from learner.rollouts import PROMPTS, TEMPERATURE, WIDTH, T, one_device, rollout
+from tiny import Compilations, largest_difference, tiny
+
+SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
+LAYOUT = Layout(8, 22, T)
+
+
+@functools.cache
+def mesh_of(shape):
+    return make_mesh(MeshShape(*shape))
+
+
+def gradient(model, mesh):
+    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute_dtype="float32", remat="full")
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(model, shardings(model, mesh))
+        return jax.device_get(jax.jit(compute)(placed, place(pack(rollout(), LAYOUT), mesh), jnp.float32(TEMPERATURE)))
+
+
+@functools.cache
+def alone():
+    return gradient(tiny("windows"), one_device())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(shape):
+    grads, metrics = gradient(tiny("windows"), mesh_of(shape))
+    wanted, others = alone()
+    assert largest_difference(grads, wanted) < 1e-5
+    for name, value in others.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_do_not_depend_on_the_mesh(shape):
+    model, mesh, rules = tiny("windows"), mesh_of(shape), Sampling(max_new_tokens=6, stop_ids=(3, 11))
+    prompts, seeds = [p for p in PROMPTS for _ in range(4)], range(12)
+    wanted = Engine(model, 8, WIDTH, 3).generate(model, prompts, seeds, rules)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(model, shardings(model, mesh))
+        found = Engine(placed, 8, WIDTH, 3, mesh).generate(placed, prompts, seeds, rules)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
+def test_an_update_leaves_the_state_where_it_was(shape):
+    mesh, optimiser = mesh_of(shape), Optimiser(learning_rate=1e-2)
+    with jax.set_mesh(mesh):
+        state = create_state(tiny("windows"), build(optimiser), True, mesh)
+        layout = shardings(state, mesh)
+        data = place(pack(rollout(), LAYOUT), mesh)
+        update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), "float32", "full")
+        state, _ = update(state, data, TEMPERATURE)
+        for (path, leaf), wanted in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(layout), strict=True):
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
+        with Compilations() as compilations:
+            state, _ = update(state, data, TEMPERATURE)
+    assert compilations.heard == [] and int(state.updates) == 2
+
+
+def share(leaf):
+    """The part of an array that one device holds."""
+    return leaf.addressable_shards[0].data.size / leaf.size
+
+
+def test_matrices_and_their_moments_are_divided_over_fsdp():
+    mesh = mesh_of((1, 8, 1))
+    with jax.set_mesh(mesh):
+        state = create_state(tiny("plain"), build(Optimiser()), True, mesh)
+    for tree in (state.policy, state.reference, state.opt_state):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            name = parameter_path(path)
+            if name in RULES and name != "embed":  # 50 rows do not divide by 8
+                assert share(leaf) == 1 / 8, name
+
+
+def test_both_axes_divide_a_matrix():
+    mesh = mesh_of((2, 2, 2))
+    model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
+    for path, leaf in jax.tree.leaves_with_path(model):
+        name = parameter_path(path)
+        if name != "embed":  # 50 rows do not divide by 4
+            assert share(leaf) == (1 / 4 if name in RULES else 1), name
+
+
+def test_heads_that_do_not_divide_stay_whole():
+    mesh = mesh_of((1, 1, 8))
+    model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))  # 4 query heads, 2 key/value heads
+    shares = {parameter_path(path): share(leaf) for path, leaf in jax.tree.leaves_with_path(model)}
+    assert shares["blocks/attn/q"] == shares["blocks/attn/k"] == 1
+    assert shares["blocks/mlp/gate"] == shares["blocks/mlp/down"] == 1 / 8
+
+
+def test_every_matrix_of_every_family_has_a_rule():
+    for kind in ("plain", "bias", "full_norm", "gemma"):
+        for path, leaf in jax.tree.leaves_with_path(tiny(kind)):
+            name = parameter_path(path)
+            assert name in RULES or "norm" in name, name
+            assert len(RULES.get(name, ())) in (0, leaf.ndim)
+
+
+def test_paths_are_found_inside_whatever_holds_the_model():
+    model = tiny("plain")
+    wanted = {parameter_path(path) for path, _ in jax.tree.leaves_with_path(model)}
+    assert "blocks/attn/q" in wanted and "embed" in wanted
+    assert {parameter_path(path) for path, _ in jax.tree.leaves_with_path({"a": (model, model)})} == wanted
+    assert {parameter_path(path) for path, _ in jax.tree.leaves_with_path({"embed": 1, "count": 2})} == {""}
+
+
+@pytest.mark.parametrize(("given", "devices", "wanted"), [
+    ((1, -1, 1), 8, (1, 8, 1)), ((-1, 2, 2), 8, (2, 2, 2)), ((2, 2, 2), 8, (2, 2, 2)), ((1, 1, -1), 1, (1, 1, 1)),
+])  # fmt: skip
+def test_sizes_of_the_mesh(given, devices, wanted):
+    assert MeshShape(*given).sizes(devices) == wanted
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ((-1, -1, 1), r"one of them may be -1: got data, fsdp, tensor = \(-1, -1, 1\)"),
+    ((0, 1, 1), "mesh sizes must be positive"), ((-2, 1, 1), "mesh sizes must be positive"),
+    ((3, -1, 1), r"\(3, -1, 1\) does not fit 8 devices: set one of them to -1"), ((1, 1, 1), "does not fit 8 devices"),
+    ((16, 1, 1), "does not fit 8 devices"),
+])  # fmt: skip
+def test_meshes_that_cannot_be(given, message):
+    with pytest.raises(InputError, match=message):
+        MeshShape(*given).sizes(8)
+
+
+def test_layouts_fit_the_shape():
+    mesh = mesh_of((2, 2, 2))
+    assert batch_parts(mesh) == 4
+    assert fitting((8, 9), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(("data", "fsdp"), None)
+    assert fitting((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
+    assert constrain(np.ones(3), "data").shape == (3,)  # without a mesh nothing is asked for
+    with jax.set_mesh(mesh):
+        laid = jax.jit(lambda x: constrain(x, ("data", "fsdp"), None))(jnp.ones((8, 3)))
+    assert share(laid) == 1 / 4 and math.isclose(float(laid.sum()), 24)

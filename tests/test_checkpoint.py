@@ -1,0 +1,148 @@
+"""Checkpoints: bit for bit, on whatever mesh, under names that belong to nobody's library."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.checkpoint import Checkpoints, flatten, group_from_json, group_to_json, steps_in, unflatten
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Optimiser, create_state
+from jaxrl_llm.learner.epochs import abstract_state
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.types import Completion, Group, Problem
+from learner.rollouts import one_device
+from tiny import tiny
+
+OPTIMISER = build(Optimiser())
+
+
+def state_on(mesh, kind="plain", reference=True, dtype="float32"):
+    """A state in which every array is different, as after some updates."""
+    state = create_state(tiny(kind, dtype=dtype), OPTIMISER, reference, mesh)
+    leaves, treedef = jax.tree.flatten(state)
+    layouts = [x.sharding for x in leaves]
+    random = np.random.default_rng(1)
+    noisy = [np.asarray(random.normal(size=x.shape) * 9, x.dtype) for x in leaves]
+    return jax.tree.unflatten(treedef, [jax.device_put(x, s) for x, s in zip(noisy, layouts, strict=True)])
+
+
+def like(kind="plain", reference=True, dtype="float32"):
+    return abstract_state(tiny(kind, dtype=dtype), OPTIMISER, reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_comes_back_bit_for_bit_on_every_mesh(tmp_path, dtype):
+    saved = state_on(make_mesh(MeshShape(1, 8, 1)), "gemma", dtype=dtype)
+    host = {"cursor": 12, "best": 0.1, "carried": [{"x": [1.5, float("nan")]}], "stalled": 0}
+    store = Checkpoints(tmp_path)
+    store.save(3, saved, host)
+    for mesh in (make_mesh(MeshShape(1, 8, 1)), make_mesh(MeshShape(2, 2, 2)), one_device()):
+        found, values = store.restore(3, like("gemma", dtype=dtype), mesh)
+        assert json.dumps(values) == json.dumps(host)
+        assert jax.tree.structure(found) == jax.tree.structure(saved)
+        wanted = jax.tree.leaves(shardings(found, mesh))
+        for a, b, layout in zip(jax.tree.leaves(found), jax.tree.leaves(saved), wanted, strict=True):
+            assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            assert a.sharding.is_equivalent_to(layout, a.ndim)
+    store.close()
+
+
+def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    saved = state_on(one_device())
+    copy = jax.device_get(saved)
+    store = Checkpoints(tmp_path)
+    store.save(1, saved, {})
+    jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(saved)
+    found, _ = store.restore(1, like(), one_device())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), copy)
+    store.close()
+
+
+def test_names_are_ours():
+    names = flatten(like("full_norm"))
+    assert {"policy/embed", "policy/blocks/attn/q", "reference/head", "updates"} <= names.keys()
+    for name in names:
+        assert not {"weights", "value", "Param", "config", "GetAttrKey"} & set(name.split("/")), name
+        assert all(part.replace("_", "").isalnum() for part in name.split("/")), name
+    assert sum(name.startswith("opt_state/") for name in names) > len([n for n in names if n.startswith("policy/")])
+
+
+def test_flatten_and_unflatten_are_inverse():
+    state = state_on(one_device())
+    again = unflatten(flatten(state), like())
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+    assert len(flatten(state)) == len(jax.tree.leaves(state))
+
+
+def test_the_newest_stay_and_others_go(tmp_path):
+    state = state_on(one_device(), reference=False)
+    assert Checkpoints(tmp_path / "none").latest() is None and steps_in(tmp_path / "nowhere") == []
+    store = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 10):
+        store.save(step, state, {"step": step})
+    store.close()
+    assert steps_in(tmp_path) == [2, 10]
+    store = Checkpoints(tmp_path)
+    assert store.latest() == 10
+    assert store.restore(10, like(reference=False), one_device())[1] == {"step": 10}
+    store.close()
+
+
+def test_a_half_written_step_is_not_seen(tmp_path):
+    state = state_on(one_device(), reference=False)
+    store = Checkpoints(tmp_path)
+    store.save(1, state, {})
+    store.close()
+    half = tmp_path / "2.orbax-checkpoint-tmp-1234"
+    half.mkdir()
+    (half / "state").mkdir()
+    assert steps_in(tmp_path) == [1]
+    store = Checkpoints(tmp_path)
+    assert store.latest() == 1
+    store.save(2, state, {})
+    store.close()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("changed", [{"kind": "bias"}, {"kind": "full_norm"}, {"reference": False}, {"reference": True}])
+def test_another_configuration_is_refused(tmp_path, changed):
+    store = Checkpoints(tmp_path)
+    store.save(1, state_on(one_device(), reference=not changed.get("reference", False)), {})
+    store.close()
+    store = Checkpoints(tmp_path)  # as the process that resumes does
+    with pytest.raises(InputError, match="start over with --fresh") as refused:
+        store.restore(1, like(**changed), one_device())
+    assert "\n" not in str(refused.value)
+    store.close()
+
+
+def test_a_group_survives_json_exactly():
+    random = np.random.default_rng(0)
+    completions = tuple(
+        Completion(
+            random.integers(0, 9, n).astype(np.int32), random.normal(size=n).astype(np.float32), "stop", random.random(n) < 0.5,
+            np.full(n, 7, np.int32), {"entropy": random.random(n).astype(np.float32)}, f"text {n} é",
+        ) for n in (1, 4)
+    )  # fmt: skip
+    problem = Problem("a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", {"level": 2, "row": "x:1"})
+    group = Group(problem, np.array([3, 4], np.int32), completions, random.normal(size=2), np.array([1.0, np.nan]), {"accuracy": np.array([1 / 3, 0.1])})
+    again = group_from_json(json.loads(json.dumps(group_to_json(group))))
+    assert again.problem == problem
+    same = lambda a, b: a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    assert all(same(getattr(group, name), getattr(again, name)) for name in ("prompt", "rewards", "accuracy"))
+    assert same(group.parts["accuracy"], again.parts["accuracy"])
+    for a, b in zip(group.completions, again.completions, strict=True):
+        for field in dataclasses.fields(Completion):
+            x, y = getattr(a, field.name), getattr(b, field.name)
+            if field.name == "extras":
+                x, y = x["entropy"], y["entropy"]
+            assert same(x, y) if isinstance(x, np.ndarray) else x == y
+
+
+def test_a_counter_is_an_array_like_any_other():
+    assert flatten(like())["updates"] == jax.ShapeDtypeStruct((), jnp.int32)

@@ -1,0 +1,81 @@
+"""pass@k against counting all subsets, majority votes, and evaluation with a real engine."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, evaluate, majority, pass_at
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rollout import Engine, Sampling
+from jaxrl_llm.rollout.collect import request_seed
+from jaxrl_llm.tasks import Table, Task, load
+from jaxrl_llm.types import Completion, Problem
+
+PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
+
+
+def completion(text):
+    return Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", np.ones(3, bool), np.zeros(3, np.int32), text=text)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n):
+    correct = np.arange(n)[None] < np.arange(n + 1)[:, None]
+    for k in range(1, n + 1):
+        wanted = [np.mean([any(row[list(subset)]) for subset in itertools.combinations(range(n), k)]) for row in correct]
+        np.testing.assert_allclose(pass_at(correct, k), wanted, atol=1e-12)
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow():
+    correct = np.zeros((1, 1024), bool)
+    correct[0, 0] = True
+    np.testing.assert_allclose(pass_at(correct, 512), 0.5)
+
+
+@pytest.mark.parametrize(("texts", "right", "wanted"), [
+    (["2", "3", "2"], [1, 0, 1], 1.0),
+    (["3", "2", "3"], [0, 1, 0], 0.0),
+    (["3", "2"], [0, 1], 0.0),
+    (["2", "3"], [1, 0], 1.0),
+    (["no number", "none", "2"], [0, 0, 1], 1.0),
+    (["nothing", "at all"], [0, 0], 0.0),
+])  # fmt: skip
+def test_the_most_frequent_answer_counts_and_ties_go_to_the_first(texts, right, wanted):
+    assert majority(PROBLEM, [completion(t) for t in texts], np.array(right, bool)) == wanted
+
+
+def test_metrics_have_the_pinned_names():
+    rows = tuple(tuple(completion("2") for _ in range(6)) for _ in range(2))
+    correct = np.array([[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], bool)
+    found = Evaluated("sums", (PROBLEM, PROBLEM), rows, correct, np.array([1.0, 0.0])).metrics()
+    names = {"pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "problems", "mean_length"}
+    assert found.keys() == {f"eval/sums/{name}" for name in names}
+    np.testing.assert_allclose([found["eval/sums/pass@1"], found["eval/sums/pass@2"], found["eval/sums/pass@6"]], [1 / 12, 1 / 6, 0.5])
+    assert (found["eval/sums/maj@6"], found["eval/sums/problems"], found["eval/sums/mean_length"]) == (0.5, 2.0, 3.0)
+    single = Evaluated("sums", (PROBLEM,), rows[:1], np.array([[True]]), np.array([1.0])).metrics()
+    assert single.keys() == {"eval/sums/pass@1", "eval/sums/problems", "eval/sums/mean_length"}
+
+
+def test_evaluation_and_training_never_share_a_seed():
+    assert request_seed(3, SEED_SPACE - 1) < request_seed(3, SEED_SPACE) < request_seed(4, 0)
+
+
+def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
+    path = tmp_path / "digits.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Say {n}", "answer": n}) + "\n" for n in range(4)))
+    task = Task(Table(str(path)), template="chatml")
+    problems = load(task).train
+    model, tokenizer = load_pretrained("tiny-random")
+    engine = Engine(model, slots=4, max_length=64, chunk=4)
+    heard = []
+    with Scorer((Accuracy(),), 1) as scorer:
+        run = lambda: evaluate(engine, model, tokenizer, task, problems, scorer, Sampling(max_new_tokens=6), 3, 5, heard.append)
+        first, second = run(), run()
+    assert first.task == "digits" and first.correct.shape == (4, 3) and first.maj.shape == (4,)
+    assert [[c.text for c in row] for row in first.completions] == [[c.text for c in row] for row in second.completions]
+    assert len({c.tokens.tobytes() for row in first.completions for c in row}) == 12
+    assert first.accuracy == first.metrics()["eval/digits/pass@1"] == first.correct.mean()
+    assert all(line.startswith("evaluating: sampling ") for line in heard) and heard

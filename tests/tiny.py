@@ -1,0 +1,73 @@
+"""Tiny random models of every kind of layer, and a plain pass over their compiled programs."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.config import Attention, ModelConfig, Norm
+from jaxrl_llm.models.decoder import Decoder, from_parameters, parameter_shapes
+
+VOCAB = 50
+KINDS = {
+    "plain": ModelConfig("llama", VOCAB, 16, 2, 24, Attention(4, 2, 8)),
+    "windows": ModelConfig("mistral", VOCAB, 16, 3, 24, Attention(4, 2, 8, windows=(0, 3, 4)), tied_embeddings=True),
+    "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, bias=True, rope_scaling=2.0)),
+    "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8, qk_norm="head")),
+    "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8, qk_norm="full"), Norm(placement="post")),
+    "gemma": ModelConfig(
+        "gemma2", VOCAB, 16, 3, 24,
+        Attention(4, 2, 8, scale=0.5, softcap=5.0, windows=(3, 0, 4), local_rope_theta=100.0),
+        Norm(eps=1e-6, plus_one=True, placement="both"), "gelu_tanh", True, 4.0, 8.0),
+}  # fmt: skip
+"""A configuration for each thing that a family may have; all else is as small as can be."""
+
+
+def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
+    """A model whose every weight, norms and biases too, is random and matters; made by NumPy, so nothing is compiled."""
+    config, random = KINDS[kind], np.random.default_rng(seed)
+
+    def leaf(path: tuple, shape: tuple[int, ...]) -> jax.Array:
+        centre = 1.0 if "norm" in jax.tree_util.keystr(path) and not config.norm.plus_one else 0.0
+        return jnp.asarray((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
+
+    return from_parameters(config, jax.tree.map_with_path(leaf, parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def largest_difference(a, b) -> float:
+    """The largest difference between two trees, relative to the largest entry of each leaf of the second."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.abs(jnp.asarray(x) - jnp.asarray(y)).max() / (jnp.abs(jnp.asarray(y)).max() + 1e-9)) for x, y in pairs)
+
+
+class Compilations(logging.Handler):
+    """Hears the name of everything that JAX compiles."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.heard = []
+
+    def emit(self, record):
+        if record.getMessage().startswith("Compiling "):
+            self.heard.append(record.getMessage().split()[1])
+
+    def __enter__(self):
+        self.context = jax.log_compiles()
+        self.context.__enter__()
+        logging.getLogger("jax").addHandler(self)
+        return self
+
+    def __exit__(self, *details):
+        logging.getLogger("jax").removeHandler(self)
+        self.context.__exit__(*details)
