@@ -2,8 +2,8 @@
 
     jaxrl-llm train dapo_qwen2_5_32b
 
-Hardware: a pod. Weights, gradients and Adam's moments in float32 alone are 525 GB, divided over the mesh; a completion
-may have 20480 tokens.
+Hardware: written for 256 chips (elsewhere change mesh and learner.microbatch_rows); not run by us. Weights, gradients and
+Adam's moments in float32 alone are 525 GB, divided over the mesh; a completion may have 20480 tokens.
 
 Published, not measured by us: AIME 2024 avg@32 from 30 (plain GRPO) to 50, step by step in the paper's table 1: overlong
 filtering 36, clip-higher 38, soft overlong punishment 41, token-level loss 42, dynamic sampling 50.

@@ -2,8 +2,8 @@
 
     jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k
 
-Hardware: written for 8 chips of 16 GB or more; weights, gradients and Adam's moments in float32 take 25 GB in all, divided
-over the chips. Model and data come from the Hugging Face hub.
+Hardware: written for 8 chips of 16 GB or more; weights, gradients and Adam's moments in float32 take 25 GB in all and the
+reference 6 GB, divided over the chips. Model and data come from the Hugging Face hub.
 
 Not measured by us: neither the accuracy nor the speed. The starting point to expect is the model's own report (arXiv
 2412.15115): 73.2 % on GSM8K with four examples in the prompt; here there are none. DeepSeekMath (arXiv 2402.03300) took a

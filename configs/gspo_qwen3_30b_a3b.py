@@ -7,7 +7,8 @@ the same method on a dense model:
 
     jaxrl-llm train gspo_qwen3_30b_a3b --model Qwen/Qwen3-1.7B-Base
 
-Hardware: a pod for the model of the paper (weights, gradients and Adam's moments in float32 are 490 GB).
+Hardware: written for 128 chips; not run by us. Weights, gradients and Adam's moments in float32 are 490 GB for the model of
+the paper.
 
 Published, not measured by us: better rewards than GRPO for equal compute on AIME 2024, LiveCodeBench and CodeForces (curves
 without a table), two orders of magnitude more clipped tokens, and no need of routing replay.

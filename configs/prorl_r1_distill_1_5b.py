@@ -2,7 +2,8 @@
 
     jaxrl-llm train prorl_r1_distill_1_5b
 
-Hardware: the paper used 4 nodes of 8 H100 for about 16,000 GPU hours over eight runs of growing scope.
+Hardware: written for 32 chips; not run by us. The paper used 4 nodes of 8 H100 for about 16,000 GPU hours over eight runs
+of growing scope.
 
 Published, not measured by us: average pass@1 on mathematics 44.45 -> 60.14 (table 1: AIME 2024 28.54 -> 48.13, AIME 2025
 22.71 -> 33.33, MATH 82.90 -> 91.89). The paper trains on 136 thousand problems of mathematics, code, STEM, logic and

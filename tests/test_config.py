@@ -53,6 +53,15 @@ def test_dapo_has_the_numbers_of_its_paper():
     assert (surrogate.low, surrogate.high, run.recipe.algorithm.needs_reference) == (0.2, 0.28, False)
 
 
+@pytest.mark.parametrize(("name", "chips"), [
+    ("quickstart", 1), ("smoke", 1), ("grpo_qwen2_5_1_5b_gsm8k", 8), ("prorl_r1_distill_1_5b", 32), ("gspo_qwen3_30b_a3b", 128),
+    ("dapo_qwen2_5_32b", 256),
+])  # fmt: skip
+def test_a_shipped_configuration_fits_the_machine_that_it_names(name, chips):
+    configs.validate_on_devices(configs.load_config(name)[1], chips)
+    assert chips == 1 or f"written for {chips} chips" in (configs.config_folder() / f"{name}.py").read_text()
+
+
 def test_prorl_has_the_numbers_of_its_paper():
     run = configs.load_config("prorl_r1_distill_1_5b")[1]
     assert (run.rollout.prompts, run.rollout.prompts // run.learner.minibatches, run.rollout.group) == (256, 64, 16)

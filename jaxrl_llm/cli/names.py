@@ -1,6 +1,7 @@
 """``jaxrl-llm list``: what there is to name on the command line."""
 
 import ast
+import re
 import shutil
 import textwrap
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from jaxrl_llm.cli.flags import quiet, suggest
 from jaxrl_llm.errors import InputError
 
+LONGEST_NOTE = 110
 KINDS_OF_TASK = """\
 --task.source.name NAME   where the configuration's source is ReasoningGym or HubDataset: another of its kind
 Table("file.jsonl")       your own problems: one JSON object a line with "prompt" and "answer"; .parquet too
@@ -61,7 +63,8 @@ def recipes(whole: bool) -> list[str]:
     notes = {}
     for node, note in zip(body[:-1], body[1:], strict=True):
         if isinstance(node, ast.Assign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
-            notes[node.targets[0].id] = str(note.value.value).split("\n", 1)[0]
+            sentence = re.split(r"\.\s", str(note.value.value), maxsplit=1)[0].rstrip(".")
+            notes[node.targets[0].id] = textwrap.shorten(sentence, LONGEST_NOTE, placeholder=" ...")
     values = {id(recipe): name for name, recipe in vars(module).items() if isinstance(recipe, module.Recipe)}
     return _table([(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()])
 
