@@ -2,15 +2,15 @@
 
     jaxrl-llm train dapo_qwen2_5_32b
 
-Hardware: written for 256 chips (elsewhere change mesh and learner.microbatch_rows); not run by us. Weights, gradients and
-Adam's moments in float32 alone are 525 GB, divided over the mesh; a completion may have 20480 tokens.
+Hardware: written for 256 chips (elsewhere change mesh and learner.microbatch_rows); not run by us. Weights, gradients
+and Adam's moments in float32 alone are 525 GB, divided over the mesh; a completion may have 20480 tokens.
 
-Published, not measured by us: AIME 2024 avg@32 from 30 (plain GRPO) to 50, step by step in the paper's table 1: overlong
-filtering 36, clip-higher 38, soft overlong punishment 41, token-level loss 42, dynamic sampling 50.
+Published, not measured by us: AIME 2024 avg@32 from 30 (plain GRPO) to 50, step by step in the paper's table 1:
+overlong filtering 36, clip-higher 38, soft overlong punishment 41, token-level loss 42, dynamic sampling 50.
 
-From the paper: 512 prompts of 16 completions, 16 updates a step, clip 0.2 / 0.28, learning rate 1e-6 after a linear warm-up
-of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2), rewards one point above and one
-below zero. Ours: prompt limit, mesh, evaluation every 10 steps.
+From the paper: 512 prompts of 16 completions, 16 updates a step, clip 0.2 / 0.28, learning rate 1e-6 after a linear
+warm-up of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2), rewards one point
+above and one below zero. Ours: prompt limit, mesh, evaluation every 10 steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
@@ -44,7 +44,9 @@ config = Run(
         compute_dtype="bfloat16",
     ),
     mesh=MeshShape(data=1, fsdp=-1, tensor=8),
-    evaluation=Evaluation(every=10, samples=32, temperature=1.0, top_p=0.7, task=problems("BytedTsinghua-SIA/AIME-2024")),
+    evaluation=Evaluation(
+        every=10, samples=32, temperature=1.0, top_p=0.7, task=problems("BytedTsinghua-SIA/AIME-2024")
+    ),
     output=Output(checkpoint_every=10),
     steps=300,
 )

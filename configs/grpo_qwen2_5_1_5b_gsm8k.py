@@ -2,12 +2,12 @@
 
     jaxrl-llm train grpo_qwen2_5_1_5b_gsm8k
 
-Hardware: written for 8 chips of 16 GB or more; weights, gradients and Adam's moments in float32 take 25 GB in all and the
-reference 6 GB, divided over the chips. Model and data come from the Hugging Face hub.
+Hardware: written for 8 chips of 16 GB or more; weights, gradients and Adam's moments in float32 take 25 GB in all and
+the reference 6 GB, divided over the chips. Model and data come from the Hugging Face hub.
 
 Not measured by us: neither the accuracy nor the speed. The starting point to expect is the model's own report (arXiv
-2412.15115): 73.2 % on GSM8K with four examples in the prompt; here there are none. DeepSeekMath (arXiv 2402.03300) took a
-7B model from 82.9 to 88.2 with GRPO; its learning rate 1e-6 and KL coefficient 0.04 are used here, with groups of 8
+2412.15115): 73.2 % on GSM8K with four examples in the prompt; here there are none. DeepSeekMath (arXiv 2402.03300) took
+a 7B model from 82.9 to 88.2 with GRPO; its learning rate 1e-6 and KL coefficient 0.04 are used here, with groups of 8
 instead of its 64.
 """
 
@@ -31,7 +31,9 @@ config = Run(
     task=gsm8k("train"),
     recipe=GRPO,
     rollout=Rollout(prompts=64, group=8, max_prompt_tokens=384, max_new_tokens=512, slots=256, chunk=32),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-6), microbatch_rows=8, row_tokens=4096, compute_dtype="bfloat16"),
+    learner=Learner(
+        optimiser=Optimiser(learning_rate=1e-6), microbatch_rows=8, row_tokens=4096, compute_dtype="bfloat16"
+    ),
     evaluation=Evaluation(every=20, task=gsm8k("test")),
     output=Output(checkpoint_every=20),
     steps=200,

@@ -2,19 +2,19 @@
 
     jaxrl-llm train gspo_qwen3_30b_a3b
 
-This model is a mixture of experts (model_type qwen3_moe), which load_pretrained refuses by name for now. What runs today is
-the same method on a dense model:
+This model is a mixture of experts (model_type qwen3_moe), which load_pretrained refuses by name for now. What runs
+today is the same method on a dense model:
 
     jaxrl-llm train gspo_qwen3_30b_a3b --model Qwen/Qwen3-1.7B-Base
 
-Hardware: written for 128 chips; not run by us. Weights, gradients and Adam's moments in float32 are 490 GB for the model of
-the paper.
+Hardware: written for 128 chips; not run by us. Weights, gradients and Adam's moments in float32 are 490 GB for the
+model of the paper.
 
-Published, not measured by us: better rewards than GRPO for equal compute on AIME 2024, LiveCodeBench and CodeForces (curves
-without a table), two orders of magnitude more clipped tokens, and no need of routing replay.
+Published, not measured by us: better rewards than GRPO for equal compute on AIME 2024, LiveCodeBench and CodeForces
+(curves without a table), two orders of magnitude more clipped tokens, and no need of routing replay.
 
-From the paper: the band 3e-4 / 4e-4 around a sequence ratio of 1, four minibatches of each rollout, no KL. The paper gives
-neither its data nor its batch sizes, lengths and learning rate: those here are ours.
+From the paper: the band 3e-4 / 4e-4 around a sequence ratio of 1, four minibatches of each rollout, no KL. The paper
+gives neither its data nor its batch sizes, lengths and learning rate: those here are ours.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
@@ -35,7 +35,9 @@ config = Run(
     ),
     recipe=GSPO,
     rollout=Rollout(prompts=256, group=8, max_prompt_tokens=1024, max_new_tokens=8192, slots=512, chunk=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"),
+    learner=Learner(
+        optimiser=Optimiser(learning_rate=1e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"
+    ),
     mesh=MeshShape(data=1, fsdp=-1, tensor=4),
     evaluation=Evaluation(every=20, samples=4, temperature=0.6, top_p=0.95),
     output=Output(checkpoint_every=20),

@@ -2,17 +2,17 @@
 
     jaxrl-llm train prorl_r1_distill_1_5b
 
-Hardware: written for 32 chips; not run by us. The paper used 4 nodes of 8 H100 for about 16,000 GPU hours over eight runs
-of growing scope.
+Hardware: written for 32 chips; not run by us. The paper used 4 nodes of 8 H100 for about 16,000 GPU hours over eight
+runs of growing scope.
 
-Published, not measured by us: average pass@1 on mathematics 44.45 -> 60.14 (table 1: AIME 2024 28.54 -> 48.13, AIME 2025
-22.71 -> 33.33, MATH 82.90 -> 91.89). The paper trains on 136 thousand problems of mathematics, code, STEM, logic and
-instruction following; this is its mathematics alone, from DeepScaleR's open collection, so expect less.
+Published, not measured by us: average pass@1 on mathematics 44.45 -> 60.14 (table 1: AIME 2024 28.54 -> 48.13, AIME
+2025 22.71 -> 33.33, MATH 82.90 -> 91.89). The paper trains on 136 thousand problems of mathematics, code, STEM, logic
+and instruction following; this is its mathematics alone, from DeepScaleR's open collection, so expect less.
 
-From the paper: clip 0.2 / 0.4, token-level loss, dynamic sampling, learning rate 2e-6, 16 completions at temperature 1.2,
-batch 256 in minibatches of 64, context 8096, reference and optimiser begun anew when validation stagnates. It does not state
-its KL coefficient; 1e-4 is that of the second version's open recipe. Ours: prompt limit, mesh, what counts as stagnation
-(three evaluations without a better one).
+From the paper: clip 0.2 / 0.4, token-level loss, dynamic sampling, learning rate 2e-6, 16 completions at temperature
+1.2, batch 256 in minibatches of 64, context 8096, reference and optimiser begun anew when validation stagnates. It does
+not state its KL coefficient; 1e-4 is that of the second version's open recipe. Ours: prompt limit, mesh, what counts as
+stagnation (three evaluations without a better one).
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
@@ -34,9 +34,17 @@ config = Run(
     ),
     recipe=PRORL,
     rollout=Rollout(
-        prompts=256, group=16, max_prompt_tokens=PROMPT, max_new_tokens=CONTEXT - PROMPT, temperature=1.2, slots=512, chunk=64
+        prompts=256,
+        group=16,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=CONTEXT - PROMPT,
+        temperature=1.2,
+        slots=512,
+        chunk=64,
     ),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"),
+    learner=Learner(
+        optimiser=Optimiser(learning_rate=2e-6), minibatches=4, microbatch_rows=32, compute_dtype="bfloat16"
+    ),
     evaluation=Evaluation(every=50, samples=4, temperature=0.6, top_p=0.95),
     output=Output(checkpoint_every=50),
     steps=2000,

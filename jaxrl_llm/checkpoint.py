@@ -129,7 +129,8 @@ def restore_policy(step_directory: Path, like: Any, mesh: Mesh) -> Any:
         try:
             saved = {name: tuple(meta.shape) for name, meta in reader.metadata(directory).item_metadata.tree.items()}
         except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{step_directory} cannot be read ({str(error).splitlines()[0]}): remove it to go back to the step before") from None
+            reason = str(error).splitlines()[0]
+            raise InputError(f"{step_directory} cannot be read ({reason}): remove it to go back to the step before") from None
         _refuse_other({name: shape for name, shape in saved.items() if name.startswith("policy/")}, target)
         args = ocp.args.PyTreeRestore(target, ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True)
         arrays = reader.restore(directory, args=args)

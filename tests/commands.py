@@ -44,7 +44,13 @@ def command(*arguments: str, folder: Path, before: str = "", **changes: str) -> 
     """``jaxrl-llm ARGUMENTS`` as a process of its own; ``before`` is Python that it runs first."""
     program = [sys.executable, "-c", f"{before}\n{MAIN}", *arguments]
     done = subprocess.run(
-        program, cwd=folder, env=environment(**changes), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        program,
+        cwd=folder,
+        env=environment(**changes),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)
 
@@ -54,7 +60,13 @@ def commands(lines: list[str | tuple[str, str]], folder: Path, **changes: str) -
     pairs = [line if isinstance(line, tuple) else (line, "") for line in lines]
     given = json.dumps([(line.split(" "), typed) for line, typed in pairs])
     done = subprocess.run(
-        [sys.executable, "-c", MANY], cwd=folder, env=environment(**changes), input=given, capture_output=True, text=True, check=False
+        [sys.executable, "-c", MANY],
+        cwd=folder,
+        env=environment(**changes),
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return [Answer(*answer) for answer in json.loads(done.stdout.splitlines()[-1])]

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from commands import ROOT, assert_refused, command, commands, environment
 
 MODELS = ROOT / "tests" / "fixtures" / "models"
@@ -19,7 +18,11 @@ base = load_config("smoke")[1]
 config = dataclasses.replace(base, task=dataclasses.replace(base.task, source=Table("{0}.jsonl")))
 """
 ROWS = {
-    "good": ['{"prompt": "1 + 1 =", "answer": 2}', '{"prompt": "1 + 2 =", "answer": 3}', '{"prompt": "1 + 3 =", "answer": 4}'],
+    "good": [
+        '{"prompt": "1 + 1 =", "answer": 2}',
+        '{"prompt": "1 + 2 =", "answer": 3}',
+        '{"prompt": "1 + 3 =", "answer": 4}',
+    ],
     "unanswered": ['{"prompt": "1 + 1 =", "answer": 2}', '{"prompt": "1 + 2 ="}'],
     "torn": ['{"prompt": "1 + 1 =", "answer": 2}', '{"prompt": "1 + 2 =", '],
     "long": ['{"prompt": "1 + 1 =", "answer": 2}', json.dumps({"prompt": "1 + " * 50, "answer": 3})],
@@ -63,8 +66,14 @@ REFUSED = {
     "train smoke --task.source.name chain_sun": ["no data set 'chain_sun'", "did you mean chain_sum?"],
     "train smoke --mesh.data 3": ["mesh data, fsdp, tensor = (3, -1, 1) does not fit 1 devices"],
     "train smoke --run_dir good.jsonl": ["good.jsonl is a file: give a folder with --run_dir"],
-    "train smoke --run_dir good.jsonl/run": ["good.jsonl/run cannot be written (Not a directory)", "give another folder with --run_dir"],
-    "train smoke --run_dir /proc/unwritable/run": ["/proc/unwritable/run cannot be written (No such file", "give another folder with --run_dir"],
+    "train smoke --run_dir good.jsonl/run": [
+        "good.jsonl/run cannot be written (Not a directory)",
+        "give another folder with --run_dir",
+    ],
+    "train smoke --run_dir /proc/unwritable/run": [
+        "/proc/unwritable/run cannot be written (No such file",
+        "give another folder with --run_dir",
+    ],
     "eval": ["eval needs a run or a model"],
     "eval nowhere": ["no such model: nowhere"],
     "eval begun": ["begun has no checkpoint yet", "(tiny-random)"],
@@ -134,15 +143,20 @@ def test_the_process_itself_exits_with_code_2_and_one_line(tmp_path):
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
     answer = command("train", "smoke", folder=tmp_path, JAX_NUM_CPU_DEVICES="8")
-    assert_refused(answer, "learner.microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8", "make it a multiple of 8")
+    assert_refused(
+        answer, "learner.microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8", "make it a multiple of 8"
+    )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("line", ["train smoke --stpes 3", "train smoke --steps x", "train smok", "eval nowhere", "train smoke --help"])
+@pytest.mark.parametrize(
+    "line", ["train smoke --stpes 3", "train smoke --steps x", "train smok", "eval nowhere", "train smoke --help"]
+)
 def test_a_typo_is_answered_without_the_slow_libraries(tmp_path, line):
     program = (
         "import sys\nfrom jaxrl_llm.cli import run\ntry:\n    run(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "print('loaded', *sorted({'flax', 'optax', 'orbax', 'transformers', 'reasoning_gym', 'datasets'} & set(sys.modules)))"
+        "print('loaded', "
+        "*sorted({'flax', 'optax', 'orbax', 'transformers', 'reasoning_gym', 'datasets'} & set(sys.modules)))"
     )
     arguments = [sys.executable, "-c", program, *line.split()]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)

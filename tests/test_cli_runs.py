@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from commands import assert_refused, command, commands
 
 PROMPT = "State the final answer to the following arithmetic problem: 9 - 2 ="
@@ -87,7 +86,9 @@ def test_eval_prints_a_table_for_people(answers):
 
 def test_generate_answers_as_the_run_was_tested(folder, answers):
     samples = rows(folder / "runs/smoke/samples.jsonl")
-    tested = {row["step"]: row["completion"] for row in samples if row["kind"] == "evaluation" and row["prompt"] == PROMPT}
+    tested = {
+        row["step"]: row["completion"] for row in samples if row["kind"] == "evaluation" and row["prompt"] == PROMPT
+    }
     assert set(tested) == {0, 6, 8} and tested[0] != tested[8]
     assert answers["generate"].out.splitlines() == [tested[8]] * 2
 
@@ -108,7 +109,9 @@ def test_an_export_is_the_runs_policy(folder, answers):
 
 
 def test_an_exported_model_is_asked_by_its_chat_template(answers):
-    assert answers["generate export"].code == 0 and len(answers["generate export"].out.strip()) == 8, answers["generate export"]
+    assert answers["generate export"].code == 0 and len(answers["generate export"].out.strip()) == 8, answers[
+        "generate export"
+    ]
 
 
 def test_a_run_of_one_device_answers_on_eight(folder, answers):

@@ -39,7 +39,9 @@ def test_a_shipped_configuration_says_its_command(name):
 
 
 def test_the_published_configurations_are_shipped():
-    assert {"quickstart", "smoke", "dapo_qwen2_5_32b", "prorl_r1_distill_1_5b", "gspo_qwen3_30b_a3b"} <= set(configs.config_names())
+    assert {"quickstart", "smoke", "dapo_qwen2_5_32b", "prorl_r1_distill_1_5b", "gspo_qwen3_30b_a3b"} <= set(
+        configs.config_names()
+    )
 
 
 def test_dapo_has_the_numbers_of_its_paper():
@@ -54,8 +56,8 @@ def test_dapo_has_the_numbers_of_its_paper():
 
 
 @pytest.mark.parametrize(("name", "chips"), [
-    ("quickstart", 1), ("smoke", 1), ("grpo_qwen2_5_1_5b_gsm8k", 8), ("prorl_r1_distill_1_5b", 32), ("gspo_qwen3_30b_a3b", 128),
-    ("dapo_qwen2_5_32b", 256),
+    ("quickstart", 1), ("smoke", 1), ("grpo_qwen2_5_1_5b_gsm8k", 8), ("prorl_r1_distill_1_5b", 32),
+    ("gspo_qwen3_30b_a3b", 128), ("dapo_qwen2_5_32b", 256),
 ])  # fmt: skip
 def test_a_shipped_configuration_fits_the_machine_that_it_names(name, chips):
     configs.validate_on_devices(configs.load_config(name)[1], chips)
@@ -80,7 +82,9 @@ def test_every_kind_of_value_survives_its_json():
     rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), Function("os.path:join"))
     sources = (Table("a.parquet"), HubDataset("a/b", "c"), ReasoningGym("chain_sum", {"min_terms": 2, "x": True}))
     for source in sources:
-        run = dataclasses.replace(RUN, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w"))
+        run = dataclasses.replace(
+            RUN, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w")
+        )
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 
 
@@ -103,7 +107,11 @@ REFUSED = [
     ("learner.optimiser.warmup", -1, "learner.optimiser.warmup must be at least 0"),
     ("learner.optimiser.b2", 1.0, "learner.optimiser.b2 must be from 0 to below 1"),
     ("learner.optimiser", Optimiser(schedule="cosine"), "decay_updates must be above warmup (0)"),
-    ("learner.optimiser", Optimiser(schedule="cosine", warmup=9, decay_updates=9), "decay_updates must be above warmup (9)"),
+    (
+        "learner.optimiser",
+        Optimiser(schedule="cosine", warmup=9, decay_updates=9),
+        "decay_updates must be above warmup (9)",
+    ),
     ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
     ("recipe.reference_reset", 5, "recipe.reference_reset 5 has no reference to reset"),
     ("recipe.reset_on_stall", 5, "recipe.reset_on_stall 5 has no reference to reset"),
@@ -126,7 +134,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "words"), REFUSED, ids=[f"{path}={value}"[:60] for path, value, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("path", "value", "words"), REFUSED, ids=[f"{path}={value}"[:60] for path, value, _ in REFUSED]
+)
 def test_what_cannot_work_is_refused_in_one_line(path, value, words):
     configs.validate(RUN)
     with pytest.raises(InputError) as refusal:
@@ -143,13 +153,18 @@ def test_evaluations_need_something_to_test_on():
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 8), 8)
-    with pytest.raises(InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8"):
+    with pytest.raises(
+        InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8"
+    ):
         configs.validate_on_devices(RUN, 8)
 
 
 def test_the_overlong_punishment_is_the_recipes_share_of_the_budget():
     run = dataclasses.replace(RUN, rollout=Rollout(max_new_tokens=100))
-    assert [(r.name, getattr(r, "cache", None)) for r in configs.rewards(run)] == [("accuracy", None), ("soft_overlong", 20)]
+    assert [(r.name, getattr(r, "cache", None)) for r in configs.rewards(run)] == [
+        ("accuracy", None),
+        ("soft_overlong", 20),
+    ]
     assert configs.rewards(replaced(run, "recipe.overlong_share", 0.0)) == run.scoring.rewards
 
 

@@ -42,7 +42,8 @@ def main() -> None:
 
 
 def _report(unraisable: Any) -> None:
-    """Python's own report, without what TensorStore's threads tell an event loop that Orbax has closed after a failure."""
+    """Python's own report, without what TensorStore's threads tell an event loop that Orbax has "
+    "closed after a failure."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -70,8 +71,8 @@ def run(arguments: Sequence[str]) -> int:
 def explain(error: BaseException | None, command: str) -> str | None:
     """One line for a failure that the machine causes and a person can mend; None for any other.
 
-    Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too. A full disk comes
-    first: TensorStore calls that RESOURCE_EXHAUSTED as well.
+    Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too. A full disk
+    comes first: TensorStore calls that RESOURCE_EXHAUSTED as well.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -83,7 +84,11 @@ def explain(error: BaseException | None, command: str) -> str | None:
             return f"the disk is full ({where}): free some space and run the same command again"
     for link in chain:
         if isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY):
-            return f"out of memory: lower {LESS_MEMORY[command]}" if command in LESS_MEMORY else "out of memory: use a larger machine"
+            return (
+                f"out of memory: lower {LESS_MEMORY[command]}"
+                if command in LESS_MEMORY
+                else "out of memory: use a larger machine"
+            )
     return None
 
 
@@ -140,5 +145,9 @@ def _list(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train, "eval": _eval, "generate": _generate, "export": _export, "list": _list,
+    "train": _train,
+    "eval": _eval,
+    "generate": _generate,
+    "export": _export,
+    "list": _list,
 }

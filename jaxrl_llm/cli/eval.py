@@ -13,7 +13,8 @@ from jaxrl_llm.tasks import Task
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
 
-A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names another).
+A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
+another).
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
@@ -52,7 +53,13 @@ def evaluate(arguments: list[str]) -> int:
     quiet()
     run, chosen = find_run(name), take(arguments, "--config", True)
     settings = run if run and chosen is None else configs.load_config(chosen or "quickstart")[1]
-    options = parse(Options, arguments, f"jaxrl-llm eval {name}", "--config NAME takes another configuration's task and sampling.", defaults(settings))
+    options = parse(
+        Options,
+        arguments,
+        f"jaxrl-llm eval {name}",
+        "--config NAME takes another configuration's task and sampling.",
+        defaults(settings),
+    )
     check(options)
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
@@ -64,7 +71,16 @@ def evaluate(arguments: list[str]) -> int:
 def defaults(run: configs.Run) -> Options:
     """What the run's own evaluations do."""
     e = run.evaluation
-    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, run.rollout.max_new_tokens, run.rollout.slots, run.seed)
+    return Options(
+        e.task or run.task,
+        e.samples,
+        e.temperature,
+        e.top_p,
+        e.limit,
+        run.rollout.max_new_tokens,
+        run.rollout.slots,
+        run.seed,
+    )
 
 
 def check(options: Options) -> None:
@@ -82,7 +98,9 @@ def check(options: Options) -> None:
     )
 
 
-def test(name: str, run: configs.Run | None, settings: configs.Run, options: Options, whole: bool) -> tuple[Policy, Any, list[str]]:
+def test(
+    name: str, run: configs.Run | None, settings: configs.Run, options: Options, whole: bool
+) -> tuple[Policy, Any, list[str]]:
     """(policy, what ``evaluate`` found, notes on the problems)."""
     import jax
     import jax.numpy as jnp
@@ -99,13 +117,33 @@ def test(name: str, run: configs.Run | None, settings: configs.Run, options: Opt
         progress.status(f"loading {name}")
         policy = load_policy(name, run)
         if policy.tokenizer is None:
-            raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
-        with jax.set_mesh(policy.mesh), Scorer((Accuracy(),), settings.scoring.workers, settings.scoring.timeout_s) as scorer:
+            raise InputError(
+                f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
+            )
+        with (
+            jax.set_mesh(policy.mesh),
+            Scorer((Accuracy(),), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
+        ):
             model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))
-            engine = Engine(model, options.slots, max_length(problems, options, policy.tokenizer), settings.rollout.chunk, policy.mesh)
+            engine = Engine(
+                model,
+                options.slots,
+                max_length(problems, options, policy.tokenizer),
+                settings.rollout.chunk,
+                policy.mesh,
+            )
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
             found = run_evaluation(
-                engine, model, policy.tokenizer, options.task, problems, scorer, sampling, options.samples, options.seed, progress.status
+                engine,
+                model,
+                policy.tokenizer,
+                options.task,
+                problems,
+                scorer,
+                sampling,
+                options.samples,
+                options.seed,
+                progress.status,
             )
     return policy, found, notes
 
@@ -116,7 +154,11 @@ def read_problems(options: Options, whole: bool) -> tuple[tuple[Any, ...], list[
 
     loaded = load(options.task)
     problems = loaded.train if whole or not loaded.held_out else loaded.held_out
-    notes = [] if whole or loaded.held_out else ["no problems are held out (task.holdout is 0): these may be the ones that a run learned from"]
+    notes = (
+        []
+        if whole or loaded.held_out
+        else ["no problems are held out (task.holdout is 0): these may be the ones that a run learned from"]
+    )
     return problems[: options.limit or None], notes
 
 
@@ -129,7 +171,13 @@ def max_length(problems: tuple[Any, ...], options: Options, tokenizer: Any) -> i
 
 def as_json(policy: Policy, options: Options, found: Any) -> str:
     """One object: what was tested, how, and ``eval/<task>/...`` by their names in metrics.jsonl."""
-    about = {"model": policy.name, "step": policy.step, "samples": options.samples, "temperature": options.temperature, "top_p": options.top_p}
+    about = {
+        "model": policy.name,
+        "step": policy.step,
+        "samples": options.samples,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+    }
     return json.dumps(about | found.metrics())
 
 
@@ -139,7 +187,10 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
     step = "" if policy.step is None else f", step {policy.step}"
     how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
-    lines = [f"{policy.name}{step} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}", *notes]
+    lines = [
+        f"{policy.name}{step} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}",
+        *notes,
+    ]
     for name, value in found.metrics().items():
         short = name.removeprefix(f"eval/{found.task}/")
         if short == "pass@1":

@@ -52,7 +52,9 @@ def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> 
         flag = argument.split("=", 1)[0]
         if flag.startswith("--") and flag.replace("-", "_") not in spelled:
             # A field is often named without the part that it belongs to.
-            same_end = [name for name in spelled.values() if name.replace("-", "_").endswith("." + flag[2:].replace("-", "_"))]
+            same_end = [
+                name for name in spelled.values() if name.replace("-", "_").endswith("." + flag[2:].replace("-", "_"))
+            ]
             close = same_end or difflib.get_close_matches(flag, sorted(spelled.values()), 1, 0.5)
             hint = f"did you mean {' or '.join(close)}?" if close else f"see {program} --help"
             raise InputError(f"no option {flag}: {hint}")
@@ -66,7 +68,11 @@ def flatten(box: str) -> str:
     if value is None:
         return re.sub(r" Argument helptext:.*", "", text)
     given = re.findall(r"'([^']*)'", value[2])
-    return f"{value[1]}: expected {value[3]}, got {given[-1]!r}" if given else f"{value[1]}: expected {value[3]}: {value[2]}"
+    return (
+        f"{value[1]}: expected {value[3]}, got {given[-1]!r}"
+        if given
+        else f"{value[1]}: expected {value[3]}: {value[2]}"
+    )
 
 
 def take(arguments: list[str], flag: str, value: bool) -> Any:
@@ -112,14 +118,19 @@ def writable(place: Path, flag: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise
-        raise InputError(f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}") from error
+        raise InputError(
+            f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}"
+        ) from error
 
 
 def quiet() -> None:
     """Keep the libraries' import-time warnings off the terminal."""
     for name, value in {
-        "TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "2", "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }.items():
         os.environ.setdefault(name, value)
     logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -10,9 +10,10 @@ from jaxrl_llm.cli.policy import Policy, find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.settings import Sampling
 
-USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P] [--seed N]
+USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
 
-Without --prompt each line of the standard input is a prompt; Ctrl-D ends. jaxrl-llm generate MODEL --help tells more."""
+Without --prompt each line of the standard input is a prompt; Ctrl-D ends.
+jaxrl-llm generate MODEL --help tells more."""
 SHORTEST_CACHE = 256
 
 
@@ -71,7 +72,10 @@ def answer(policy: Policy, prompt: str, system: str | None, sampling: Sampling, 
     config = policy.model.config
     room = config.attention.max_positions - len(tokens)
     if room < 1:
-        raise InputError(f"the prompt has {len(tokens)} tokens, and the model was made for {config.attention.max_positions}: shorten it")
+        raise InputError(
+            f"the prompt has {len(tokens)} tokens, and the model was made for "
+            f"{config.attention.max_positions}: shorten it"
+        )
     # Powers of two, so that prompts of about one length share a compiled program.
     budget = min(sampling.max_new_tokens, room)
     length = max(SHORTEST_CACHE, 1 << (len(tokens) + budget - 1).bit_length())

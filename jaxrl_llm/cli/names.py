@@ -20,7 +20,12 @@ ReasoningGym("NAME", {"option": value})   generated problems with verifiers of t
 
 def list_names(arguments: list[str]) -> int:
     """``list [configs|tasks|recipes|models]``; returns the exit code."""
-    topics: dict[str, Callable[[bool], list[str]]] = {"configs": configs, "tasks": tasks, "recipes": recipes, "models": models}
+    topics: dict[str, Callable[[bool], list[str]]] = {
+        "configs": configs,
+        "tasks": tasks,
+        "recipes": recipes,
+        "models": models,
+    }
     if {"-h", "--help"} & set(arguments):
         print(f"usage: jaxrl-llm list [{'|'.join(topics)}]")
         return 0
@@ -74,7 +79,10 @@ def models(whole: bool) -> list[str]:
     from jaxrl_llm.models.builtin import BUILTIN
     from jaxrl_llm.models.families import FAMILIES
 
-    paths = [("PATH", "a Hugging Face directory (config.json, safetensors, tokenizer) or a .gguf file"), ("OWNER/MODEL", "a model of the hub")]
+    paths = [
+        ("PATH", "a Hugging Face directory (config.json, safetensors, tokenizer) or a .gguf file"),
+        ("OWNER/MODEL", "a model of the hub"),
+    ]
     rows = _table([(name, builtin.description) for name, builtin in BUILTIN.items()] + paths)
     return [*rows, *_wrapped(["families:", *sorted(FAMILIES)])]
 
@@ -85,4 +93,9 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _wrapped(words: list[str]) -> list[str]:
-    return textwrap.wrap(" ".join(words), max(40, shutil.get_terminal_size((100, 24)).columns - 4), break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        " ".join(words),
+        max(40, shutil.get_terminal_size((100, 24)).columns - 4),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

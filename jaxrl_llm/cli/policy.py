@@ -36,7 +36,8 @@ def find_run(name: str) -> configs.Run | None:
     """The run whose directory this is; None where it is something else (a model's directory has a config.json too).
 
     Raises:
-      InputError: there is neither a run nor a model of this name; the run has no checkpoint yet, or is of another version.
+      InputError: there is neither a run nor a model of this name; the run has no checkpoint yet, or is of another
+        version.
     """
     path = Path(name) / "config.json"
     if not path.is_file():
@@ -49,7 +50,10 @@ def find_run(name: str) -> configs.Run | None:
     if not isinstance(data, dict) or data.get("type") != f"{configs.Run.__module__}:{configs.Run.__qualname__}":
         return None
     if not steps_in(Path(name) / "checkpoints"):
-        raise InputError(f"{name} has no checkpoint yet: go on with its training first, or give the model itself ({data.get('model')})")
+        raise InputError(
+            f"{name} has no checkpoint yet: go on with its training first, or give the model itself "
+            f"({data.get('model')})"
+        )
     return configs.load_json(path)
 
 

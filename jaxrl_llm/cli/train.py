@@ -72,7 +72,9 @@ def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
     own = [change for change in configs.changes(old, settings) if not change.startswith(configs.FREE_TO_CHANGE)]
     if own:
         shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if len(own) > 3 else "")
-        raise InputError(f"{directory} was begun with other settings ({shown}): take the old ones, or --fresh for a new folder")
+        raise InputError(
+            f"{directory} was begun with other settings ({shown}): take the old ones, or --fresh for a new folder"
+        )
     return directory
 
 
@@ -81,7 +83,10 @@ def finished(directory: Path, settings: configs.Run) -> bool:
     done = max(steps_in(directory / "checkpoints"), default=0)
     if done < settings.steps:
         return False
-    print(f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or start over with --fresh.")
+    print(
+        f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or "
+        "start over with --fresh."
+    )
     return True
 
 
@@ -121,4 +126,7 @@ def hint_accelerator() -> None:
 
     if jax.default_backend() == "cpu":
         extra, device = found[0]
-        print(f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'", file=sys.stderr)
+        print(
+            f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'",
+            file=sys.stderr,
+        )

@@ -6,6 +6,23 @@ from jaxrl_llm.config.saved import FREE_TO_CHANGE, changes, flat, from_json, loa
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, validate_on_devices
 
 __all__ = [
-    "FREE_TO_CHANGE", "MAX_SEED", "Evaluation", "Output", "Run", "Scoring", "changes", "config_folder", "config_names", "flat",
-    "from_json", "load_config", "load_json", "require", "rewards", "to_json", "validate", "validate_on_devices", "with_recipe",
+    "FREE_TO_CHANGE",
+    "MAX_SEED",
+    "Evaluation",
+    "Output",
+    "Run",
+    "Scoring",
+    "changes",
+    "config_folder",
+    "config_names",
+    "flat",
+    "from_json",
+    "load_config",
+    "load_json",
+    "require",
+    "rewards",
+    "to_json",
+    "validate",
+    "validate_on_devices",
+    "with_recipe",
 ]

@@ -45,7 +45,9 @@ def load_config(name: str) -> tuple[str, Run]:
     except InputError:
         raise
     except Exception as error:  # whatever a person's file raises
-        line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path)), None)
+        line = next(
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path)), None
+        )
         line = getattr(error, "lineno", None) or line
         where = path if line is None else f"{path}, line {line}"
         raise InputError(f"{where}: {type(error).__name__}: {error}; correct the configuration") from error
@@ -57,5 +59,7 @@ def with_recipe(run: Run, name: str) -> Run:
     """The run with another method."""
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, 1)
-        raise InputError(f"no recipe {name!r}: " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(RECIPES)}"))
+        raise InputError(
+            f"no recipe {name!r}: " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(RECIPES)}")
+        )
     return dataclasses.replace(run, recipe=RECIPES[name])

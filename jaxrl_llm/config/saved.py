@@ -11,9 +11,17 @@ from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 
 FREE_TO_CHANGE = (
-    "steps", "run_dir", "mesh", "evaluation", "output",
+    "steps",
+    "run_dir",
+    "mesh",
+    "evaluation",
+    "output",
     # What fits a machine: a run that ran out of memory must be able to go on with less.
-    "learner.microbatch_rows", "learner.row_tokens", "learner.remat", "rollout.slots", "scoring.workers",
+    "learner.microbatch_rows",
+    "learner.row_tokens",
+    "learner.remat",
+    "rollout.slots",
+    "scoring.workers",
 )
 """Fields (and all below them) that a run may be continued with other values of."""
 
@@ -40,7 +48,10 @@ def from_json(data: Any) -> Any:
     # Only our own modules are imported, and only dataclasses built: a config.json is data, whoever wrote it.
     ours = module.partition(".")[0] == __name__.partition(".")[0]
     kind = getattr(importlib.import_module(module), name, None) if ours else None
-    require(dataclasses.is_dataclass(kind), f"config.json names {data['type']}, which is no configuration class of this version")
+    require(
+        dataclasses.is_dataclass(kind),
+        f"config.json names {data['type']}, which is no configuration class of this version",
+    )
     return kind(**{k: from_json(v) for k, v in data.items() if k != "type"})
 
 
@@ -61,7 +72,11 @@ def changes(old: Run, new: Run) -> list[str]:
     before, after = flat(to_json(old)), flat(to_json(new))
     names = sorted(before.keys() | after.keys())
     # As text, since nan is not equal to itself.
-    return [f"{name}: {before.get(name)} -> {after.get(name)}" for name in names if repr(before.get(name)) != repr(after.get(name))]
+    return [
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in names
+        if repr(before.get(name)) != repr(after.get(name))
+    ]
 
 
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:

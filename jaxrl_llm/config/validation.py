@@ -42,17 +42,31 @@ def rewards(run: Run) -> tuple[Reward, ...]:
 def _check_counts(run: Run) -> None:
     rollout, learner = run.rollout, run.learner
     for name, value in {
-        "steps": run.steps, "rollout.prompts": rollout.prompts, "rollout.group": rollout.group, "rollout.slots": rollout.slots,
-        "rollout.chunk": rollout.chunk, "rollout.max_rounds": rollout.max_rounds, "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
-        "rollout.max_new_tokens": rollout.max_new_tokens, "learner.epochs": learner.epochs, "learner.minibatches": learner.minibatches,
-        "learner.microbatch_rows": learner.microbatch_rows, "evaluation.samples": run.evaluation.samples,
-        "output.checkpoint_every": run.output.checkpoint_every, "output.keep": run.output.keep, "scoring.workers": run.scoring.workers,
+        "steps": run.steps,
+        "rollout.prompts": rollout.prompts,
+        "rollout.group": rollout.group,
+        "rollout.slots": rollout.slots,
+        "rollout.chunk": rollout.chunk,
+        "rollout.max_rounds": rollout.max_rounds,
+        "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
+        "rollout.max_new_tokens": rollout.max_new_tokens,
+        "learner.epochs": learner.epochs,
+        "learner.minibatches": learner.minibatches,
+        "learner.microbatch_rows": learner.microbatch_rows,
+        "evaluation.samples": run.evaluation.samples,
+        "output.checkpoint_every": run.output.checkpoint_every,
+        "output.keep": run.output.keep,
+        "scoring.workers": run.scoring.workers,
     }.items():
         require(value >= 1, f"{name} must be at least 1, got {value}")
     for name, value in {
-        "evaluation.every": run.evaluation.every, "evaluation.limit": run.evaluation.limit, "output.samples": run.output.samples,
-        "rollout.top_k": rollout.top_k, "learner.row_tokens": learner.row_tokens,
-        "recipe.reference_reset": run.recipe.reference_reset, "recipe.reset_on_stall": run.recipe.reset_on_stall,
+        "evaluation.every": run.evaluation.every,
+        "evaluation.limit": run.evaluation.limit,
+        "output.samples": run.output.samples,
+        "rollout.top_k": rollout.top_k,
+        "learner.row_tokens": learner.row_tokens,
+        "recipe.reference_reset": run.recipe.reference_reset,
+        "recipe.reset_on_stall": run.recipe.reset_on_stall,
     }.items():
         require(value >= 0, f"{name} must be at least 0, got {value}")
     require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
@@ -61,25 +75,41 @@ def _check_counts(run: Run) -> None:
 
 def _check_rollout(run: Run) -> None:
     rollout = run.rollout
-    require(rollout.temperature > 0, f"rollout.temperature must be above 0 to learn from samples, got {rollout.temperature}")
-    require(rollout.group >= 2, f"rollout.group {rollout.group} leaves nothing to compare: {run.recipe.name} needs at least 2 completions of each prompt")
+    require(
+        rollout.temperature > 0, f"rollout.temperature must be above 0 to learn from samples, got {rollout.temperature}"
+    )
+    require(
+        rollout.group >= 2,
+        f"rollout.group {rollout.group} leaves nothing to compare: {run.recipe.name} needs at least 2 "
+        "completions of each prompt",
+    )
     require(
         rollout.top_k == 0 and rollout.top_p == 1,
-        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy than the one that learns; "
+        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy "
+        "than the one that learns; "
         "set rollout.top_k 0 and rollout.top_p 1",
     )
 
 
 def _check_learner(learner: Learner, rollout: Rollout) -> None:
-    require(learner.minibatches <= rollout.prompts, f"learner.minibatches {learner.minibatches} exceeds rollout.prompts {rollout.prompts}: groups stay whole")
-    require(learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full")
+    require(
+        learner.minibatches <= rollout.prompts,
+        f"learner.minibatches {learner.minibatches} exceeds rollout.prompts {rollout.prompts}: groups stay whole",
+    )
+    require(
+        learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full"
+    )
     for name, value in {"learner.dtype": learner.dtype, "learner.compute_dtype": learner.compute_dtype}.items():
         require(value in ("float32", "bfloat16"), f"{name} {value!r} is unknown: float32 or bfloat16")
-    require(learner.target_kl is None or learner.target_kl > 0, f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}")
+    require(
+        learner.target_kl is None or learner.target_kl > 0,
+        f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}",
+    )
     needed = rollout.max_length
     require(
         learner.row_tokens == 0 or learner.row_tokens >= needed,
-        f"learner.row_tokens {learner.row_tokens} cannot hold a prompt with its completion: set it to at least {needed}, or 0 to choose",
+        f"learner.row_tokens {learner.row_tokens} cannot hold a prompt with its completion: set it to at "
+        f"least {needed}, or 0 to choose",
     )
     optimiser = learner.optimiser
     rules = {
@@ -102,16 +132,20 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
 
 def _check_recipe(run: Run) -> None:
     recipe = run.recipe
-    require(0 <= recipe.overlong_share < 1, f"recipe.overlong_share must be from 0 to below 1, got {recipe.overlong_share}")
+    require(
+        0 <= recipe.overlong_share < 1, f"recipe.overlong_share must be from 0 to below 1, got {recipe.overlong_share}"
+    )
     for name in ("reference_reset", "reset_on_stall"):
         value = getattr(recipe, name)
         require(
             not value or recipe.algorithm.needs_reference,
-            f"recipe.{name} {value} has no reference to reset: set recipe.algorithm.kl_coef above 0, or recipe.{name} 0",
+            f"recipe.{name} {value} has no reference to reset: set recipe.algorithm.kl_coef above 0, or "
+            f"recipe.{name} 0",
         )
     require(
         not recipe.reset_on_stall or run.evaluation.every > 0,
-        f"recipe.reset_on_stall {recipe.reset_on_stall} waits for evaluations: set evaluation.every above 0, or recipe.reset_on_stall 0",
+        f"recipe.reset_on_stall {recipe.reset_on_stall} waits for evaluations: set evaluation.every "
+        "above 0, or recipe.reset_on_stall 0",
     )
 
 
@@ -121,7 +155,8 @@ def _check_evaluation(run: Run) -> None:
     require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
     require(
         evaluation.samples == 1 or evaluation.temperature > 0,
-        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set evaluation.temperature above 0",
+        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set "
+        "evaluation.temperature above 0",
     )
     require(
         not evaluation.every or evaluation.task is not None or run.task.holdout > 0,
@@ -132,7 +167,9 @@ def _check_evaluation(run: Run) -> None:
 def _check_scoring(run: Run) -> None:
     scoring = run.scoring
     require(0 < scoring.timeout_s < math.inf, f"scoring.timeout_s must be above 0 seconds, got {scoring.timeout_s}")
-    require(not math.isinf(scoring.on_error), f"scoring.on_error must be a finite number or nan, got {scoring.on_error}")
+    require(
+        not math.isinf(scoring.on_error), f"scoring.on_error must be a finite number or nan, got {scoring.on_error}"
+    )
     require(bool(scoring.rewards), "scoring.rewards is empty: give at least one, such as Accuracy()")
     for reward in rewards(run):
         shaping.check(reward)
@@ -144,5 +181,6 @@ def validate_on_devices(run: Run, devices: int) -> None:
     rows = run.learner.microbatch_rows
     require(
         rows % (data * fsdp) == 0,
-        f"learner.microbatch_rows {rows} does not divide over mesh data x fsdp = {data} x {fsdp}: make it a multiple of {data * fsdp}",
+        f"learner.microbatch_rows {rows} does not divide over mesh data x fsdp = {data} x {fsdp}: make "
+        f"it a multiple of {data * fsdp}",
     )
