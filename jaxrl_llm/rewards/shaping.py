@@ -19,6 +19,7 @@ class Accuracy:
 
     @property
     def name(self) -> str:
+        """Names its column in metrics and samples."""
         return "accuracy"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
@@ -39,6 +40,7 @@ class SoftOverlong:
 
     @property
     def name(self) -> str:
+        """Names its column in metrics and samples."""
         return "soft_overlong"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
@@ -55,6 +57,7 @@ class LengthPenalty:
 
     @property
     def name(self) -> str:
+        """Names its column in metrics and samples."""
         return "length_penalty"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
@@ -76,6 +79,7 @@ class CosineLength:
 
     @property
     def name(self) -> str:
+        """Names its column in metrics and samples."""
         return "cosine_length"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
@@ -95,6 +99,7 @@ class Format:
 
     @property
     def name(self) -> str:
+        """Names its column in metrics and samples."""
         return "format"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
@@ -113,6 +118,7 @@ class Function:
 
     @property
     def name(self) -> str:
+        """Names its column in metrics and samples."""
         return self.path.rpartition(":")[2]
 
     def __call__(self, problem: Problem, completion: Completion) -> float:

@@ -32,6 +32,7 @@ class ReasoningGym:
 
     @property
     def label(self) -> str:
+        """Names its task where the task has no name of its own."""
         return self.name
 
     def problems(self) -> Iterator[Problem]:
@@ -65,6 +66,7 @@ class Table:
 
     @property
     def label(self) -> str:
+        """Names its task where the task has no name of its own."""
         return Path(self.path).stem
 
     def problems(self) -> Iterator[Problem]:
@@ -104,6 +106,7 @@ class HubDataset:
 
     @property
     def label(self) -> str:
+        """Names its task where the task has no name of its own."""
         return Path(self.name).name
 
     def problems(self) -> Iterator[Problem]:

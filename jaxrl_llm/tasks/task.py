@@ -44,6 +44,7 @@ class Task:
 
     @property
     def label(self) -> str:
+        """Names it in metrics."""
         return self.name or self.source.label
 
 
