@@ -173,7 +173,7 @@ def test_weight_decay_leaves_norms_and_biases_alone():
     for kind in ("bias", "head_norm", "gemma"):
         model = tiny(kind)
         zero = jax.tree.map(jnp.zeros_like, model)
-        directions, _ = chain.update(zero, chain.init(model), model)
+        directions, _ = jax.jit(chain.update)(zero, jax.jit(chain.init)(model), model)
         for (path, direction), w in zip(jax.tree.leaves_with_path(directions), jax.tree.leaves(model), strict=True):
             spared = any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
             np.testing.assert_allclose(direction, 0.0 if spared else 0.5 * np.asarray(w), rtol=1e-6, err_msg=str(path))

@@ -114,12 +114,8 @@ def sampler(tmp_path_factory):
     model, tokenizer = load_pretrained("tiny-random")
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     with Scorer((Accuracy(),), 1) as scorer:
-        yield (
-            model,
-            Sampler(
-                engine, tokenizer, task, load(task).train, scorer, Sampling(max_new_tokens=5), 3, 7, lambda text: None
-            ),
-        )
+        rules, quiet = Sampling(max_new_tokens=5), lambda text: None
+        yield model, Sampler(engine, tokenizer, task, load(task).train, scorer, rules, 3, 7, status=quiet, note=quiet)
 
 
 def test_groups_depend_on_their_place_in_the_stream_only(sampler):
