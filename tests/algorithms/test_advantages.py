@@ -83,9 +83,9 @@ def test_groups_do_not_mix():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(-10, 10, width=32), min_size=5, max_size=5), st.permutations(range(5)))
+@given(st.lists(st.integers(-160, 160), min_size=5, max_size=5), st.permutations(range(5)))
 def test_a_permuted_group_has_permuted_advantages_that_sum_to_zero(rewards, order):
-    rewards = np.asarray([rewards], np.float32)
+    rewards = np.asarray([rewards], np.float32) / 16
     for estimator in ESTIMATORS:
         found = np.asarray(estimator(rewards))[0]
         np.testing.assert_allclose(

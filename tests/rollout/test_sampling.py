@@ -109,6 +109,13 @@ def test_truncation_keeps_the_enumerated_set(seed, top_k, top_p):
     assert found[np.argmax(p)] > 0
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.75, 2), (0.7501, 3), (1.0, 4), (1e-6, 1)])
+def test_top_p_stops_as_soon_as_the_mass_is_reached(top_p, kept):
+    p = jnp.array([[0.5, 0.25, 0.1875, 0.0625]])
+    found = truncated(p, jnp.int32(0), jnp.float32(top_p)) > 0
+    np.testing.assert_array_equal(found, np.arange(4)[None] < kept)
+
+
 def test_ties_at_the_border_are_all_kept():
     p = jnp.array([[0.4, 0.2, 0.2, 0.2]])
     np.testing.assert_array_equal(truncated(p, jnp.int32(2), jnp.float32(1.0)) > 0, [[True] * 4])
