@@ -90,18 +90,24 @@ def policy_loss(
     low, high = algorithm.surrogate.clipped(ratio, advantages)
     per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
 
-    if algorithm.kl is not None and (kl_coef is not None or algorithm.kl_coef != 0):
+    kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
+    if algorithm.kl is not None and _present(kl_coef):
         if batch.ref_logp is None:
             raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
         kl = algorithm.kl(logp, jax.lax.stop_gradient(clean(batch.ref_logp)))
-        loss += (algorithm.kl_coef if kl_coef is None else kl_coef) * algorithm.reduce(kl, weight, tokens, rows)
+        loss += kl_coef * algorithm.reduce(kl, weight, tokens, rows)
         per_token["kl"] = kl
     if entropy is not None:
         per_token["entropy"] = clean(entropy)
-    if entropy_coef is not None or algorithm.entropy_coef != 0:
+    entropy_coef = algorithm.entropy_coef if entropy_coef is None else entropy_coef
+    if _present(entropy_coef):
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
-        coefficient = algorithm.entropy_coef if entropy_coef is None else entropy_coef
-        loss -= coefficient * algorithm.reduce(per_token["entropy"], weight, tokens, rows)
+        loss -= entropy_coef * algorithm.reduce(per_token["entropy"], weight, tokens, rows)
     means = {name: jnp.sum(x.astype(weight.dtype) * weight) / tokens for name, x in per_token.items()}
     return loss, jax.lax.stop_gradient({"loss": loss} | means)
+
+
+def _present(coefficient: Any) -> bool:
+    """Whether a term is computed: always where its coefficient is an array, which may be traced."""
+    return isinstance(coefficient, jax.Array) or coefficient != 0

@@ -289,6 +289,15 @@ def test_what_is_missing_is_named():
     policy_loss(PRESETS["dapo"], logp, batch._replace(ref_logp=None))
 
 
+@pytest.mark.parametrize("zero", [0, 0.0, np.float32(0)])
+def test_a_coefficient_of_zero_needs_nothing(zero):
+    logp, batch = ragged(0)
+    algorithm = dataclasses.replace(PRESETS["grpo"], entropy_coef=0.1)
+    found, _ = policy_loss(algorithm, logp, batch._replace(ref_logp=None), kl_coef=zero, entropy_coef=zero)
+    wanted, _ = policy_loss(dataclasses.replace(PRESETS["grpo"], kl_coef=0.0), logp, batch)
+    np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("reducer", [TokenMean(), SequenceSum(), ConstantLength(8)])
 @pytest.mark.parametrize("ratio", [Sequence(), SequenceToken()])
 def test_a_sequence_ratio_refuses_reducers_that_weight_by_length(ratio, reducer):
