@@ -79,11 +79,10 @@ def policy_loss(
     logp = clean(logp)
     old_logp = jax.lax.stop_gradient(logp if batch.old_logp is None else clean(batch.old_logp))
     advantages = jnp.asarray(batch.advantages, weight.dtype)
-    advantages = jax.lax.stop_gradient(clean(jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, logp.shape)))
-    tokens = jnp.maximum(jnp.sum(weight) if token_count is None else token_count, 1).astype(weight.dtype)
-    rows = jnp.sum(jnp.any(keep, axis=1)) if sequence_count is None else sequence_count
-    rows = jnp.maximum(rows, 1).astype(weight.dtype)
-
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages
+    advantages = jax.lax.stop_gradient(clean(jnp.broadcast_to(advantages, logp.shape)))
+    tokens = _count(token_count, keep, weight.dtype)
+    rows = _count(sequence_count, jnp.any(keep, axis=1), weight.dtype)
     log_ratio = algorithm.ratio(logp, old_logp, weight)
     loss = algorithm.reduce(algorithm.surrogate(log_ratio, advantages, logp), weight, tokens, rows)
     ratio = jnp.exp(log_ratio)
@@ -111,3 +110,8 @@ def policy_loss(
 def _present(coefficient: Any) -> bool:
     """Whether a term is computed: always where its coefficient is an array, which may be traced."""
     return isinstance(coefficient, jax.Array) or coefficient != 0
+
+
+def _count(given: Any, counted: jax.Array, dtype: Any) -> jax.Array:
+    """The count that was given, or that of what is True; at least 1, so that nothing is divided by 0."""
+    return jnp.maximum(jnp.sum(counted) if given is None else given, 1).astype(dtype)
