@@ -28,7 +28,9 @@ def loop_loss(name, logp, old_logp, advantages, mask, ref_logp=None):
 
     logp, old_logp, ref_logp: float64[B, T]; advantages: float64[B]; mask: bool[B, T].
     """
-    low, high = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "prorl": (0.2, 0.4)}.get(name, (3e-4, 4e-4))
+    low, high = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "prorl": (0.2, 0.4)}.get(
+        name, (3e-4, 4e-4)
+    )
     beta = {"grpo": 0.04, "prorl": 1e-4}.get(name, 0.0)
     rows = []
     for i in range(len(logp)):
@@ -54,7 +56,7 @@ def loop_loss(name, logp, old_logp, advantages, mask, ref_logp=None):
 
 
 def kept_tokens(probabilities, top_k=0, top_p=1.0):
-    """Which tokens top-k and then top-p (of the mass that top-k left) keep, by walking down the sorted list: bool[V]."""
+    """Which tokens top-k, then top-p (of the mass that top-k left) keep, by walking down the sorted list: bool[V]."""
     order = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
     order = order[: top_k or None]
     total, mass, kept = sum(probabilities[v] for v in order), 0.0, set()

@@ -109,7 +109,9 @@ def test_a_half_written_step_is_not_seen(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("changed", [{"kind": "bias"}, {"kind": "full_norm"}, {"reference": False}, {"reference": True}])
+@pytest.mark.parametrize(
+    "changed", [{"kind": "bias"}, {"kind": "full_norm"}, {"reference": False}, {"reference": True}]
+)
 def test_another_configuration_is_refused(tmp_path, changed):
     store = Checkpoints(tmp_path)
     store.save(1, state_on(one_device(), reference=not changed.get("reference", False)), {})
@@ -125,12 +127,21 @@ def test_a_group_survives_json_exactly():
     random = np.random.default_rng(0)
     completions = tuple(
         Completion(
-            random.integers(0, 9, n).astype(np.int32), random.normal(size=n).astype(np.float32), "stop", random.random(n) < 0.5,
-            np.full(n, 7, np.int32), {"entropy": random.random(n).astype(np.float32)}, f"text {n} é",
+            random.integers(0, 9, n).astype(np.int32), random.normal(size=n).astype(np.float32), "stop",
+            random.random(n) < 0.5, np.full(n, 7, np.int32), {"entropy": random.random(n).astype(np.float32)}, f"text {n} é",
         ) for n in (1, 4)
     )  # fmt: skip
-    problem = Problem("a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", {"level": 2, "row": "x:1"})
-    group = Group(problem, np.array([3, 4], np.int32), completions, random.normal(size=2), np.array([1.0, np.nan]), {"accuracy": np.array([1 / 3, 0.1])})
+    problem = Problem(
+        "a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", {"level": 2, "row": "x:1"}
+    )
+    group = Group(
+        problem,
+        np.array([3, 4], np.int32),
+        completions,
+        random.normal(size=2),
+        np.array([1.0, np.nan]),
+        {"accuracy": np.array([1 / 3, 0.1])},
+    )
     again = group_from_json(json.loads(json.dumps(group_to_json(group))))
     assert again.problem == problem
     same = lambda a, b: a.dtype == b.dtype and a.tobytes() == b.tobytes()

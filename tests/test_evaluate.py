@@ -18,14 +18,18 @@ PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
 
 
 def completion(text):
-    return Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", np.ones(3, bool), np.zeros(3, np.int32), text=text)
+    return Completion(
+        np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", np.ones(3, bool), np.zeros(3, np.int32), text=text
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n):
     correct = np.arange(n)[None] < np.arange(n + 1)[:, None]
     for k in range(1, n + 1):
-        wanted = [np.mean([any(row[list(subset)]) for subset in itertools.combinations(range(n), k)]) for row in correct]
+        wanted = [
+            np.mean([any(row[list(subset)]) for subset in itertools.combinations(range(n), k)]) for row in correct
+        ]
         np.testing.assert_allclose(pass_at(correct, k), wanted, atol=1e-12)
 
 
@@ -53,7 +57,9 @@ def test_metrics_have_the_pinned_names():
     found = Evaluated("sums", (PROBLEM, PROBLEM), rows, correct, np.array([1.0, 0.0])).metrics()
     names = {"pass@1", "pass@2", "pass@4", "pass@6", "maj@6", "problems", "mean_length"}
     assert found.keys() == {f"eval/sums/{name}" for name in names}
-    np.testing.assert_allclose([found["eval/sums/pass@1"], found["eval/sums/pass@2"], found["eval/sums/pass@6"]], [1 / 12, 1 / 6, 0.5])
+    np.testing.assert_allclose(
+        [found["eval/sums/pass@1"], found["eval/sums/pass@2"], found["eval/sums/pass@6"]], [1 / 12, 1 / 6, 0.5]
+    )
     assert (found["eval/sums/maj@6"], found["eval/sums/problems"], found["eval/sums/mean_length"]) == (0.5, 2.0, 3.0)
     single = Evaluated("sums", (PROBLEM,), rows[:1], np.array([[True]]), np.array([1.0])).metrics()
     assert single.keys() == {"eval/sums/pass@1", "eval/sums/problems", "eval/sums/mean_length"}
@@ -72,7 +78,9 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     heard = []
     with Scorer((Accuracy(),), 1) as scorer:
-        run = lambda: evaluate(engine, model, tokenizer, task, problems, scorer, Sampling(max_new_tokens=6), 3, 5, heard.append)
+        run = lambda: evaluate(
+            engine, model, tokenizer, task, problems, scorer, Sampling(max_new_tokens=6), 3, 5, heard.append
+        )
         first, second = run(), run()
     assert first.task == "digits" and first.correct.shape == (4, 3) and first.maj.shape == (4,)
     assert [[c.text for c in row] for row in first.completions] == [[c.text for c in row] for row in second.completions]

@@ -69,7 +69,9 @@ def test_parameters_round_trip_and_copies_are_apart():
     assert jax.tree.structure(again) == jax.tree.structure(model)
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True))
     assert jax.tree.structure(copy.deepcopy(model)) == jax.tree.structure(model)
-    shapes = from_parameters(model.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), to_parameters(model)))
+    shapes = from_parameters(
+        model.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), to_parameters(model))
+    )
     assert jax.tree.leaves(shapes)[0].shape == jax.tree.leaves(model)[0].shape
 
 

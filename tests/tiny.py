@@ -25,14 +25,16 @@ KINDS = {
 
 
 def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
-    """A model whose every weight, norms and biases too, is random and matters; made by NumPy, so nothing is compiled."""
+    """A model whose every weight, norms and biases too, is random and matters; NumPy makes it, so nothing compiles."""
     config, random = KINDS[kind], np.random.default_rng(seed)
 
     def leaf(path: tuple, shape: tuple[int, ...]) -> jax.Array:
         centre = 1.0 if "norm" in jax.tree_util.keystr(path) and not config.norm.plus_one else 0.0
         return jnp.asarray((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
 
-    return from_parameters(config, jax.tree.map_with_path(leaf, parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
+    return from_parameters(
+        config, jax.tree.map_with_path(leaf, parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    )
 
 
 def equations(jaxpr):
@@ -48,7 +50,9 @@ def equations(jaxpr):
 def largest_difference(a, b) -> float:
     """The largest difference between two trees, relative to the largest entry of each leaf of the second."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.abs(jnp.asarray(x) - jnp.asarray(y)).max() / (jnp.abs(jnp.asarray(y)).max() + 1e-9)) for x, y in pairs)
+    return max(
+        float(jnp.abs(jnp.asarray(x) - jnp.asarray(y)).max() / (jnp.abs(jnp.asarray(y)).max() + 1e-9)) for x, y in pairs
+    )
 
 
 class Compilations(logging.Handler):

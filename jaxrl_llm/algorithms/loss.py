@@ -79,29 +79,39 @@ def policy_loss(
     logp = clean(logp)
     old_logp = jax.lax.stop_gradient(logp if batch.old_logp is None else clean(batch.old_logp))
     advantages = jnp.asarray(batch.advantages, weight.dtype)
-    advantages = jax.lax.stop_gradient(clean(jnp.broadcast_to(advantages[:, None] if advantages.ndim == 1 else advantages, logp.shape)))
-    tokens = jnp.maximum(jnp.sum(weight) if token_count is None else token_count, 1).astype(weight.dtype)
-    rows = jnp.sum(jnp.any(keep, axis=1)) if sequence_count is None else sequence_count
-    rows = jnp.maximum(rows, 1).astype(weight.dtype)
-
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages
+    advantages = jax.lax.stop_gradient(clean(jnp.broadcast_to(advantages, logp.shape)))
+    tokens = _count(token_count, keep, weight.dtype)
+    rows = _count(sequence_count, jnp.any(keep, axis=1), weight.dtype)
     log_ratio = algorithm.ratio(logp, old_logp, weight)
     loss = algorithm.reduce(algorithm.surrogate(log_ratio, advantages, logp), weight, tokens, rows)
     ratio = jnp.exp(log_ratio)
     low, high = algorithm.surrogate.clipped(ratio, advantages)
     per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
 
-    if algorithm.kl is not None and (kl_coef is not None or algorithm.kl_coef != 0):
+    kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
+    if algorithm.kl is not None and _present(kl_coef):
         if batch.ref_logp is None:
             raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
         kl = algorithm.kl(logp, jax.lax.stop_gradient(clean(batch.ref_logp)))
-        loss += (algorithm.kl_coef if kl_coef is None else kl_coef) * algorithm.reduce(kl, weight, tokens, rows)
+        loss += kl_coef * algorithm.reduce(kl, weight, tokens, rows)
         per_token["kl"] = kl
     if entropy is not None:
         per_token["entropy"] = clean(entropy)
-    if entropy_coef is not None or algorithm.entropy_coef != 0:
+    entropy_coef = algorithm.entropy_coef if entropy_coef is None else entropy_coef
+    if _present(entropy_coef):
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
-        coefficient = algorithm.entropy_coef if entropy_coef is None else entropy_coef
-        loss -= coefficient * algorithm.reduce(per_token["entropy"], weight, tokens, rows)
+        loss -= entropy_coef * algorithm.reduce(per_token["entropy"], weight, tokens, rows)
     means = {name: jnp.sum(x.astype(weight.dtype) * weight) / tokens for name, x in per_token.items()}
     return loss, jax.lax.stop_gradient({"loss": loss} | means)
+
+
+def _present(coefficient: Any) -> bool:
+    """Whether a term is computed: always where its coefficient is an array, which may be traced."""
+    return isinstance(coefficient, jax.Array) or coefficient != 0
+
+
+def _count(given: Any, counted: jax.Array, dtype: Any) -> jax.Array:
+    """The count that was given, or that of what is True; at least 1, so that nothing is divided by 0."""
+    return jnp.maximum(jnp.sum(counted) if given is None else given, 1).astype(dtype)

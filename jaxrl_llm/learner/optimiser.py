@@ -18,7 +18,8 @@ def learning_rate(config: Optimiser) -> optax.Schedule:
     else:
         schedule = optax.constant_schedule(peak)
     if warmup:
-        schedule = optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), schedule], [warmup])
+        rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+        schedule = optax.join_schedules([rise, schedule], [warmup])
     # optax mixes the integer count with floats, which strict promotion refuses.
     return lambda updates: schedule(jnp.asarray(updates, jnp.float32))
 

@@ -63,6 +63,7 @@ def test_fractional_rewards_count(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_unscorable_reward_is_left_out(estimator):
     with_nan = np.asarray(estimator(np.array([[1.0, np.nan, 0.0, 1.0], [0.5, 0.5, np.nan, 0.5], [np.nan] * 4])))
+    assert not np.any(estimator(np.array([[np.nan, 1.0, np.nan]])))  # one score: n / (n - 1) must not make it infinite
     without = np.asarray(estimator(np.array([[1.0, 0.0, 1.0]])))[0]
     np.testing.assert_allclose(with_nan[0, [0, 2, 3]], without, rtol=1e-6)
     assert with_nan[0, 1] == 0 and not with_nan[1:].any()
@@ -82,12 +83,14 @@ def test_groups_do_not_mix():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(-10, 10, width=32), min_size=5, max_size=5), st.permutations(range(5)))
+@given(st.lists(st.integers(-160, 160), min_size=5, max_size=5), st.permutations(range(5)))
 def test_a_permuted_group_has_permuted_advantages_that_sum_to_zero(rewards, order):
-    rewards = np.asarray([rewards], np.float32)
+    rewards = np.asarray([rewards], np.float32) / 16
     for estimator in ESTIMATORS:
         found = np.asarray(estimator(rewards))[0]
-        np.testing.assert_allclose(np.asarray(estimator(rewards[:, order]))[0], found[list(order)], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            np.asarray(estimator(rewards[:, order]))[0], found[list(order)], rtol=1e-3, atol=1e-4
+        )
         assert abs(found.sum()) < 1e-3 * (1 + np.abs(found).max())
         assert np.all(np.isfinite(found))
 

@@ -59,7 +59,11 @@ def test_k3_keeps_its_digits_near_zero_and_is_never_negative():
     found = np.asarray(K3()(jnp.zeros(6), jnp.asarray(gaps)))
     wide = gaps.astype(np.float64)
     # exp(d) - d - 1 is wrong by the spacing of float32 at 1, some 6e-8, whatever d is.
-    assert np.abs(found - (np.expm1(wide) - wide)).max() < 5e-9 < np.abs(np.exp(gaps) - gaps - 1 - (np.expm1(wide) - wide)).max()
+    assert (
+        np.abs(found - (np.expm1(wide) - wide)).max()
+        < 5e-9
+        < np.abs(np.exp(gaps) - gaps - 1 - (np.expm1(wide) - wide)).max()
+    )
     assert np.all(K3()(jnp.zeros(2001), jnp.linspace(-60, 60, 2001)) >= 0)
 
 

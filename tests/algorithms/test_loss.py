@@ -25,7 +25,9 @@ SMOOTH = [name for name in PRESETS if name not in ("cispo", "gspo_token")]
 @functools.partial(jax.jit, static_argnums=0)
 def graded(algorithm, logp, batch, token_count=None, sequence_count=None, kl_coef=None):
     """(loss, metrics), gradient."""
-    return jax.value_and_grad(lambda x: policy_loss(algorithm, x, batch, token_count, sequence_count, kl_coef=kl_coef), has_aux=True)(logp)
+    return jax.value_and_grad(
+        lambda x: policy_loss(algorithm, x, batch, token_count, sequence_count, kl_coef=kl_coef), has_aux=True
+    )(logp)
 
 
 def ragged(seed, lengths=(5, 3, 1, 4, 0, 2)):
@@ -91,7 +93,11 @@ def test_a_permuted_batch_gives_a_permuted_gradient(name):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, T), min_size=B, max_size=B), st.lists(st.integers(0, 2), min_size=B, max_size=B), st.sampled_from(sorted(PRESETS)))
+@given(
+    st.lists(st.integers(0, T), min_size=B, max_size=B),
+    st.lists(st.integers(0, 2), min_size=B, max_size=B),
+    st.sampled_from(sorted(PRESETS)),
+)
 def test_microbatches_add_up_to_the_whole(lengths, parts, name):
     logp, batch = ragged(2, lengths)
     counts = np.float32(batch.mask.sum()), np.float32(batch.mask.any(axis=1).sum())
@@ -125,7 +131,9 @@ def test_a_fully_masked_batch_has_loss_zero_and_no_gradient(name):
 def test_ratios_of_fifty_nats_stay_finite(name):
     logp, batch = ragged(0)
     for gap in (-50, 50):
-        (loss, _), grad = graded(PRESETS[name], logp, batch._replace(old_logp=logp + np.float32(gap), ref_logp=logp - np.float32(gap)))
+        (loss, _), grad = graded(
+            PRESETS[name], logp, batch._replace(old_logp=logp + np.float32(gap), ref_logp=logp - np.float32(gap))
+        )
         assert np.isfinite(loss) and np.all(np.isfinite(grad))
 
 
@@ -182,7 +190,10 @@ def test_cispos_gradient_is_minus_the_weight_times_the_advantage(advantage, logp
 def test_equal_bounds_are_ppos():
     logp, batch = ragged(0)
     ppo = dataclasses.replace(PRESETS["dapo"], surrogate=PPOClip(0.28, 0.28))
-    both = [graded(a, logp, batch) for a in (ppo, dataclasses.replace(ppo, surrogate=PPOClip(low=0.28, high=0.28, dual=1e9)))]
+    both = [
+        graded(a, logp, batch)
+        for a in (ppo, dataclasses.replace(ppo, surrogate=PPOClip(low=0.28, high=0.28, dual=1e9)))
+    ]
     np.testing.assert_array_equal(both[0][1], both[1][1])
     higher, _ = graded(PRESETS["dapo"], logp, batch)
     assert float(higher[0]) != float(both[0][0][0])
@@ -200,7 +211,9 @@ def test_gspo_token_is_gspo_where_the_advantage_is_constant():
 def test_gspos_ratio_is_the_geometric_mean():
     old, mask = jnp.zeros((1, 2)), jnp.ones((1, 2))
     logs = jnp.log(jnp.asarray([NUMBERS["GSPO_seed_example"]["rho"]], jnp.float32))
-    np.testing.assert_allclose(jnp.exp(Sequence()(logs, old, mask)), [[NUMBERS["GSPO_seed_example"]["gspo"]] * 2], rtol=2e-5)
+    np.testing.assert_allclose(
+        jnp.exp(Sequence()(logs, old, mask)), [[NUMBERS["GSPO_seed_example"]["gspo"]] * 2], rtol=2e-5
+    )
 
 
 def test_old_logp_none_means_a_ratio_of_exactly_one():
@@ -223,7 +236,9 @@ def test_advantages_by_row_and_by_token_agree():
 def test_masks_of_any_kind(kind):
     logp, batch = ragged(0)
     (loss, _), _ = graded(PRESETS["grpo"], logp, batch)
-    np.testing.assert_array_equal(graded(PRESETS["grpo"], logp, batch._replace(mask=batch.mask.astype(kind)))[0][0], loss)
+    np.testing.assert_array_equal(
+        graded(PRESETS["grpo"], logp, batch._replace(mask=batch.mask.astype(kind)))[0][0], loss
+    )
 
 
 @pytest.mark.parametrize("counts", [(15, 5), (15.0, 5.0), (np.int64(15), np.int32(5)), (jnp.float32(15), jnp.int32(5))])
@@ -272,6 +287,15 @@ def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="entropy must be given"):
         policy_loss(dataclasses.replace(PRESETS["dapo"], entropy_coef=0.1), logp, batch)
     policy_loss(PRESETS["dapo"], logp, batch._replace(ref_logp=None))
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, np.float32(0)])
+def test_a_coefficient_of_zero_needs_nothing(zero):
+    logp, batch = ragged(0)
+    algorithm = dataclasses.replace(PRESETS["grpo"], entropy_coef=0.1)
+    found, _ = policy_loss(algorithm, logp, batch._replace(ref_logp=None), kl_coef=zero, entropy_coef=zero)
+    wanted, _ = policy_loss(dataclasses.replace(PRESETS["grpo"], kl_coef=0.0), logp, batch)
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("reducer", [TokenMean(), SequenceSum(), ConstantLength(8)])

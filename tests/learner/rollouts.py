@@ -29,7 +29,9 @@ def rollout(kind="windows", seed=0):
     samples = []
     for index, c in enumerate(found):
         mask = c.mask & (random.random(len(c.tokens)) > 0.1) & (index != 5)
-        samples.append(Sample(np.asarray(PROMPTS[index // G], np.int32), c.tokens, mask, c.sampler_logp, float(random.normal())))
+        samples.append(
+            Sample(np.asarray(PROMPTS[index // G], np.int32), c.tokens, mask, c.sampler_logp, float(random.normal()))
+        )
     return tuple(samples)
 
 
@@ -66,11 +68,15 @@ def unpacked_loss(algorithm, model, samples, old_logp=None, ref_logp=None):
     """The step's loss without packing and microbatches; carried samples take ``sampler_logp`` as their old policy."""
     logp = unpacked_logp(model, samples)
     fresh = np.array([s.fresh for s in samples])[:, None]
-    old = jnp.where(fresh, jax.lax.stop_gradient(logp) if old_logp is None else old_logp, padded(samples, "sampler_logp"))
+    old = jnp.where(
+        fresh, jax.lax.stop_gradient(logp) if old_logp is None else old_logp, padded(samples, "sampler_logp")
+    )
     advantages = np.array([s.advantage for s in samples], np.float32)
     return policy_loss(algorithm, logp, PolicyBatch(advantages, padded(samples, "mask"), old, ref_logp))
 
 
 def one_device():
     """A mesh of a single device."""
-    return jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1])
+    return jax.make_mesh(
+        (1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1]
+    )

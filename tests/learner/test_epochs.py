@@ -24,7 +24,11 @@ class Record:
     def __call__(self, state, packed, temperature):
         self.seen.append(packed)
         kl = self.kl[len(self.seen) - 1] if self.kl else 0.0
-        return state, {"policy_kl": jnp.float32(kl), "sampler/logp_abs_diff_max": jnp.float32(len(self.seen)), "loss": jnp.float32(len(self.seen))}
+        return state, {
+            "policy_kl": jnp.float32(kl),
+            "sampler/logp_abs_diff_max": jnp.float32(len(self.seen)),
+            "loss": jnp.float32(len(self.seen)),
+        }
 
     def advantages(self):
         """The set of advantages of each update's samples."""
@@ -139,7 +143,7 @@ def test_a_second_epoch_sees_ratios_that_moved():
     (Optimiser(learning_rate=1.0, warmup=4), {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0, 50: 1.0}),
     (Optimiser(learning_rate=1.0, warmup=1), {0: 1.0, 1: 1.0}),
     (Optimiser(learning_rate=1.0, schedule="cosine", decay_updates=10), {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
-    (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay_updates=12), {0: 0.5, 1: 1.0, 2: 1.0, 7: 0.5, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay_updates=12), {0: 0.5, 1: 1.0, 7: 0.5, 12: 0.0}),
 ])  # fmt: skip
 def test_learning_rates(optimiser, wanted):
     rate = learning_rate(optimiser)

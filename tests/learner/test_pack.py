@@ -23,9 +23,9 @@ def batches(draw):
         for _ in range(draw(st.integers(1, 6))):
             size, number = draw(st.integers(1, T)), len(samples)
             random = np.random.default_rng(number)
-            samples.append(Sample(
-                tokens, random.integers(10, 99, size).astype(np.int32), random.random(size) < draw(st.sampled_from([0.0, 0.7, 1.1])),
-                random.normal(size=size).astype(np.float32), float(number), bool(number % 3)))  # fmt: skip
+            counted = random.random(size) < draw(st.sampled_from([0.0, 0.7, 1.1]))
+            logp, answer = random.normal(size=size).astype(np.float32), random.integers(10, 99, size).astype(np.int32)
+            samples.append(Sample(tokens, answer, counted, logp, float(number), bool(number % 3)))
     return samples
 
 
@@ -63,7 +63,9 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows):
                 assert seen == [*sample.prompt, *sample.tokens[:t]]
             count = len(tokens)
             np.testing.assert_array_equal(packed.mask[m, b], np.append(sample.mask, np.zeros(T - count, bool)))
-            np.testing.assert_array_equal(packed.sampler_logp[m, b], np.append(sample.sampler_logp, np.zeros(T - count, np.float32)))
+            np.testing.assert_array_equal(
+                packed.sampler_logp[m, b], np.append(sample.sampler_logp, np.zeros(T - count, np.float32))
+            )
             assert packed.fresh[m, b] == sample.fresh
         unused = [b for b in range(packed.mask.shape[1]) if b not in found]
         assert not packed.mask[m, unused].any()
@@ -77,7 +79,9 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows):
 def test_a_prompt_stands_once_in_a_row(samples, rows):
     packed = pack(samples, Layout(rows, S, T))
     for m in range(len(packed.mask)):
-        for tokens, group, branch in zip(packed.rows.tokens[m], packed.rows.group[m], packed.rows.branch[m], strict=True):
+        for tokens, group, branch in zip(
+            packed.rows.tokens[m], packed.rows.group[m], packed.rows.branch[m], strict=True
+        ):
             prompts = [tuple(tokens[(group == g) & (branch == 0)]) for g in set(group[group > 0])]
             assert len(prompts) == len(set(prompts)) and all(prompts)
             assert not tokens[group == 0].any()
@@ -85,7 +89,9 @@ def test_a_prompt_stands_once_in_a_row(samples, rows):
 
 def test_a_group_that_fits_costs_its_prompt_once():
     prompt = np.arange(1, 7, dtype=np.int32)
-    samples = [Sample(prompt, np.full(2, i + 20, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0) for i in range(4)]
+    samples = [
+        Sample(prompt, np.full(2, i + 20, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0) for i in range(4)
+    ]
     packed = pack(samples, Layout(1, S, T))
     assert packed.count == 1 and (packed.rows.group > 0).sum() == 6 + 4 * 2
 
@@ -103,7 +109,9 @@ def test_shapes_are_few(samples, rows):
 
 
 def test_the_longest_that_fits_and_one_more():
-    sample = Sample(np.ones(S - T, np.int32), np.arange(T, dtype=np.int32), np.ones(T, bool), np.zeros(T, np.float32), 1.0)
+    sample = Sample(
+        np.ones(S - T, np.int32), np.arange(T, dtype=np.int32), np.ones(T, bool), np.zeros(T, np.float32), 1.0
+    )
     packed = pack([sample], Layout(1, S, T))
     assert (packed.rows.group == 1).all() and packed.mask[0, 0].all()
     with pytest.raises(InputError, match="a prompt of 10 and a completion of 5 tokens exceed learner.row_tokens 14"):

@@ -1,4 +1,4 @@
-"""Gradients of packed, microbatched steps against one row for each completion, and what one update does to the state."""
+"""Gradients of packed, microbatched steps against one row for each completion, and what an update does to the state."""
 
 import dataclasses
 import functools
@@ -17,7 +17,11 @@ from jaxrl_llm.learner.update import accumulate, score
 from learner.rollouts import TEMPERATURE, T, one_device, rollout, unpacked_logp, unpacked_loss
 from tiny import Compilations, largest_difference, tiny
 
-LAYOUTS = {"one row": (Layout(1, 20, T), "none"), "two rows": (Layout(2, 22, T), "full"), "four rows": (Layout(4, 60, T), "dots")}
+LAYOUTS = {
+    "one row": (Layout(1, 20, T), "none"),
+    "two rows": (Layout(2, 22, T), "full"),
+    "four rows": (Layout(4, 60, T), "dots"),
+}
 WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 """GSPO with a band that the tiny model's ratios fall inside and outside of."""
 
@@ -48,7 +52,9 @@ def scored(model, packed):
 
 @pytest.mark.parametrize("algorithm", [PRESETS["grpo"], PRESETS["dapo"], WIDE_GSPO], ids=["grpo", "dapo", "gspo"])
 def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
-    wanted, metrics = unpacked_gradient(algorithm, MODEL, unpacked_logp(OLD, rollout()), unpacked_logp(REFERENCE, rollout()))
+    wanted, metrics = unpacked_gradient(
+        algorithm, MODEL, unpacked_logp(OLD, rollout()), unpacked_logp(REFERENCE, rollout())
+    )
     assert 0 < metrics["clip_fraction/high"] + metrics["clip_fraction/low"] < 1
     for name, (layout, remat) in LAYOUTS.items():
         packed = pack(rollout(), layout)
@@ -119,9 +125,13 @@ def test_nothing_counted_gives_no_gradient():
 
 def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
-    found, metrics = accumulate(MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], compute_dtype="bfloat16", remat="full")
+    found, metrics = accumulate(
+        MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], compute_dtype="bfloat16", remat="full"
+    )
     wanted, _ = packed_gradient(MODEL, packed, PRESETS["dapo"])
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)} and metrics["loss"].dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)} and metrics[
+        "loss"
+    ].dtype == jnp.float32
     flat, target = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (found, wanted))
     assert flat @ target / np.linalg.norm(flat) / np.linalg.norm(target) > 0.99
 
@@ -147,7 +157,9 @@ def test_one_update_is_clipped_adamw_written_out():
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     np.testing.assert_allclose(metrics["lr"], 1e-2, rtol=1e-6)
     assert int(new.updates) == 1
-    for (path, w), g, found in zip(jax.tree.leaves_with_path(MODEL), jax.tree.leaves(grads), jax.tree.leaves(new.policy), strict=True):
+    for (path, w), g, found in zip(
+        jax.tree.leaves_with_path(MODEL), jax.tree.leaves(grads), jax.tree.leaves(new.policy), strict=True
+    ):
         g = g * optimiser.clip_norm / norm
         decay = 0.0 if "norm" in jax.tree_util.keystr(path) else 0.1
         wanted = np.float64(w) - 1e-2 * (g / (np.abs(g) + 1e-8) + decay * np.float64(w))
@@ -161,7 +173,7 @@ def test_weight_decay_leaves_norms_and_biases_alone():
     for kind in ("bias", "head_norm", "gemma"):
         model = tiny(kind)
         zero = jax.tree.map(jnp.zeros_like, model)
-        directions, _ = chain.update(zero, chain.init(model), model)
+        directions, _ = jax.jit(chain.update)(zero, jax.jit(chain.init)(model), model)
         for (path, direction), w in zip(jax.tree.leaves_with_path(directions), jax.tree.leaves(model), strict=True):
             spared = any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
             np.testing.assert_allclose(direction, 0.0 if spared else 0.5 * np.asarray(w), rtol=1e-6, err_msg=str(path))

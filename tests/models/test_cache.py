@@ -75,8 +75,15 @@ def test_prefill_ignores_padding_bit_for_bit():
 
 def test_insert_replaces_the_rows_named_and_no_others():
     config = KINDS["plain"]
-    old = Cache(*(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 4, 8, jnp.float32))))
-    new = Cache(*(jax.random.normal(jax.random.key(9 + i), x.shape) for i, x in enumerate(empty_cache(config, 2, 5, jnp.float32))))
+    old = Cache(
+        *(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 4, 8, jnp.float32)))
+    )
+    new = Cache(
+        *(
+            jax.random.normal(jax.random.key(9 + i), x.shape)
+            for i, x in enumerate(empty_cache(config, 2, 5, jnp.float32))
+        )
+    )
     for got, was, put in zip(insert(old, new, jnp.array([-1, 1, 0, 1])), old, new, strict=True):
         np.testing.assert_array_equal(got[:, 0], was[:, 0])
         np.testing.assert_array_equal(got[:, 1:, :, :5], put[:, [1, 0, 1]])
@@ -84,8 +91,15 @@ def test_insert_replaces_the_rows_named_and_no_others():
 
 def test_flush_writes_each_row_at_its_own_length():
     config = KINDS["plain"]
-    old = Cache(*(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 3, 8, jnp.float32))))
-    chunk = Cache(*(jax.random.normal(jax.random.key(9 + i), x.shape) for i, x in enumerate(empty_cache(config, 3, 2, jnp.float32))))
+    old = Cache(
+        *(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 3, 8, jnp.float32)))
+    )
+    chunk = Cache(
+        *(
+            jax.random.normal(jax.random.key(9 + i), x.shape)
+            for i, x in enumerate(empty_cache(config, 3, 2, jnp.float32))
+        )
+    )
     for got, was, put in zip(flush(old, chunk, jnp.array([0, 5, 7])), old, chunk, strict=True):
         wanted = np.array(was)
         for row, at in ((0, 0), (1, 5)):

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.decoder import Rows, causal_rows, forward, from_parameters, initialise, logits, parameter_count, to_parameters, unembed
+from jaxrl_llm.models.decoder import (
+    Rows,
+    causal_rows,
+    forward,
+    from_parameters,
+    initialise,
+    logits,
+    parameter_count,
+    to_parameters,
+    unembed,
+)
 from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 TREE = {
@@ -29,7 +39,12 @@ def packed_row(width):
         for branch, tokens in enumerate([prompt, *branches]):
             span = slice(at, at + len(tokens))
             offset = 0 if branch == 0 else len(prompt)
-            for name, value in (("tokens", tokens), ("positions", offset + np.arange(len(tokens))), ("group", group), ("branch", branch)):
+            for name, value in (
+                ("tokens", tokens),
+                ("positions", offset + np.arange(len(tokens))),
+                ("group", group),
+                ("branch", branch),
+            ):
                 columns[name][0, span] = value
             if branch:
                 paths.append((prompt + tokens, [*range(first, first + len(prompt)), *range(span.start, span.stop)]))
@@ -84,7 +99,9 @@ def test_a_token_sees_what_is_before_it_and_within_its_windows(kind):
 
 
 def test_windows_of_all_layers_bound_what_is_seen():
-    config = dataclasses.replace(KINDS["windows"], attention=dataclasses.replace(KINDS["windows"].attention, windows=(2, 2, 2)))
+    config = dataclasses.replace(
+        KINDS["windows"], attention=dataclasses.replace(KINDS["windows"].attention, windows=(2, 2, 2))
+    )
     model = from_parameters(config, to_parameters(tiny("windows")))
     tokens = np.random.default_rng(0).integers(1, VOCAB, (1, 9))
     changed = tokens.copy()

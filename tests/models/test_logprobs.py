@@ -27,7 +27,9 @@ def plain(model, hidden, targets, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
 def test_equals_log_softmax_and_the_definition_of_entropy(kind, temperature):
     model = tiny(kind)
-    for found, wanted in zip(token_logprobs(model, HIDDEN, TARGETS, temperature), plain(model, HIDDEN, TARGETS, temperature), strict=True):
+    for found, wanted in zip(
+        token_logprobs(model, HIDDEN, TARGETS, temperature), plain(model, HIDDEN, TARGETS, temperature), strict=True
+    ):
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -41,7 +43,9 @@ def test_the_chunk_changes_neither_values_nor_gradients(chunk):
         return jnp.sum(jnp.sin(logp) + 0.3 * entropy**2)
 
     whole = jax.value_and_grad(functools.partial(loss, plain), argnums=(0, 1))(model, HIDDEN)
-    parts = jax.value_and_grad(functools.partial(loss, functools.partial(token_logprobs, chunk=chunk)), argnums=(0, 1))(model, HIDDEN)
+    parts = jax.value_and_grad(functools.partial(loss, functools.partial(token_logprobs, chunk=chunk)), argnums=(0, 1))(
+        model, HIDDEN
+    )
     np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5)
     assert largest_difference(parts[1], whole[1]) < 1e-5
 
@@ -80,7 +84,9 @@ def test_gradient_of_both_values_against_finite_differences():
             for column in range(6):
                 step = np.zeros((3, 6))
                 step[row, column] = 1e-6
-                np.testing.assert_allclose((loss(logits + step) - loss(logits - step)) / 2e-6, grad[row, column], atol=1e-8)
+                np.testing.assert_allclose(
+                    (loss(logits + step) - loss(logits - step)) / 2e-6, grad[row, column], atol=1e-8
+                )
 
 
 def test_impossible_tokens_add_nothing():

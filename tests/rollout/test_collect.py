@@ -15,7 +15,13 @@ from jaxrl_llm.types import Group, Problem
 
 def group(number, accuracy, rewards=None):
     problem = Problem(str(number), ({"role": "user", "content": "?"},), "1", "test")
-    return Group(problem, np.array([1]), (), np.asarray(rewards if rewards is not None else accuracy, float), np.asarray(accuracy, float))
+    return Group(
+        problem,
+        np.array([1]),
+        (),
+        np.asarray(rewards if rewards is not None else accuracy, float),
+        np.asarray(accuracy, float),
+    )
 
 
 class Stream:
@@ -26,7 +32,9 @@ class Stream:
 
     def __call__(self, cursor, count):
         self.calls.append((cursor, count))
-        groups = [group(n, [1, 0] if self.pattern[n % len(self.pattern)] else [1, 1]) for n in range(cursor, cursor + count)]
+        groups = [
+            group(n, [1, 0] if self.pattern[n % len(self.pattern)] else [1, 1]) for n in range(cursor, cursor + count)
+        ]
         return groups, {"time/rollout_s": 1.0, "reward/errors": 2}
 
 
@@ -106,7 +114,8 @@ def sampler(tmp_path_factory):
     model, tokenizer = load_pretrained("tiny-random")
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     with Scorer((Accuracy(),), 1) as scorer:
-        yield model, Sampler(engine, tokenizer, task, load(task).train, scorer, Sampling(max_new_tokens=5), 3, 7, lambda text: None)
+        rules, quiet = Sampling(max_new_tokens=5), lambda text: None
+        yield model, Sampler(engine, tokenizer, task, load(task).train, scorer, rules, 3, 7, status=quiet, note=quiet)
 
 
 def test_groups_depend_on_their_place_in_the_stream_only(sampler):

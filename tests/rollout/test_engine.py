@@ -60,7 +60,9 @@ def same(a, b):
 def test_sampler_logp_is_that_of_the_full_forward(kind, sampling):
     for prompt, found in zip(PROMPTS, engine(kind).generate(model(kind), PROMPTS, SEEDS, sampling), strict=True):
         everything = distributions(kind, prompt, found.tokens, sampling.temperature)
-        for logp, token, given_logp, entropy in zip(everything, found.tokens, found.sampler_logp, found.extras["entropy"], strict=True):
+        for logp, token, given_logp, entropy in zip(
+            everything, found.tokens, found.sampler_logp, found.extras["entropy"], strict=True
+        ):
             p = np.exp(np.float64(logp))
             kept = kept_tokens(p, sampling.top_k, sampling.top_p)
             assert kept[token]
@@ -70,7 +72,9 @@ def test_sampler_logp_is_that_of_the_full_forward(kind, sampling):
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "bias", "full_norm", "gemma"])
 def test_greedy_is_the_argmax_of_the_full_forward(kind):
-    for prompt, found in zip(PROMPTS, engine(kind).generate(model(kind), PROMPTS, SEEDS, Sampling(0.0, max_new_tokens=7)), strict=True):
+    for prompt, found in zip(
+        PROMPTS, engine(kind).generate(model(kind), PROMPTS, SEEDS, Sampling(0.0, max_new_tokens=7)), strict=True
+    ):
         np.testing.assert_array_equal(found.tokens, np.argmax(distributions(kind, prompt, found.tokens), axis=-1))
         assert not found.sampler_logp.any() and found.finish_reason == "length" and len(found.tokens) == 7
 
@@ -144,7 +148,10 @@ def test_a_prompt_that_fills_the_length_to_the_last_column():
     found = engine().generate(model(), [prompt], [0], greedy)[0]
     assert len(prompt) + len(found.tokens) == LENGTH
     np.testing.assert_array_equal(found.tokens, np.argmax(distributions("plain", prompt, found.tokens), axis=-1))
-    with pytest.raises(InputError, match="a prompt of 17 tokens and max_new_tokens 8 do not fit max_length 24: prompts must have 1 to 16"):
+    with pytest.raises(
+        InputError,
+        match="a prompt of 17 tokens and max_new_tokens 8 do not fit max_length 24: prompts must have 1 to 16",
+    ):
         engine().generate(model(), [[*prompt, 1]], [0], greedy)
     with pytest.raises(InputError, match="a prompt of 0 tokens"):
         engine().generate(model(), [[]], [0], greedy)
@@ -212,7 +219,13 @@ def test_other_numbers_in_the_settings_compile_nothing():
     expected()
     engine().generate(model(), PROMPTS, SEEDS, dataclasses.replace(RULES, top_k=3))
     with Compilations() as compilations:
-        for changes in ({"temperature": 0.3}, {"temperature": 0.0}, {"max_new_tokens": 2, "stop_ids": (1,)}, {"top_k": 9}, {"top_p": 0.5}):
+        for changes in (
+            {"temperature": 0.3},
+            {"temperature": 0.0},
+            {"max_new_tokens": 2, "stop_ids": (1,)},
+            {"top_k": 9},
+            {"top_p": 0.5},
+        ):
             engine().generate(tiny("plain", seed=5), PROMPTS[::-1], SEEDS, dataclasses.replace(RULES, **changes))
     assert compilations.heard == []
     with Compilations() as compilations:
@@ -230,7 +243,9 @@ def test_a_model_of_another_structure_is_refused(other):
 
 def test_shapes_of_a_model_are_enough_to_build_an_engine():
     shapes = jax.eval_shape(lambda m: m, model())
-    for completion, wanted in zip(Engine(shapes, SLOTS, LENGTH, 3).generate(model(), PROMPTS, SEEDS, RULES), expected(), strict=True):
+    for completion, wanted in zip(
+        Engine(shapes, SLOTS, LENGTH, 3).generate(model(), PROMPTS, SEEDS, RULES), expected(), strict=True
+    ):
         same(completion, wanted)
 
 

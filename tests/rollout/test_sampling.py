@@ -24,23 +24,31 @@ NEARLY_ONE = np.float32(1) - np.float32(2**-24)
 @functools.partial(jax.jit, static_argnames="truncate")
 def batch_of_draws(logits, rule, first, truncate):
     seeds = jnp.stack([first + jnp.arange(BATCH, dtype=jnp.uint32), jnp.zeros(BATCH, jnp.uint32)], axis=1)
-    return draw(jnp.broadcast_to(logits, (BATCH, VOCAB)), uniforms(seeds, jnp.full(BATCH, 7, jnp.int32)), rule, truncate)
+    return draw(
+        jnp.broadcast_to(logits, (BATCH, VOCAB)), uniforms(seeds, jnp.full(BATCH, 7, jnp.int32)), rule, truncate
+    )
 
 
 @pytest.mark.parametrize("sampling", [
-    Sampling(), Sampling(temperature=0.7), Sampling(top_k=5), Sampling(top_p=0.8), Sampling(1.5, top_k=40, top_p=0.9)])  # fmt: skip
+    Sampling(), Sampling(temperature=0.7), Sampling(top_k=5), Sampling(top_p=0.8), Sampling(1.5, top_k=40, top_p=0.9),
+])  # fmt: skip
 def test_a_hundred_thousand_draws_follow_the_distribution(sampling):
     p = np.exp(np.float64(LOGITS) / sampling.temperature)
     p /= p.sum()
     kept = kept_tokens(p, sampling.top_k, sampling.top_p)
     wanted = np.where(kept, p, 0) / p[kept].sum()
     rule = as_rule(sampling)
-    draws = [batch_of_draws(LOGITS[None], rule, jnp.uint32(start), sampling.truncates) for start in range(0, DRAWS, BATCH)]
+    draws = [
+        batch_of_draws(LOGITS[None], rule, jnp.uint32(start), sampling.truncates) for start in range(0, DRAWS, BATCH)
+    ]
     tokens = np.concatenate([d.token for d in draws])
     counts = np.bincount(tokens, minlength=VOCAB)
     assert not counts[~kept].any()
     common = wanted * DRAWS >= 5
-    observed, expected = np.append(counts[common], counts[~common].sum()), DRAWS * np.append(wanted[common], wanted[~common].sum())
+    observed, expected = (
+        np.append(counts[common], counts[~common].sum()),
+        DRAWS * np.append(wanted[common], wanted[~common].sum()),
+    )
     statistic = np.sum((observed - expected) ** 2 / np.maximum(expected, 1e-9))
     assert chi2.sf(statistic, common.sum() - 1) > 1e-4
     np.testing.assert_allclose(draws[0].logp, np.log(wanted[np.asarray(draws[0].token)]), rtol=1e-5, atol=1e-5)
@@ -64,13 +72,18 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, u, nonzero):
         row[random.choice(VOCAB, nonzero, replace=False)] = random.exponential(1, nonzero) ** 6 + 1e-12
     token = np.asarray(inverse_cdf(jnp.asarray(p), jnp.full(4, u, jnp.float32)))
     assert np.all(p[np.arange(4), token] > 0)
-    np.testing.assert_array_equal(token[p[np.arange(4)].max(axis=1) == p.sum(axis=1)], np.argmax(p, 1)[p.max(axis=1) == p.sum(axis=1)])
+    np.testing.assert_array_equal(
+        token[p[np.arange(4)].max(axis=1) == p.sum(axis=1)], np.argmax(p, 1)[p.max(axis=1) == p.sum(axis=1)]
+    )
 
 
 def test_the_inverse_of_the_running_sum():
     p = np.random.default_rng(3).exponential(1, (200, VOCAB)).astype(np.float32)
     u = np.random.default_rng(4).random(200).astype(np.float32)
-    wanted = [np.searchsorted(np.cumsum(np.float64(row)), x * np.float64(row).sum(), side="right") for row, x in zip(p, u, strict=True)]
+    wanted = [
+        np.searchsorted(np.cumsum(np.float64(row)), x * np.float64(row).sum(), side="right")
+        for row, x in zip(p, u, strict=True)
+    ]
     found = np.asarray(inverse_cdf(jnp.asarray(p), jnp.asarray(u)))
     # Float32 sums may land on the neighbour where u falls within rounding of a border.
     assert np.mean(found == wanted) > 0.99 and np.abs(found - wanted).max() <= 1
@@ -94,6 +107,13 @@ def test_truncation_keeps_the_enumerated_set(seed, top_k, top_p):
         np.testing.assert_array_equal(found > 0, wanted & (p > 0))
     np.testing.assert_array_equal(found[found > 0], p[found > 0])
     assert found[np.argmax(p)] > 0
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.75, 2), (0.7501, 3), (1.0, 4), (1e-6, 1)])
+def test_top_p_stops_as_soon_as_the_mass_is_reached(top_p, kept):
+    p = jnp.array([[0.5, 0.25, 0.1875, 0.0625]])
+    found = truncated(p, jnp.int32(0), jnp.float32(top_p)) > 0
+    np.testing.assert_array_equal(found, np.arange(4)[None] < kept)
 
 
 def test_ties_at_the_border_are_all_kept():
@@ -121,7 +141,8 @@ def test_uniform_numbers_are_uniform_along_positions_and_seeds():
 
 @pytest.mark.parametrize(("field", "value", "rule"), [
     ("temperature", -0.1, "at least 0"), ("top_k", -1, "at least 0"), ("top_p", 0.0, "above 0 and at most 1"),
-    ("top_p", 1.5, "above 0 and at most 1"), ("max_new_tokens", 0, "at least 1"), ("stop_ids", tuple(range(9)), "at most 8 ids"),
+    ("top_p", 1.5, "above 0 and at most 1"), ("max_new_tokens", 0, "at least 1"),
+    ("stop_ids", tuple(range(9)), "at most 8 ids"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(field, value, rule):
     with pytest.raises(InputError, match=f"{field} must be .*{rule}"):
