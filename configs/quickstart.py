@@ -3,8 +3,12 @@
     jaxrl-llm train quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) and reasoning-gym's ``chain_sum``: two terms of one digit, answers
-that are not negative. Some 155 such problems exist; half of them, chosen by question text, are held out and tested before
-and after with greedy decoding. DAPO, 8 groups of 8 a step.
+that are not negative. Only 155 such problems exist; half of them, chosen by question text, are held out and answered
+before and after with greedy decoding. DAPO, 8 groups of 8 completions a step, sampled at temperature 0.7: at 1.0 so
+small a model is right once in twelve.
+
+Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.97 in 6 steps, 2 minutes 50 seconds in all,
+compilation and both evaluations included; 5.0 GB of memory.
 """
 
 import dataclasses
@@ -20,8 +24,7 @@ config = Run(
     task=Task(
         source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),
         extractor="last_number",
-        # With negative answers left in, the model stays near 0.80: it never samples a minus sign, so those groups never
-        # have a success to learn from.
+        # The model hardly ever samples a minus sign, so groups whose answer is negative have no success to learn from.
         keep="jaxrl_llm.tasks.filters:nonnegative_answer",
         template="chatml",
         holdout=0.5,
