@@ -135,8 +135,8 @@ def test_bfloat16_stays_bfloat16(kind):
         if equation.primitive.name == "dot_general":
             assert {v.aval.dtype for v in equation.invars} == {jnp.dtype(jnp.bfloat16)}, equation
         if equation.primitive.name == "scan":
-            carried = equation.outvars[: equation.params["num_carry"]]
-            assert {v.aval.dtype for v in carried if v.aval.ndim == 3} == {jnp.dtype(jnp.bfloat16)}
+            # Without a cache to keep, the scan over layers returns its carry and nothing else.
+            assert {v.aval.dtype for v in equation.outvars if v.aval.ndim == 3} == {jnp.dtype(jnp.bfloat16)}
     assert len(products) > 10 and hidden(model, rows).dtype == jnp.bfloat16
     assert logits(model, rows.tokens).dtype == jnp.float32
     assert all(v.aval.dtype == jnp.bfloat16 for v in traced.jaxpr.outvars)
