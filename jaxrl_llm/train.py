@@ -69,12 +69,8 @@ class Host:
 class Parts:
     """What a run is made of once its files are read."""
 
-    tokenizer: Any
-    loaded: tasks.Loaded
-    engine: Engine
     update: Callable[..., Any]
     layout: learner.Layout
-    scorer: Scorer
     sampler: Sampler
     test: Callable[[Decoder], Evaluated | None]
 
@@ -202,7 +198,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), dtype, run.learner.remat)
     row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
     layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Parts(tokenizer, loaded, engine, update, layout, scorer, sampler, test)
+    return Parts(update, layout, sampler, test)
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:

@@ -69,7 +69,7 @@ def microbatch_loss(
         "sampler/gap_sum": jnp.sum(gap * fresh),
         "sampler/fresh_tokens": jnp.sum(fresh),
         "sampler/logp_abs_diff_max": jnp.max(gap * fresh),
-        "policy_kl": jnp.sum(jnp.expm1(drift) - drift) / tokens,
+        "policy_kl": jnp.sum(jnp.expm1(drift) - drift) / jnp.maximum(tokens, 1),
     }
     return loss, jax.lax.stop_gradient(metrics)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxrl_llm.models import layers
@@ -109,12 +108,6 @@ def _unwrap(weights: Weights) -> dict[str, Any]:
 def cast(model: Decoder, dtype: Any) -> Decoder:
     """The model with every weight in ``dtype``; the same arrays where they have it already."""
     return jax.tree.map(lambda x: x.astype(dtype), model)
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Number of weights."""
-    shapes = jax.tree.leaves(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    return sum(int(np.prod(shape)) for shape in shapes)
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

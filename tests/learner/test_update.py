@@ -121,6 +121,7 @@ def test_nothing_counted_gives_no_gradient():
     nothing = [dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in rollout()]
     found, metrics = packed_gradient(MODEL, pack(nothing, LAYOUTS["two rows"][0]), PRESETS["dapo"])
     assert metrics["loss"] == 0 and not any(np.any(x) for x in jax.tree.leaves(found))
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
 
 
 def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():

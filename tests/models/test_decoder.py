@@ -15,7 +15,6 @@ from jaxrl_llm.models.decoder import (
     from_parameters,
     initialise,
     logits,
-    parameter_count,
     to_parameters,
     unembed,
 )
@@ -156,14 +155,13 @@ def test_the_gradient_is_the_slope(kind):
     np.testing.assert_allclose((up - down) / (2 * step), float(norm), rtol=1e-2)
 
 
-def test_every_parameter_gets_a_gradient_and_is_counted():
+def test_every_parameter_gets_a_gradient():
     for kind in KINDS:
         model, rows = tiny(kind), causal_rows(np.arange(12).reshape(2, 6))
         weights = jax.random.normal(jax.random.key(1), (2, 6, VOCAB))
         grad = jax.jit(jax.grad(lambda m, r=rows, w=weights: jnp.sum(w * unembed(m, forward(m, r)[0]))))(model)
         for path, leaf in jax.tree.leaves_with_path(grad):
             assert np.any(leaf), (kind, path)
-        assert parameter_count(KINDS[kind]) == sum(x.size for x in jax.tree.leaves(model))
 
 
 def test_initialise_follows_the_scale_and_leaves_norms_neutral():
