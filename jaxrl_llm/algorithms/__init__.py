@@ -1,6 +1,6 @@
 """Objectives as values: five small pure functions make an algorithm."""
 
-from jaxrl_llm.algorithms import advantages, kl, ratios, reduce, surrogates
+from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates, values
 from jaxrl_llm.algorithms.loss import Algorithm, policy_loss
 from jaxrl_llm.algorithms.presets import PRESETS
 from jaxrl_llm.types import AdvantageContext, PolicyBatch
@@ -13,7 +13,9 @@ __all__ = [
     "advantages",
     "kl",
     "policy_loss",
+    "preference",
     "ratios",
     "reduce",
     "surrogates",
+    "values",
 ]

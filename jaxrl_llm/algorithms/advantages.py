@@ -1,51 +1,51 @@
-"""Outcome advantages: rewards [P, G] in, advantages [P, G] out. Sections 1 and 3 of the papers' definitions.
+"""Advantages: rewards [P, G] in, one number for each completion [P, G] or for each token [B, T] out.
 
-An estimator is a frozen dataclass, so it can be a static argument and a field of ``Algorithm``. In every one of them a
-group whose rewards are all equal gets exactly 0 (tested by max == min: in float32 the mean of equal rewards need not
-equal them, and dividing that residue by a tiny deviation makes advantages out of nothing), and an unscorable reward
-(NaN) is left out of the statistics and gets 0.
+An estimator is a callable frozen dataclass, so it can be a static argument and a field of ``Algorithm``. What it needs
+beside rewards it takes from an ``AdvantageContext`` of the global batch, whose B = P * G rows are those of the rewards in
+order; it names what is missing. Groups are the rows of [P, G], or explicit ``group_ids``; they are never guessed.
+
+Where all rewards are equal (max == min: in float32 their mean need not equal them, and dividing that residue by a tiny
+deviation makes advantages out of nothing) the advantage is exactly 0. An unscorable reward (NaN) is left out of the
+statistics and gets 0.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.contracts import numeric, one_of, positive
+from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, suffix_sum, whiten
 from jaxrl_llm.types import AdvantageContext
 
 
-def group_statistics(rewards: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rewards with NaN as 0, which of them count, how many in each group [P, 1], and whether they differ [P, 1]."""
-    rewards = jnp.asarray(rewards)
-    if rewards.ndim != 2:
-        raise ValueError(f"rewards must be [P, G], got shape {rewards.shape}")
-    if not jnp.issubdtype(rewards.dtype, jnp.floating):
-        rewards = rewards.astype(jnp.float32)
-    valid = ~jnp.isnan(rewards)
-    high = jnp.max(jnp.where(valid, rewards, -jnp.inf), axis=1, keepdims=True)
-    low = jnp.min(jnp.where(valid, rewards, jnp.inf), axis=1, keepdims=True)
-    return jnp.where(valid, rewards, 0), valid, jnp.sum(valid, axis=1, keepdims=True, dtype=rewards.dtype), high > low
+class Estimator:
+    """What an estimator says of itself; a new one overrides what differs.
 
+    Attributes:
+      needs: fields of the context; an estimator with any returns [B, T].
+      several: it takes all rewards of a completion, [P, G, n], not their sum.
+    """
 
-def centred(rewards: Any) -> tuple[jax.Array, jax.Array]:
-    """``R_i - mean_group`` where it counts, else exactly 0; and the number of scored rewards of each group [P, 1]."""
-    rewards, valid, count, differ = group_statistics(rewards)
-    mean = jnp.sum(rewards, axis=1, keepdims=True) / jnp.maximum(count, 1)
-    return jnp.where(valid & differ, rewards - mean, 0), count
+    needs: ClassVar[tuple[str, ...]] = ()
+    several: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupMean:
-    """``A_i = R_i - mean(R)``: Dr. GRPO (arXiv 2503.20783), also Kimi k1.5, DeepSeek-V3.2 and MiniRL."""
+class GroupMean(Estimator):
+    """``A_i = R_i - mean(R)``: Dr. GRPO (arXiv 2503.20783), also Kimi k1.5, DeepSeek-V3.2 and MiniRL.
+
+    The mean includes the completion itself, so the policy gradient is 1 - 1/G of the unbiased one.
+    """
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
-        return centred(rewards)[0]
+        return scores(rewards, context).centred()[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupZScore:
+class GroupZScore(Estimator):
     """``A_i = (R_i - mean(R)) / (std(R) + eps)``: GRPO (arXiv 2402.03300, section 4.1.2).
 
     The paper says neither which deviation nor eps. Ours is the sample deviation (ddof 1) with 1e-6, as verl has it; TRL
@@ -57,18 +57,226 @@ class GroupZScore:
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
-        centre, count = centred(rewards)
-        variance = jnp.sum(centre**2, axis=1, keepdims=True) / jnp.maximum(count - self.ddof, 1)
-        # The root of 0 has an infinite slope, and eps may be 0: groups without variance are already exactly 0.
-        std = jnp.sqrt(jnp.where(variance > 0, variance, 1))
-        return jnp.where(variance > 0, centre / (std + self.eps), 0)
+        given = scores(rewards, context)
+        centre, count = given.centred()
+        return divided(centre, given.by_group(jnp.sum, centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
 
 
 @dataclasses.dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(Estimator):
     """``A_i = R_i - mean_{j != i}(R_j) = G / (G - 1) (R_i - mean(R))``: RLOO (arXiv 2402.14740)."""
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
-        centre, count = centred(rewards)
+        centre, count = scores(rewards, context).centred()
         return centre * count / jnp.maximum(count - 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchScaled(Estimator):
+    """``A_i = (R_i - mean_group(R)) / (std_batch + eps)``: Lite-PPO (arXiv 2508.08221).
+
+    ``of="rewards"`` takes the deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``), ``"advantages"``
+    that of the centred ones (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
+    """
+
+    of: Literal["rewards", "advantages"] = "rewards"
+    ddof: int = 1
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        one_of(self, "of", ("rewards", "advantages"))
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """rewards: float[P, G]; returns float[P, G]."""
+        given = scores(rewards, context)
+        centre, _ = given.centred()
+        x, count = given.rewards if self.of == "rewards" else centre, jnp.sum(given.valid, dtype=centre.dtype)
+        deviation = jnp.where(given.valid, x - jnp.sum(jnp.where(given.valid, x, 0)) / jnp.maximum(count, 1), 0)
+        return divided(centre, jnp.sum(deviation**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class GDPO(Estimator):
+    """Each of several rewards normalised in its group, their weighted sum normalised over the batch (arXiv 2601.05242).
+
+    A sum of raw rewards drowns those of small scale; this does not. ``weights``: one for each reward; () gives each 1.
+    """
+
+    weights: tuple[float, ...] = ()
+    ddof: int = 1
+    eps: float = 1e-6
+    several: ClassVar[bool] = True
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """rewards: float[P, G, n], or float[B, n] with group ids; returns the shape without n.
+
+        Raises:
+          ValueError: no axis of rewards, or another number of them than of weights.
+        """
+        rewards = numeric(rewards, "rewards")
+        axes = 2 if context is not None and context.group_ids is not None and rewards.ndim == 2 else 3
+        if rewards.ndim != axes:
+            raise ValueError(f"rewards must be [P, G, n] for GDPO, all rewards of a completion; got {rewards.shape}")
+        weights = self.weights or (1.0,) * rewards.shape[-1]
+        if len(weights) != rewards.shape[-1]:
+            raise ValueError(f"GDPO.weights has {len(weights)} entries, the last axis of rewards {rewards.shape[-1]}")
+        valid = ~jnp.any(jnp.isnan(rewards), axis=-1)
+        normalise = GroupZScore(self.ddof, self.eps)
+        total = sum(w * normalise(jnp.where(valid, rewards[..., n], jnp.nan), context) for n, w in enumerate(weights))
+        # Its mean over the batch is 0 as it is, since every group's is.
+        count = jnp.sum(valid, dtype=total.dtype)
+        return divided(total, jnp.sum(total**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whitened(Estimator):
+    """Returns whitened over all valid tokens of the batch: REINFORCE++ (arXiv 2501.03262).
+
+    ``G_t = R + sum_{s >= t} step_s``, then ``(G - mean) / sqrt(var + eps)``. The rewards at token positions are those of
+    ``context.step_rewards``, if any: a KL in the reward arrives that way. ``baseline="group"`` first subtracts the group's
+    mean from R: REINFORCE++-baseline, ProRL v2. Whitening over tokens weights long completions more, so that the
+    advantages of a group no longer sum to 0, and a group without a difference gets a small constant.
+
+    Frameworks differ in the deviation: verl takes ddof 1 and adds 1e-8 to the variance, OpenRLHF and NeMo-RL ddof 0.
+    """
+
+    baseline: Literal["batch", "group"] = "batch"
+    ddof: int = 1
+    eps: float = 1e-8
+    needs: ClassVar[tuple[str, ...]] = ("mask",)
+
+    def __post_init__(self):
+        one_of(self, "baseline", ("batch", "group"))
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """rewards: float[P, G]; context: mask and perhaps step_rewards [B, T]; returns float[B, T]."""
+        given = scores(rewards, context)
+        (mask,) = context_arrays(context, "Whitened", given.rewards.size, "mask")
+        outcome = given.centred()[0] if self.baseline == "group" else given.rewards
+        counts = mask & given.valid.reshape(-1, 1)
+        returns = jnp.broadcast_to(outcome.reshape(-1, 1), mask.shape)
+        if context.step_rewards is not None:
+            returns += suffix_sum(_steps(context, "Whitened", mask, returns.dtype))
+        return whiten(returns, counts, self.ddof, self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSupervised(Estimator):
+    """``A_t = sum of the normalised rewards of the steps that end at t or later``: GRPO (arXiv 2402.03300, sec. 4.1.3).
+
+    A step's reward stands at its last token in ``context.step_rewards``, NaN everywhere else (a step may well have the
+    reward 0). Mean and deviation are those of all steps of the group. More steps make larger advantages. The outcome
+    rewards say what a group is; an unscorable one leaves its completion's steps out.
+    """
+
+    ddof: int = 1
+    eps: float = 1e-6
+    needs: ClassVar[tuple[str, ...]] = ("mask", "step_rewards")
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """rewards: float[P, G]; context: mask and step_rewards [B, T]; returns float[B, T]."""
+        given = scores(rewards, context)
+        mask, steps = context_arrays(context, "ProcessSupervised", given.rewards.size, *self.needs)
+        ends = mask & ~jnp.isnan(steps) & given.valid.reshape(-1, 1)
+        shape = given.rewards.shape
+
+        def total(x: jax.Array) -> jax.Array:
+            """Over the steps of each group, for each of its completions: [B, 1]."""
+            rows = given.by_group(jnp.sum, jnp.sum(jnp.where(ends, x, 0), axis=1).reshape(shape))
+            return jnp.broadcast_to(rows, shape).reshape(-1, 1)
+
+        high = given.by_group(jnp.max, jnp.max(steps, axis=1, where=ends, initial=-jnp.inf).reshape(shape), -jnp.inf)
+        low = given.by_group(jnp.min, jnp.min(steps, axis=1, where=ends, initial=jnp.inf).reshape(shape), jnp.inf)
+        differ = jnp.broadcast_to(high > low, shape).reshape(-1, 1)
+        count = total(jnp.ones_like(steps))
+        centre = jnp.where(ends & differ, steps - total(steps) / jnp.maximum(count, 1), 0)
+        normal = divided(centre, total(centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
+        return jnp.where(mask, suffix_sum(normal), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GAE(Estimator):
+    """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t`` (arXiv 1506.02438).
+
+    The outcome reward stands at the last valid token, ``context.step_rewards`` (if any) at theirs. Tokens that the policy
+    did not sample (tool output) are skipped: the token before them sees the value and the advantage after them. The
+    value after the last token is 0, also where a completion was cut off. ``whiten`` normalises over the batch's valid
+    tokens, as TRL and verl do and the paper does not; targets of the value loss are made before that (``values.returns``).
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = False
+    needs: ClassVar[tuple[str, ...]] = ("mask", "values")
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""
+        given = scores(rewards, context)
+        mask, values = context_arrays(context, "GAE", given.rewards.size, *self.needs)
+        counts = mask & given.valid.reshape(-1, 1)
+        last = mask & (jnp.cumsum(mask, axis=1) == jnp.sum(mask, axis=1, keepdims=True))
+        token_rewards = jnp.where(last, given.rewards.reshape(-1, 1), 0)
+        if context.step_rewards is not None:
+            token_rewards += _steps(context, "GAE", mask, token_rewards.dtype)
+        advantages = jnp.where(counts, gae(token_rewards, values.astype(token_rewards.dtype), mask, self.gamma, self.lam), 0)
+        return whiten(advantages, counts) if self.whiten else advantages
+
+
+def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> jax.Array:
+    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``GAE``); 0 where the mask is False."""
+
+    def back(after: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        value_after, advantage_after = after
+        reward, value, valid = now
+        advantage = reward + gamma * value_after - value + gamma * lam * advantage_after
+        carried = jnp.where(valid, value, value_after), jnp.where(valid, advantage, advantage_after)
+        return carried, jnp.where(valid, advantage, 0)
+
+    nothing = jnp.zeros(rewards.shape[0], rewards.dtype)
+    return jax.lax.scan(back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)[1].T
+
+
+def _steps(context: AdvantageContext, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
+    """``context.step_rewards`` [B, T] with 0 where there is none."""
+    _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
+    return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class KLInReward(Estimator):
+    """Another estimator, with ``-coef * kl(old, reference)`` added to the reward of each token.
+
+    ``Algorithm`` puts it around its estimator where ``kl_in="reward"`` and the coefficient is not 0. The estimate is that of
+    the policy that sampled, a constant in the loss: KL in the reward goes through returns and baselines, which is why k1
+    is right here and wrong as a loss. An outcome estimator gets the sum over the sequence (RLOO, arXiv 2402.14740), one
+    that works by token gets it at each token (REINFORCE++, PPO; arXiv 2203.02155).
+    """
+
+    estimator: Any
+    kl: Any
+    coef: float
+
+    def __post_init__(self):
+        positive(self, "coef")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Fields of the context."""
+        return tuple(dict.fromkeys(("mask", "old_logp", "ref_logp", *self.estimator.needs)))
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None) -> jax.Array:
+        """rewards: float[P, G]; context: mask, old_logp and ref_logp [B, T]; returns what the estimator does.
+
+        ``kl_coef`` is used in place of the coefficient, for controllers.
+        """
+        rewards = numeric(rewards, "rewards")
+        arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
+        mask, old_logp, ref_logp = arrays
+        old_logp, ref_logp = (jnp.where(mask, x.astype(rewards.dtype), 0) for x in (old_logp, ref_logp))
+        penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
+        if not self.estimator.needs:
+            return self.estimator(rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context)
+        if context.step_rewards is not None:
+            penalty += _steps(context, "a KL in the reward", mask, penalty.dtype)
+        return self.estimator(rewards, context._replace(step_rewards=penalty))

@@ -1,7 +1,19 @@
-"""Per-token estimates [B, T] of KL(policy || reference) from sampled tokens; nats. After joschu.net/blog/kl-approx.
+"""Per-token estimates [B, T] of KL(policy || reference) from sampled tokens, nats, and controllers of its coefficient.
 
-Their value and their gradient are two things: k1's gradient has mean zero (useless as a loss), k2's is that of
-KL(policy || reference), k3's is that of KL(reference || policy).
+Value and gradient are two things. With tokens drawn from the policy, and rho = reference / policy:
+
+===========  =======================  =====================  ==============================================
+estimator    value                    gradient on logp       expected gradient, used as a loss
+===========  =======================  =====================  ==============================================
+K1           logp - ref               1                      0: useless as a loss, right in the reward
+K2           (logp - ref)^2 / 2       logp - ref             that of KL(policy || reference)
+K3           rho - 1 - log rho        1 - rho                that of KL(reference || policy)
+K3Plus       k3's                     k2's                   that of KL(policy || reference)
+UnbiasedK3   r k3                     r (logp - ref)         that of KL(policy || reference), off-policy too
+===========  =======================  =====================  ==============================================
+
+All of it holds for the next token given its prefix. The KL of whole sequences has one more term, through the
+probability of the prefix, which only a KL in the reward sees. After joschu.net/blog/kl-approx and arXiv 2512.02556.
 """
 
 import dataclasses
@@ -9,13 +21,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.contracts import positive, shaped
+from jaxrl_llm.algorithms.tokens import clamped_log_ratio
+
 
 @dataclasses.dataclass(frozen=True)
 class K1:
     """``logp - ref``: unbiased in value; its expected gradient is 0."""
 
-    def __call__(self, logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
+        shaped(logp.shape, ref_logp=ref_logp)
         return logp - ref_logp
 
 
@@ -25,8 +41,9 @@ class K2:
 
     clip: float | None = None
 
-    def __call__(self, logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
+        shaped(logp.shape, ref_logp=ref_logp)
         difference = logp - ref_logp
         if self.clip is not None:
             difference = jnp.clip(difference, -self.clip, self.clip)
@@ -43,8 +60,70 @@ class K3:
 
     clip: float | None = None
 
-    def __call__(self, logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
-        d = jnp.clip(ref_logp - logp, -20.0, 20.0)
+        shaped(logp.shape, ref_logp=ref_logp)
+        d = clamped_log_ratio(ref_logp, logp)
         estimate = jnp.expm1(d) - d
         return estimate if self.clip is None else jnp.clip(estimate, -self.clip, self.clip)
+
+
+@dataclasses.dataclass(frozen=True)
+class K3Plus:
+    """The value of k3 with the gradient of k2 (verl's ``k3+``): unbiased in both, on-policy."""
+
+    def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
+        """All [B, T]; returns [B, T]."""
+        value, slope = K3()(logp, ref_logp), K2()(clamped_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
+        return jax.lax.stop_gradient(value - slope) + slope
+
+
+@dataclasses.dataclass(frozen=True)
+class UnbiasedK3:
+    """``r k3``, with the gradient of both factors: ``r (logp - ref)``, unbiased off-policy (arXiv 2512.02556, eq. 7)."""
+
+    def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
+        """All [B, T]; returns [B, T].
+
+        ``log_ratio`` is the token's own, live against what sampled it; None means on-policy, a ratio of 1 with gradient.
+        """
+        shaped(logp.shape, log_ratio=log_ratio)
+        log_ratio = logp - jax.lax.stop_gradient(logp) if log_ratio is None else log_ratio
+        return jnp.exp(log_ratio) * K3()(logp, ref_logp)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveKL:
+    """PPO's rule (arXiv 1707.06347, section 4): halve the coefficient below target / 1.5, double it above 1.5 target.
+
+    ``target``: nats per token of KL(old || policy) for ``PenaltyKL``, of KL(policy || reference) otherwise.
+    """
+
+    target: float = 0.01
+
+    def __post_init__(self):
+        positive(self, "target")
+
+    def __call__(self, coef: float, kl: float, completions: int) -> float:
+        """The next coefficient, from the KL just measured."""
+        return coef / 2 if kl < self.target / 1.5 else coef * 2 if kl > self.target * 1.5 else coef
+
+
+@dataclasses.dataclass(frozen=True)
+class ProportionalKL:
+    """Ziegler et al. 2019 (arXiv 1909.08593): ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon``.
+
+    ``target`` is the KL of whole sequences there (6 nats); here it is compared with whatever KL the caller gives.
+    ``horizon`` counts completions.
+    """
+
+    target: float = 6.0
+    horizon: int = 10000
+
+    def __post_init__(self):
+        positive(self, "target", "horizon")
+
+    def __call__(self, coef: float, kl: float, completions: int) -> float:
+        """The next coefficient, from the KL just measured on so many completions."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return coef * (1 + error * completions / self.horizon)

@@ -1,48 +1,108 @@
 """The policy loss: an ``Algorithm`` is a value, ``policy_loss`` a pure function of it and of arrays."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import reduce as reducers
+from jaxrl_llm.algorithms.advantages import KLInReward
+from jaxrl_llm.algorithms.contracts import floating, nonnegative, one_of, ranked, shaped
+from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, clean_tokens, sampled
 from jaxrl_llm.types import PolicyBatch
+
+Metrics = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What the loss computes: ``reduce(surrogate(ratio, advantage)) + kl_coef * reduce(kl) - entropy_coef * reduce(H)``.
+    """What the loss computes: ``reduce(w M surrogate(ratio, advantage)) + kl_coef reduce(kl) - entropy_coef reduce(H)``.
+
+    Any callable value of the right shape will do for a piece: the fields are open to pieces written elsewhere. A mix that
+    contradicts itself is refused when the value is made.
 
     Attributes:
-      advantage: rewards [P, G] -> advantages.
+      advantage: rewards [P, G] -> advantages [P, G] or, with a context, [B, T]. Where the KL is in the reward, it is wrapped in
+        ``advantages.KLInReward``, so that calling it does all there is to do.
       ratio: log importance ratios [B, T].
       surrogate: per-token loss [B, T].
       reduce: to a scalar, by global counts.
-      kl: estimator of the KL to the reference, added in the loss; None for no KL term.
+      kl: estimator of the KL to the reference; None for no KL.
       kl_coef: its coefficient; at 0 no reference is needed.
+      kl_in: "loss", reduced like the policy term and not weighted by anything else; or "reward".
       entropy_coef: coefficient of the entropy bonus.
+      correction: weights [B, T] on the policy term, for the gap between training and inference (w).
+      sequence_filter: 0 or 1 for each sequence, on the policy term (M); counts are unchanged.
     """
 
-    # Any callable value of the right shape will do: the fields are open to pieces written elsewhere.
     advantage: Any
     ratio: Any
     surrogate: Any
     reduce: Any
     kl: Any = None
     kl_coef: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
     entropy_coef: float = 0.0
+    correction: Any = None
+    sequence_filter: Any = None
 
     def __post_init__(self):
-        if self.kl_coef and self.kl is None:
-            raise ValueError(f"kl_coef={self.kl_coef} needs an estimator: set kl, for example kl.K3()")
-        if self.ratio.level == "sequence" and not isinstance(self.reduce, reducers.SequenceMean):
-            raise ValueError("a sequence ratio needs SequenceMean: any other reducer weights GSPO's sequences by length")
+        one_of(self, "kl_in", ("loss", "reward"))
+        nonnegative(self, "kl_coef", "entropy_coef")
+        estimator = self.advantage.estimator if isinstance(self.advantage, KLInReward) else self.advantage
+        _check_mix(self, estimator)
+        penalised = self.kl_in == "reward" and self.kl_coef
+        object.__setattr__(self, "advantage", KLInReward(estimator, self.kl, self.kl_coef) if penalised else estimator)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a KL term."""
+        """Whether a KL to the reference is computed, in the loss or in the reward."""
         return self.kl is not None and self.kl_coef != 0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether ``policy_loss`` reads a KL coefficient."""
+        return self.surrogate.reads_kl_coef or (self.kl is not None and self.kl_in == "loss")
+
+
+def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
+    """Refuse pieces that contradict each other, with the reason."""
+    ratio, surrogate, kind = algorithm.ratio, algorithm.surrogate, type(algorithm.surrogate).__name__
+    mean, total = isinstance(algorithm.reduce, reducers.SequenceMean), isinstance(algorithm.reduce, reducers.SequenceSum)
+    weighted = algorithm.correction is not None or surrogate.reads_sampler
+    in_reward = algorithm.kl_in == "reward"
+    takes_steps = estimator.several or "step_rewards" in estimator.needs
+    for wrong, reason in (
+        (
+            algorithm.kl_coef and algorithm.kl is None and not surrogate.reads_kl_coef,
+            f"kl_coef={algorithm.kl_coef} needs an estimator: set kl, for example kl.K3()",
+        ),
+        (
+            algorithm.kl is not None and surrogate.reads_kl_coef,
+            f"{kind} has a KL of its own, with the same coefficient: set kl=None",
+        ),
+        (
+            ratio.level == "sequence" and not mean,
+            "a sequence ratio needs SequenceMean: any other reducer weights GSPO's sequences by length",
+        ),
+        (
+            ratio.level == "sequence" and (surrogate.whole_sequences or not surrogate.reads_ratio),
+            f"{kind} is made of the tokens' own log-probabilities: a sequence ratio would go unread; use ratios.Token()",
+        ),
+        (surrogate.whole_sequences and not total, f"{kind} is one value for each sequence: only SequenceSum adds it up once"),
+        (
+            ratio.anchor == "sampler" and weighted,
+            "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice",
+        ),
+        (
+            algorithm.correction is not None and surrogate.reads_sampler,
+            f"{kind} weights by the sampler's log-probabilities itself: a correction would count that gap twice",
+        ),
+        (in_reward and takes_steps, f"{type(estimator).__name__} has no one reward to put a KL in: set kl_in='loss'"),
+    ):
+        if wrong:
+            raise ValueError(reason)
 
 
 def policy_loss(
@@ -54,7 +114,7 @@ def policy_loss(
     entropy: Any = None,
     kl_coef: Any = None,
     entropy_coef: Any = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Metrics]:
     """Scalar loss to minimise, and its metrics.
 
     Args:
@@ -71,40 +131,52 @@ def policy_loss(
       The loss and a dict of scalars, divided by the same counts: adding them over microbatches gives the step's value.
 
     Raises:
-      ValueError: something that the algorithm needs is None; the message names it.
+      ValueError: something that the algorithm needs is None or of the wrong shape, or nothing reads what is given; the
+        message names it.
     """
-    keep = jnp.asarray(batch.mask).astype(bool)
-    weight = keep.astype(jnp.float64 if jnp.asarray(logp).dtype == jnp.float64 else jnp.float32)
-    clean = lambda x: jnp.where(keep, jnp.asarray(x, weight.dtype), 0)
-    logp = clean(logp)
-    old_logp = jax.lax.stop_gradient(logp if batch.old_logp is None else clean(batch.old_logp))
-    advantages = jnp.asarray(batch.advantages, weight.dtype)
-    advantages = advantages[:, None] if advantages.ndim == 1 else advantages
-    advantages = jax.lax.stop_gradient(clean(jnp.broadcast_to(advantages, logp.shape)))
-    tokens = _count(token_count, keep, weight.dtype)
-    rows = _count(sequence_count, jnp.any(keep, axis=1), weight.dtype)
-    log_ratio = algorithm.ratio(logp, old_logp, weight)
-    loss = algorithm.reduce(algorithm.surrogate(log_ratio, advantages, logp), weight, tokens, rows)
-    ratio = jnp.exp(log_ratio)
-    low, high = algorithm.surrogate.clipped(ratio, advantages)
-    per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
-
+    if kl_coef is not None and _present(kl_coef) and not algorithm.kl_in_loss:
+        raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
     kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
-    if algorithm.kl is not None and _present(kl_coef):
-        if batch.ref_logp is None:
-            raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
-        kl = algorithm.kl(logp, jax.lax.stop_gradient(clean(batch.ref_logp)))
-        loss += kl_coef * algorithm.reduce(kl, weight, tokens, rows)
-        per_token["kl"] = kl
-    if entropy is not None:
-        per_token["entropy"] = clean(entropy)
     entropy_coef = algorithm.entropy_coef if entropy_coef is None else entropy_coef
+    at = clean_tokens(logp, batch, kl_coef)
+    at = at._replace(log_ratio=algorithm.ratio(at))
+    tokens = _count(token_count, at.mask, "token_count")
+    rows = _count(sequence_count, jnp.any(at.mask > 0, axis=1), "sequence_count").astype(at.mask.dtype)
+    reduced = lambda x: algorithm.reduce(x, at.mask, tokens, rows)
+    policy, per_token = _policy_term(algorithm, at)
+    loss = reduced(policy)
+    if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(kl_coef):
+        per_token["kl"] = _kl_term(algorithm, at)
+        loss += kl_coef * reduced(per_token["kl"])
+    if entropy is not None:
+        shaped(at.logp.shape, entropy=entropy)
+        per_token["entropy"] = jnp.where(at.mask > 0, floating(entropy, "entropy").astype(at.mask.dtype), 0)
     if _present(entropy_coef):
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
-        loss -= entropy_coef * algorithm.reduce(per_token["entropy"], weight, tokens, rows)
-    means = {name: jnp.sum(x.astype(weight.dtype) * weight) / tokens for name, x in per_token.items()}
+        loss -= entropy_coef * reduced(per_token["entropy"])
+    means = {name: jnp.sum(x.astype(at.mask.dtype) * at.mask) / tokens for name, x in per_token.items()}
     return loss, jax.lax.stop_gradient({"loss": loss} | means)
+
+
+def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
+    """The surrogate, weighted, and what to log of it; [B, T] each."""
+    loss, ratio = algorithm.surrogate(at), jnp.exp(at.log_ratio)
+    low, high = algorithm.surrogate.clipped(ratio, at.advantages)
+    per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
+    for name, piece in (("correction", algorithm.correction), ("sequence_filter", algorithm.sequence_filter)):
+        if piece is not None:
+            per_token[name] = jnp.broadcast_to(jax.lax.stop_gradient(piece(at)), loss.shape)
+            loss *= per_token[name]
+    return loss, per_token
+
+
+def _kl_term(algorithm: Algorithm, at: Tokens) -> jax.Array:
+    """The KL estimate [B, T]; its ratio is by token, whatever the surrogate's is."""
+    if at.ref_logp is None:
+        raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
+    anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
+    return algorithm.kl(at.logp, at.ref_logp, clamped_log_ratio(at.logp, anchor))
 
 
 def _present(coefficient: Any) -> bool:
@@ -112,6 +184,8 @@ def _present(coefficient: Any) -> bool:
     return isinstance(coefficient, jax.Array) or coefficient != 0
 
 
-def _count(given: Any, counted: jax.Array, dtype: Any) -> jax.Array:
-    """The count that was given, or that of what is True; at least 1, so that nothing is divided by 0."""
-    return jnp.maximum(jnp.sum(counted) if given is None else given, 1).astype(dtype)
+def _count(given: Any, counted: jax.Array, name: str) -> jax.Array:
+    """The count that was given, or the sum of what counts; at least 1, so that nothing is divided by 0."""
+    ranked(0, **{name: 0 if given is None else given})
+    count = jnp.sum(counted) if given is None else given
+    return jnp.maximum(count, 1).astype(counted.dtype if jnp.issubdtype(counted.dtype, jnp.floating) else jnp.float32)

@@ -7,8 +7,8 @@ number as one large batch. ``sequence_count`` leaves out rows with no valid toke
 reducer            weight of one token        used by
 =================  =========================  ============================
 TokenMean          1 / tokens                 DAPO, CISPO, ProRL, PPO
-SequenceMean       1 / (sequences * L_i)      GRPO, GSPO
-SequenceSum        1 / sequences              REINFORCE, RLOO
+SequenceMean       1 / (sequences * L_i)      GRPO, GSPO, SAPO
+SequenceSum        1 / sequences              REINFORCE, RLOO, Kimi
 ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
 =================  =========================  ============================
 """
@@ -18,6 +18,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.contracts import positive, ranked, shaped
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenMean:
@@ -25,6 +27,7 @@ class TokenMean:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
+        _check(loss, mask)
         return jnp.sum(loss * mask) / token_count
 
 
@@ -34,6 +37,7 @@ class SequenceMean:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
+        _check(loss, mask)
         lengths = jnp.maximum(jnp.sum(mask, axis=1), 1)
         return jnp.sum(jnp.sum(loss * mask, axis=1) / lengths) / sequence_count
 
@@ -44,6 +48,7 @@ class SequenceSum:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
+        _check(loss, mask)
         return jnp.sum(loss * mask) / sequence_count
 
 
@@ -53,6 +58,15 @@ class ConstantLength:
 
     length: int
 
+    def __post_init__(self):
+        positive(self, "length")
+
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
+        _check(loss, mask)
         return jnp.sum(loss * mask) / (sequence_count * self.length)
+
+
+def _check(loss: jax.Array, mask: jax.Array) -> None:
+    ranked(2, loss=loss)
+    shaped(loss.shape, mask=mask)

@@ -1,7 +1,17 @@
-"""Per-token policy losses [B, T] to minimise, from the log ratio, the advantage and the live log-probability.
+"""Per-token policy losses [B, T] to minimise; r is the algorithm's importance ratio, A the advantage.
 
-A surrogate is called as ``surrogate(log_ratio, advantages, logp)``, all [B, T]. ``clipped(ratio, advantages)`` says where
-its lower and upper bound cut the gradient, for the metrics.
+=================  ==================================  ==========================================
+surrogate          loss of one token                   its gradient, as a weight on A grad(logp)
+=================  ==================================  ==========================================
+Likelihood         -A logp                             1
+Unclipped          -r A                                r
+PPOClip            -min(r A, clip(r) A)                r, and 0 beyond the bound that A pushes to
+CISPO              -sg[clip(r)] A logp                 clip(r), never 0
+SAPO               -(4 / tau) sigmoid(tau (r - 1)) A   r sech^2(tau (r - 1) / 2)
+MirrorDescent      (A - tau sum log r)^2 / (2 tau L)   (A - tau sum log r) / A
+MiniRL             -M sg[min(pi / mu, cap)] A logp     pi / mu, and 0 where PPOClip's is
+PenaltyKL          -r A + beta (r - 1 - log r)         r, less beta (r - 1)
+=================  ==================================  ==========================================
 """
 
 import dataclasses
@@ -9,53 +19,85 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.contracts import nonnegative, positive
+from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, masked_mean, masked_sum, sampled
 
-def nowhere(ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """No bound cuts anything."""
-    return jnp.zeros(ratio.shape, bool), jnp.zeros(ratio.shape, bool)
+Bounds = tuple[jax.Array, jax.Array]
+
+
+class Surrogate:
+    """What a surrogate says of itself beside its loss; a new one overrides what differs.
+
+    Attributes:
+      reads_ratio: it uses ``log_ratio``.
+      reads_sampler: it weights by the sampler's log-probabilities itself, so that no correction may do so again.
+      reads_kl_coef: the KL coefficient is its own: there is no KL to a reference.
+      whole_sequences: its value is one number for each sequence, which only SequenceSum adds up as its paper does.
+    """
+
+    reads_ratio = True
+    reads_sampler = False
+    reads_kl_coef = False
+    whole_sequences = False
+
+    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
+        """bool[B, T] each: where the lower and the upper bound cut, for the metrics; nowhere, unless overridden."""
+        return jnp.zeros(ratio.shape, bool), jnp.zeros(ratio.shape, bool)
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihood:
+class Likelihood(Surrogate):
     """``-A logp``: REINFORCE (Williams 1992)."""
 
-    def __call__(self, log_ratio: jax.Array, advantages: jax.Array, logp: jax.Array) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
-        return -advantages * logp
+    reads_ratio = False
 
-    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """bool[B, T] each: where the lower and the upper bound cut the gradient."""
-        return nowhere(ratio, advantages)
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        return -at.advantages * at.logp
 
 
 @dataclasses.dataclass(frozen=True)
-class PPOClip:
+class Unclipped(Surrogate):
+    """``-r A``: the surrogate objective itself (arXiv 1707.06347, eq. 6); unbiased however old the samples are."""
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        return -jnp.exp(at.log_ratio) * at.advantages
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOClip(Surrogate):
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``: PPO (arXiv 1707.06347, eq. 7).
 
     ``high > low`` is DAPO's clip-higher (arXiv 2503.14476, eq. 8). ``dual`` bounds the loss of negative advantages at
-    ``-dual * A`` (arXiv 1912.09729); None, as in the papers above, leaves it unbounded.
+    ``-dual * A`` (arXiv 1912.09729); None, as in the papers above, leaves it unbounded. verl has dual=3 on by default.
     """
 
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
 
-    def __call__(self, log_ratio: jax.Array, advantages: jax.Array, logp: jax.Array) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
-        ratio = jnp.exp(log_ratio)
+    def __post_init__(self):
+        nonnegative(self, "low", "high")
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"PPOClip.dual must be above 1 (it bounds a ratio), got {self.dual}")
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        ratio = jnp.exp(at.log_ratio)
         bounded = jnp.clip(ratio, 1 - self.low, 1 + self.high)
-        loss = jnp.maximum(-ratio * advantages, -bounded * advantages)
+        loss = jnp.maximum(-ratio * at.advantages, -bounded * at.advantages)
         if self.dual is None:
             return loss
-        return jnp.where(advantages < 0, jnp.minimum(loss, -self.dual * advantages), loss)
+        return jnp.where(at.advantages < 0, jnp.minimum(loss, -self.dual * at.advantages), loss)
 
-    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """bool[B, T] each: where the lower and the upper bound cut the gradient."""
         return (ratio < 1 - self.low) & (advantages < 0), (ratio > 1 + self.high) & (advantages > 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class CISPO:
+class CISPO(Surrogate):
     """``-sg[clip(r, ratio_min, ratio_max)] A logp``: MiniMax-M1 (arXiv 2506.13585, eq. 4).
 
     Both bounds are absolute ratios. The paper has no lower bound and does not publish its upper one; 5.0 is TRL's and
@@ -65,11 +107,108 @@ class CISPO:
     ratio_max: float = 5.0
     ratio_min: float = 0.0
 
-    def __call__(self, log_ratio: jax.Array, advantages: jax.Array, logp: jax.Array) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
-        weight = jax.lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), self.ratio_min, self.ratio_max))
-        return -weight * advantages * logp
+    def __post_init__(self):
+        if not self.ratio_max >= 1:
+            raise ValueError(
+                f"CISPO.ratio_max is an absolute ratio of at least 1, got {self.ratio_max}: "
+                f"where a framework writes the distance from 1, give {1 + self.ratio_max:g}"
+            )
+        if not 0 <= self.ratio_min <= 1:
+            raise ValueError(f"CISPO.ratio_min is an absolute ratio from 0 to 1, got {self.ratio_min}")
 
-    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        weight = jax.lax.stop_gradient(jnp.clip(jnp.exp(at.log_ratio), self.ratio_min, self.ratio_max))
+        return -weight * at.advantages * at.logp
+
+    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """bool[B, T] each: where the weight is cut at the lower and the upper bound."""
         return ratio < self.ratio_min, ratio > self.ratio_max
+
+
+@dataclasses.dataclass(frozen=True)
+class SAPO(Surrogate):
+    """``-(4 / tau) sigmoid(tau (r - 1)) A``: soft adaptive policy optimisation (arXiv 2511.20347, eq. 5).
+
+    ``tau`` is ``tau_pos`` where A > 0, else ``tau_neg``; a larger one forgets faster. At r = 1 the gradient is that of
+    GRPO for any tau, and tau -> 0 is the unclipped ratio. Being symmetric around 1, it also damps steps back to r = 1,
+    which PPO's clip leaves at full weight.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self):
+        positive(self, "tau_pos", "tau_neg")
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        tau = jnp.where(at.advantages > 0, jnp.asarray(self.tau_pos, at.logp.dtype), self.tau_neg)
+        return -4 / tau * jax.nn.sigmoid(tau * (jnp.exp(at.log_ratio) - 1)) * at.advantages
+
+
+@dataclasses.dataclass(frozen=True)
+class MirrorDescent(Surrogate):
+    """``(A - tau sum_t log r_t)^2 / (2 tau)`` for each sequence: Kimi k1.5 (arXiv 2501.12599, eq. 2 and 3).
+
+    With A = R - mean(R) in place of ``R - tau log Z``, as the paper does. The paper's loss has no ``1 / (2 tau)``; with it
+    the gradient is minus its equation 3. The value is spread as value / L over a sequence's L tokens, so that SequenceSum
+    adds it up once.
+    """
+
+    tau: float = 1.0
+    whole_sequences = True
+
+    def __post_init__(self):
+        positive(self, "tau")
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T], constant along T."""
+        length = jnp.maximum(jnp.sum(at.mask, axis=1, keepdims=True), 1)
+        gap = masked_mean(at.advantages, at.mask) - self.tau * masked_sum(at.log_ratio, at.mask)
+        return jnp.broadcast_to(gap**2 / (2 * self.tau * length), at.logp.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniRL(Surrogate):
+    """``-M sg[min(pi / mu, cap)] A logp``: "Stabilizing reinforcement learning with LLMs" (arXiv 2512.01374, eq. 5 to 7).
+
+    The weight is against the sampler, the clip against the old policy: M is 0 where PPO's clip would cut the gradient.
+    """
+
+    low: float = 0.2
+    high: float = 0.27
+    cap: float = 5.0
+    reads_sampler = True
+
+    def __post_init__(self):
+        nonnegative(self, "low", "high")
+        positive(self, "cap")
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        low, high = self.clipped(jnp.exp(at.log_ratio), at.advantages)
+        weight = jnp.minimum(jnp.exp(clamped_log_ratio(at.logp, sampled(at, self))), self.cap)
+        return -jax.lax.stop_gradient(jnp.where(low | high, 0, weight)) * at.advantages * at.logp
+
+    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
+        """bool[B, T] each: where the lower and the upper bound cut the gradient."""
+        return PPOClip(self.low, self.high).clipped(ratio, advantages)
+
+
+@dataclasses.dataclass(frozen=True)
+class PenaltyKL(Surrogate):
+    """``-r A + beta (r - 1 - log r)``: PPO with a penalty in place of the clip (arXiv 1707.06347, section 4).
+
+    The paper's penalty is the exact KL(old || policy) over the vocabulary. That needs the old logits, which are never
+    held, so this is its k3 estimate from the sampled token: never negative, unbiased under the old policy, in value and
+    in gradient. beta is the algorithm's ``kl_coef``, so that a controller can move it (``kl.AdaptiveKL``). It is no KL to
+    a reference.
+    """
+
+    reads_kl_coef = True
+
+    def __call__(self, at: Tokens) -> jax.Array:
+        """Losses [B, T]."""
+        excess = jnp.expm1(at.log_ratio)
+        return -(excess + 1) * at.advantages + at.kl_coef * (excess - at.log_ratio)

@@ -1,0 +1,84 @@
+"""What every function here asks of its arrays; wrong rank, shape or dtype is refused with the name of the argument."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def ranked(rank: int, **arrays: Any) -> None:
+    """Refuse an array that has not ``rank`` axes.
+
+    Raises:
+      ValueError: names it.
+    """
+    for name, x in arrays.items():
+        if jnp.ndim(x) != rank:
+            raise ValueError(f"{name} must have {rank} axes, got shape {jnp.shape(x)}")
+
+
+def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
+    """Refuse an array of another shape; one that is None is not looked at.
+
+    Raises:
+      ValueError: names it.
+    """
+    for name, x in arrays.items():
+        if x is not None and jnp.shape(x) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {jnp.shape(x)}")
+
+
+def floating(x: Any, name: str) -> jax.Array:
+    """``x`` as an array of floats.
+
+    Raises:
+      ValueError: it holds something else; the message says ``name``.
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating point, got {x.dtype}")
+    return x
+
+
+def numeric(x: Any, name: str) -> jax.Array:
+    """``x`` as an array of floats; integers and bools become float32.
+
+    Raises:
+      ValueError: it holds something else; the message says ``name``.
+    """
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
+        return x.astype(jnp.float32)
+    return floating(x, name)
+
+
+def positive(owner: Any, *names: str) -> None:
+    """Refuse a value whose fields of these names are not above 0.
+
+    Raises:
+      ValueError: names class, field and value.
+    """
+    for name in names:
+        if not getattr(owner, name) > 0:
+            raise ValueError(f"{type(owner).__name__}.{name} must be above 0, got {getattr(owner, name)}")
+
+
+def nonnegative(owner: Any, *names: str) -> None:
+    """Refuse a value whose fields of these names are below 0.
+
+    Raises:
+      ValueError: names class, field and value.
+    """
+    for name in names:
+        if not getattr(owner, name) >= 0:
+            raise ValueError(f"{type(owner).__name__}.{name} must be at least 0, got {getattr(owner, name)}")
+
+
+def one_of(owner: Any, name: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value whose field of this name is none of those allowed.
+
+    Raises:
+      ValueError: names class, field and value.
+    """
+    if getattr(owner, name) not in allowed:
+        raise ValueError(f"{type(owner).__name__}.{name} must be {' or '.join(allowed)}, got {getattr(owner, name)!r}")

@@ -1,0 +1,108 @@
+"""Statistics of rewards by group, by batch and by token; what advantage estimators are made of."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.contracts import floating, numeric, ranked, shaped
+from jaxrl_llm.types import AdvantageContext
+
+Reduction = Callable[..., jax.Array]
+
+
+class Scores(NamedTuple):
+    """Rewards and which of them are one group.
+
+    Attributes:
+      rewards: float[P, G], or float[B] with group ids; 0 where unscorable (NaN).
+      valid: bool, same shape: which rewards count.
+      same: bool[B, B], whether two completions share a prompt; None where the groups are the rows of [P, G].
+    """
+
+    rewards: jax.Array
+    valid: jax.Array
+    same: jax.Array | None
+
+    def by_group(self, reduction: Reduction, x: jax.Array, fill: float = 0) -> jax.Array:
+        """``reduction`` (``jnp.sum``, ``jnp.max``, ...) of x over each group, in a shape that broadcasts against x.
+
+        ``fill`` is what a reduction is not changed by.
+        """
+        if self.same is None:
+            return reduction(x, axis=1, keepdims=True)
+        return reduction(jnp.where(self.same, x.reshape(-1)[None, :], fill), axis=1).reshape(x.shape)
+
+    def differ(self, x: jax.Array, counts: jax.Array) -> jax.Array:
+        """Whether x is not the same all over the group, where it counts; broadcasts against x."""
+        high = self.by_group(jnp.max, jnp.where(counts, x, -jnp.inf), -jnp.inf)
+        return high > self.by_group(jnp.min, jnp.where(counts, x, jnp.inf), jnp.inf)
+
+    def centred(self) -> tuple[jax.Array, jax.Array]:
+        """``R_i - mean_group`` where it counts, else exactly 0; and the number of scored rewards of each group."""
+        count = self.by_group(jnp.sum, self.valid.astype(self.rewards.dtype))
+        mean = self.by_group(jnp.sum, self.rewards) / jnp.maximum(count, 1)
+        return jnp.where(self.valid & self.differ(self.rewards, self.valid), self.rewards - mean, 0), count
+
+
+def scores(rewards: Any, context: AdvantageContext | None) -> Scores:
+    """Rewards of the global batch by group: the rows of [P, G], or ``context.group_ids`` where they are given.
+
+    Raises:
+      ValueError: neither says what a group is, or the ids do not fit the rewards.
+    """
+    rewards = numeric(rewards, "rewards")
+    ids = None if context is None else context.group_ids
+    if ids is None:
+        if rewards.ndim != 2:
+            raise ValueError(f"rewards must be [P, G], got shape {rewards.shape}, or [B] with context.group_ids")
+        same = None
+    else:
+        shaped((rewards.size,), **{"context.group_ids": ids})
+        same = jnp.asarray(ids)[:, None] == jnp.asarray(ids)[None, :]
+    valid = ~jnp.isnan(rewards)
+    return Scores(jnp.where(valid, rewards, 0), valid, same)
+
+
+def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *names: str) -> tuple[jax.Array, ...]:
+    """The context's arrays of these names, [B, T] each, where B is ``rows`` and ``mask`` (bool) comes first.
+
+    Raises:
+      ValueError: one is missing or has another shape; the message says which, and for whom.
+    """
+    given = [getattr(context, name, None) for name in names]
+    for name, x in zip(names, given, strict=True):
+        if x is None:
+            raise ValueError(f"{owner} needs context.{name}: pass AdvantageContext({name}=...) of the global batch")
+    ranked(2, **{f"context.{names[0]}": given[0]})
+    shape = (rows, jnp.shape(given[0])[1])
+    shaped(shape, **{f"context.{name}": x for name, x in zip(names, given, strict=True)})
+    return jnp.asarray(given[0]).astype(bool), *(
+        floating(x, f"context.{name}") for name, x in zip(names[1:], given[1:], strict=True)
+    )
+
+
+def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:
+    """``(x - mean) / sqrt(var + eps)`` over all entries that count, 0 elsewhere; exactly 0 where they are all equal.
+
+    x: any shape; counts: bool of that shape. ``n / (n - 1)`` of a single entry is never formed.
+    """
+    count = jnp.sum(counts, dtype=x.dtype)
+    mean = jnp.sum(jnp.where(counts, x, 0)) / jnp.maximum(count, 1)
+    centre = jnp.where(counts, x - mean, 0)
+    variance = jnp.sum(centre**2) / jnp.maximum(count - ddof, 1)
+    differ = jnp.max(jnp.where(counts, x, -jnp.inf)) > jnp.min(jnp.where(counts, x, jnp.inf))
+    # The root of 0 has an infinite slope, and eps may be 0.
+    return jnp.where(differ, centre * jax.lax.rsqrt(jnp.where(variance > 0, variance, 1) + eps), 0)
+
+
+def divided(x: jax.Array, variance: jax.Array, eps: float) -> jax.Array:
+    """``x / (sqrt(variance) + eps)``; 0 where the variance is 0."""
+    std = jnp.sqrt(jnp.where(variance > 0, variance, 1))
+    return jnp.where(variance > 0, x / (std + eps), 0)
+
+
+def suffix_sum(x: jax.Array) -> jax.Array:
+    """``y_t = sum_{s >= t} x_s`` along the last axis."""
+    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), axis=-1), -1)

@@ -1,0 +1,139 @@
+"""Losses over preferences and steps: DPO, IPO, Bradley-Terry, process rewards; and the mix with pretraining."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.contracts import floating, ranked, shaped
+
+
+def sequence_logp(logp: Any, mask: Any, average: bool = False) -> jax.Array:
+    """Log-probability [B] of each completion: the sum over its valid tokens, or their average.
+
+    logp: float[B, T], nats; mask: [B, T].
+    """
+    logp = floating(logp, "logp")
+    ranked(2, logp=logp)
+    shaped(logp.shape, mask=mask)
+    keep = jnp.asarray(mask).astype(bool)
+    total = jnp.sum(jnp.where(keep, logp, 0), axis=1)
+    return total / jnp.maximum(jnp.sum(keep, axis=1), 1).astype(logp.dtype) if average else total
+
+
+def preference_margin(chosen: Any, rejected: Any, ref_chosen: Any, ref_rejected: Any) -> jax.Array:
+    """``h = (logp_w - ref_w) - (logp_l - ref_l)`` [B] of sequence log-probabilities; the reference has no gradient."""
+    chosen = floating(chosen, "chosen")
+    ranked(1, chosen=chosen)
+    shaped(chosen.shape, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    reference = jnp.asarray(ref_chosen, chosen.dtype) - jnp.asarray(ref_rejected, chosen.dtype)
+    return chosen - jnp.asarray(rejected) - jax.lax.stop_gradient(reference)
+
+
+def dpo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
+    """``mean(-log sigmoid(beta h))``: direct preference optimisation (arXiv 2305.18290, eq. 7).
+
+    margin: ``preference_margin`` of sequence sums, float[B]. The implicit reward of an answer is ``beta (logp - ref)``.
+    """
+    margin = floating(margin, "margin")
+    ranked(1, margin=margin)
+    return -jnp.mean(jax.nn.log_sigmoid(beta * margin))
+
+
+def ipo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
+    """``mean((h - 1 / (2 beta))^2)``: identity preference optimisation (arXiv 2310.12036, eq. 17).
+
+    margin: ``preference_margin``, float[B]. The paper and OpenRLHF take sequence sums, TRL averages by token
+    (``sequence_logp(average=True)``): beta does not carry over from one to the other.
+    """
+    margin = floating(margin, "margin")
+    ranked(1, margin=margin)
+    return jnp.mean((margin - 1 / (2 * beta)) ** 2)
+
+
+def bradley_terry_loss(chosen: Any, rejected: Any, margin: Any = 0.0) -> jax.Array:
+    """``mean(-log sigmoid(r_w - r_l - margin))``: a reward model from pairs (arXiv 2203.02155, eq. 1).
+
+    chosen, rejected: scores float[B]; margin: float or float[B].
+    """
+    chosen = floating(chosen, "chosen")
+    ranked(1, chosen=chosen)
+    shaped(chosen.shape, rejected=rejected)
+    return -jnp.mean(jax.nn.log_sigmoid(chosen - jnp.asarray(rejected) - jnp.asarray(margin, chosen.dtype)))
+
+
+def ranking_loss(scores: Any) -> jax.Array:
+    """Mean of Bradley-Terry over the K (K - 1) / 2 pairs of each prompt (arXiv 2203.02155, eq. 1).
+
+    scores: float[P, K], best answer first. All pairs of a prompt are one element of the batch, so that none counts K times.
+    """
+    scores = floating(scores, "scores")
+    ranked(2, scores=scores)
+    better, worse = jnp.triu_indices(scores.shape[1], 1)
+    return -jnp.mean(jax.nn.log_sigmoid(scores[:, better] - scores[:, worse]))
+
+
+def step_loss(logits: Any, labels: Any, ends: Any) -> jax.Array:
+    """Cross-entropy of a process reward model at the last token of each step (arXiv 2305.20050); a scalar.
+
+    Args:
+      logits: float[B, T, classes]; two classes (wrong, right) or three (bad, neutral, good).
+      labels: int[B, T]; read where ``ends`` is.
+      ends: bool[B, T], where a labelled step ends. PRM800K labels no step after the first mistake.
+    """
+    logits = floating(logits, "logits")
+    ranked(3, logits=logits)
+    shaped(logits.shape[:2], labels=labels, ends=ends)
+    ends = jnp.asarray(ends).astype(bool)
+    labels = jnp.where(ends, jnp.asarray(labels), 0)
+    logits = jnp.where(ends[..., None], logits, 0)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(ends, picked, 0)) / jnp.maximum(jnp.sum(ends), 1).astype(logits.dtype)
+
+
+def solution_score(step_scores: Any, ends: Any, lowest: bool = False) -> jax.Array:
+    """A solution's score [B]: the product of its steps' probabilities, or the lowest (arXiv 2305.20050, section 2.6).
+
+    step_scores: float[B, T], read where ``ends`` (bool[B, T]) is.
+    """
+    step_scores = floating(step_scores, "step_scores")
+    ranked(2, step_scores=step_scores)
+    shaped(step_scores.shape, ends=ends)
+    kept = jnp.where(jnp.asarray(ends).astype(bool), step_scores, 1)
+    return jnp.min(kept, axis=1) if lowest else jnp.prod(kept, axis=1)
+
+
+def step_differences(step_scores: Any, ends: Any, start: float = 0.0) -> jax.Array:
+    """Rewards ``s_j - s_{j-1}`` at the last token of each step, NaN elsewhere: ``AdvantageContext.step_rewards``, [B, T].
+
+    They telescope to ``s_last - start``: potential-based shaping, which cannot be farmed by writing more steps, as the sum
+    of the scores can. ``start`` is s_0, the score of a prompt; 0 gives the first step its whole score.
+
+    step_scores: float[B, T], read where ``ends`` (bool[B, T]) is.
+    """
+    step_scores = floating(step_scores, "step_scores")
+    ranked(2, step_scores=step_scores)
+    shaped(step_scores.shape, ends=ends)
+
+    def forward(before: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        score, end = now
+        return jnp.where(end, score, before), jnp.where(end, score - before, jnp.nan)
+
+    first = jnp.full(step_scores.shape[0], start, step_scores.dtype)
+    return jax.lax.scan(forward, first, (step_scores.T, jnp.asarray(ends).astype(bool).T))[1].T
+
+
+def pretraining_loss(logp: Any, mask: Any, coef: float, token_count: Any = None) -> jax.Array:
+    """``-coef mean_t(logp)`` of pretraining text, to be added to the policy loss: PPO-ptx (arXiv 2203.02155, eq. 2).
+
+    InstructGPT's coefficient 27.8 belongs to its own reduction, and is no discount; it does not carry over to a token
+    mean.
+
+    logp: float[B, T], nats, with gradient; mask: [B, T]; token_count: of the whole step, None for this batch's own.
+    """
+    logp = floating(logp, "logp")
+    ranked(2, logp=logp)
+    shaped(logp.shape, mask=mask)
+    keep = jnp.asarray(mask).astype(bool)
+    count = jnp.sum(keep) if token_count is None else token_count
+    return -coef * jnp.sum(jnp.where(keep, logp, 0)) / jnp.maximum(count, 1).astype(logp.dtype)

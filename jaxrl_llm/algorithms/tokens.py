@@ -1,0 +1,98 @@
+"""The arrays of one loss, checked and cleaned once; ratios, surrogates, corrections and filters read them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.contracts import floating, numeric, ranked, shaped
+from jaxrl_llm.types import PolicyBatch
+
+LOG_RATIO_BOUND = 20.0
+"""Every log ratio is clamped to this size, in nats, so that no ratio overflows."""
+LOWEST_LOGP = -1e4
+"""Log-probabilities of impossible tokens (-inf) become this number of nats: differences of them stay finite."""
+
+
+class Tokens(NamedTuple):
+    """What the pieces of an algorithm may read; [B, T] in one floating dtype, 0 where the mask is 0.
+
+    Attributes:
+      logp: the live policy, nats, with gradient.
+      mask: 1 where a token counts.
+      advantages: without gradient.
+      old_logp: the policy at the start of the batch's updates, nats.
+      sampler_logp: what was really sampled from, nats; None where it is not known.
+      ref_logp: the reference, nats; None where there is none.
+      log_ratio: the algorithm's log importance ratio, with gradient; None until its ratio has made it.
+      kl_coef: scalar, the KL coefficient in force.
+    """
+
+    logp: jax.Array
+    mask: jax.Array
+    advantages: jax.Array
+    old_logp: jax.Array
+    sampler_logp: jax.Array | None = None
+    ref_logp: jax.Array | None = None
+    log_ratio: jax.Array | None = None
+    kl_coef: Any = 0.0
+
+
+def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
+    """The arrays of a loss: checked, in one dtype, 0 at padding, -inf made finite, gradients stopped but for ``logp``.
+
+    Raises:
+      ValueError: a wrong rank, shape or dtype; the message names the argument.
+    """
+    logp = floating(logp, "logp")
+    ranked(2, logp=logp)
+    optional = {name: getattr(batch, name) for name in ("old_logp", "ref_logp", "sampler_logp")}
+    shaped(logp.shape, mask=batch.mask, **optional)
+    advantages = numeric(batch.advantages, "advantages")
+    if advantages.shape not in (logp.shape[:1], logp.shape):
+        raise ValueError(f"advantages must be [B] or [B, T] of {logp.shape}, got shape {advantages.shape}")
+    keep = jnp.asarray(batch.mask).astype(bool)
+    dtype = jnp.float64 if logp.dtype == jnp.float64 else jnp.float32
+    clean = lambda x, name: jnp.where(keep, jnp.maximum(floating(x, name).astype(dtype), LOWEST_LOGP), 0)
+    logp = clean(logp, "logp")
+    given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
+    if given["old_logp"] is None:
+        given["old_logp"] = jax.lax.stop_gradient(logp)
+    advantages = advantages.astype(dtype).reshape(*advantages.shape, *(1,) * (2 - advantages.ndim))
+    advantages = jax.lax.stop_gradient(jnp.where(keep, jnp.broadcast_to(advantages, logp.shape), 0))
+    return Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef)
+
+
+def clamped_log_ratio(logp: jax.Array, other: jax.Array) -> jax.Array:
+    """``logp - other`` within ±20 nats; its gradient is 0 beyond. All log ratios of the package come from here."""
+    return jnp.clip(logp - other, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def log_mismatch(at: Tokens, owner: Any) -> jax.Array:
+    """``old - sampler`` [B, T], clamped: the logarithm of w, the gap between training and inference.
+
+    Raises:
+      ValueError: the sampler's log-probabilities are missing; the message says which piece needs them.
+    """
+    return clamped_log_ratio(at.old_logp, sampled(at, owner))
+
+
+def sampled(at: Tokens, owner: Any) -> jax.Array:
+    """``sampler_logp`` [B, T].
+
+    Raises:
+      ValueError: it is missing; the message says which piece needs it.
+    """
+    if at.sampler_logp is None:
+        raise ValueError(f"{type(owner).__name__} compares with the sampler: batch.sampler_logp must be given")
+    return at.sampler_logp
+
+
+def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sum of x [B, T] over each row's valid tokens, [B, 1]."""
+    return jnp.sum(x * mask, axis=1, keepdims=True)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean of x [B, T] over each row's valid tokens, [B, 1]; 0 for a row without any."""
+    return masked_sum(x, mask) / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)

@@ -1,0 +1,50 @@
+"""The critic's side of PPO: targets and loss."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.contracts import floating, ranked, shaped
+
+
+def returns(advantages: Any, values: Any) -> jax.Array:
+    """``A_t + V_t`` [B, T]: the targets of the value loss, from advantages that are not whitened (arXiv 1506.02438)."""
+    advantages = floating(advantages, "advantages")
+    shaped(advantages.shape, values=values)
+    return jax.lax.stop_gradient(advantages + jnp.asarray(values))
+
+
+def value_loss(
+    values: Any, targets: Any, mask: Any, old_values: Any = None, clip: float | None = None, token_count: Any = None
+) -> jax.Array:
+    """``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
+
+    The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's whole
+    loss is ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.
+
+    Args:
+      values: float[B, T], with gradient.
+      targets: ``returns``, float[B, T].
+      mask: [B, T], 1 where a token counts.
+      old_values: float[B, T], those at the start of the batch's updates; needed with ``clip``.
+      clip: how far a value may move from its old one; None for no bound.
+      token_count: valid tokens of the whole optimiser step; None for this batch's own.
+
+    Raises:
+      ValueError: a wrong shape, or ``clip`` without ``old_values``.
+    """
+    values = floating(values, "values")
+    ranked(2, values=values)
+    shaped(values.shape, targets=targets, mask=mask, old_values=old_values)
+    keep = jnp.asarray(mask).astype(bool)
+    clean = lambda x: jnp.where(keep, jnp.asarray(x, values.dtype), 0)
+    value, target = clean(values), jax.lax.stop_gradient(clean(targets))
+    loss = (value - target) ** 2
+    if clip is not None:
+        if old_values is None:
+            raise ValueError("old_values must be given: clip bounds the distance from them")
+        old = jax.lax.stop_gradient(clean(old_values))
+        loss = jnp.maximum(loss, (old + jnp.clip(value - old, -clip, clip) - target) ** 2)
+    count = jnp.sum(keep) if token_count is None else token_count
+    return 0.5 * jnp.sum(loss) / jnp.maximum(count, 1).astype(loss.dtype)
