@@ -142,32 +142,33 @@ def policy_loss(
     at = at._replace(log_ratio=algorithm.ratio(at))
     tokens = _count(token_count, at.mask, "token_count")
     rows = _count(sequence_count, jnp.any(at.mask > 0, axis=1), "sequence_count").astype(at.mask.dtype)
-    reduced = lambda x: algorithm.reduce(x, at.mask, tokens, rows)
-    policy, per_token = _policy_term(algorithm, at)
-    loss = reduced(policy)
+    losses, per_token = _policy_term(algorithm, at)
     if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(kl_coef):
         per_token["kl"] = _kl_term(algorithm, at)
-        loss += kl_coef * reduced(per_token["kl"])
+        losses = losses + kl_coef * per_token["kl"]
     if entropy is not None:
         shaped(at.logp.shape, entropy=entropy)
         per_token["entropy"] = jnp.where(at.mask > 0, floating(entropy, "entropy").astype(at.mask.dtype), 0)
     if _present(entropy_coef):
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
-        loss -= entropy_coef * reduced(per_token["entropy"])
-    means = {name: jnp.sum(x.astype(at.mask.dtype) * at.mask) / tokens for name, x in per_token.items()}
+        losses = losses - entropy_coef * per_token["entropy"]
+    weights = at.mask * algorithm.reduce.weight(at.mask, tokens, rows)
+    metrics = [jax.lax.stop_gradient(x.astype(at.mask.dtype) * at.mask) for x in per_token.values()]
+    loss, *totals = reducers.totals(losses * weights, *metrics)
+    means = {name: total / tokens for name, total in zip(per_token, totals, strict=True)}
     return loss, jax.lax.stop_gradient({"loss": loss} | means)
 
 
 def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
-    """The surrogate, weighted, and what to log of it; [B, T] each."""
+    """The surrogate, weighted, and what to log of it; [B, T] or [B, 1] each."""
     loss, ratio = algorithm.surrogate(at), jnp.exp(at.log_ratio)
     low, high = algorithm.surrogate.clipped(ratio, at.advantages)
     per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
     for name, piece in (("correction", algorithm.correction), ("sequence_filter", algorithm.sequence_filter)):
         if piece is not None:
-            per_token[name] = jnp.broadcast_to(jax.lax.stop_gradient(piece(at)), loss.shape)
-            loss *= per_token[name]
+            per_token[name] = jax.lax.stop_gradient(piece(at))
+            loss = loss * per_token[name]
     return loss, per_token
 
 

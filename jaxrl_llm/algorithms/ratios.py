@@ -45,8 +45,8 @@ class Sequence:
     level = "sequence"
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Log ratios [B, T], constant along T."""
-        return jnp.broadcast_to(masked_mean(clamped_log_ratio(at.logp, at.old_logp), at.mask), at.logp.shape)
+        """Log ratios [B, 1]."""
+        return masked_mean(clamped_log_ratio(at.logp, at.old_logp), at.mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SequenceToken:
 
 
 def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
-    """``w = old / mu`` of each token, the product over its sequence, or their geometric mean; [B, T].
+    """``w = old / mu`` of each token, the product over its sequence, or their geometric mean; [B, T] or [B, 1].
 
     Sums are taken of logarithms, and the exponential once, at the end. A product grows with length: 0.012 nats a token
     are a factor of 3.3 after 100 tokens. TRL, verl and slime mean the product by "sequence", ms-swift the geometric mean.
@@ -75,7 +75,7 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
     if level == "token":
         return jnp.exp(log_w)
     total = masked_mean(log_w, at.mask) if level == "geometric" else masked_sum(log_w, at.mask)
-    return jnp.broadcast_to(jnp.exp(clamped_log_ratio(total, jnp.zeros_like(total))), at.logp.shape)
+    return jnp.exp(clamped_log_ratio(total, jnp.zeros_like(total)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TruncatedIS:
         one_of(self, "level", LEVELS)
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Weights [B, T]."""
+        """Weights [B, T] or, by sequence, [B, 1]."""
         return jnp.minimum(mismatch(at, self.level, self), self.cap)
 
 
@@ -115,7 +115,7 @@ class MaskedIS:
         one_of(self, "level", LEVELS)
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Weights [B, T]."""
+        """Weights [B, T] or, by sequence, [B, 1]."""
         w = mismatch(at, self.level, self)
         return jnp.where((w >= self.low) & (w <= self.high), w, 0)
 

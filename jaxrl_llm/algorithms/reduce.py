@@ -1,16 +1,16 @@
-"""From per-token losses [B, T] to a scalar; the choice decides all length bias.
+"""From per-token losses [B, T] to a scalar: what one token weighs. The choice decides all length bias.
 
 Every reducer divides by the optimiser step's *global* counts, so summing over microbatches and devices gives the same
 number as one large batch. ``sequence_count`` leaves out rows with no valid token (verl and OpenRLHF do; TRL counts them).
 
-=================  =========================  ============================
+=================  =========================  ====================================
 reducer            weight of one token        used by
-=================  =========================  ============================
+=================  =========================  ====================================
 TokenMean          1 / tokens                 DAPO, CISPO, ProRL, PPO
-SequenceMean       1 / (sequences * L_i)      GRPO, GSPO, SAPO
-SequenceSum        1 / sequences              REINFORCE, RLOO, Kimi
+SequenceMean       1 / (sequences * L_i)      GRPO, GSPO, SAPO, REINFORCE++
+SequenceSum        1 / sequences              REINFORCE, RLOO, Kimi k1.5, MiniRL
 ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
-=================  =========================  ============================
+=================  =========================  ====================================
 """
 
 import dataclasses
@@ -21,39 +21,56 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.contracts import positive, ranked, shaped
 
 
+class Reducer:
+    """A reducer says what a token weighs; a new one overrides ``weight``.
+
+    Weights come from mask and counts alone, so that loss and gradient can be computed in one pass over the batch.
+    """
+
+    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """What a valid token weighs: a scalar, or [B, 1] by sequence."""
+        raise NotImplementedError
+
+    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """loss and mask [B, T], counts scalars; returns a scalar.
+
+        Raises:
+          ValueError: a wrong rank or shape.
+        """
+        ranked(2, loss=loss)
+        shaped(loss.shape, mask=mask)
+        return jnp.sum(loss * mask * self.weight(mask, token_count, sequence_count))
+
+
 @dataclasses.dataclass(frozen=True)
-class TokenMean:
+class TokenMean(Reducer):
     """``sum(loss) / token_count``."""
 
-    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        return jnp.sum(loss * mask) / token_count
+    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """A scalar."""
+        return 1 / token_count
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceMean:
+class SequenceMean(Reducer):
     """``sum_i (sum_t loss / L_i) / sequence_count``."""
 
-    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        lengths = jnp.maximum(jnp.sum(mask, axis=1), 1)
-        return jnp.sum(jnp.sum(loss * mask, axis=1) / lengths) / sequence_count
+    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """[B, 1]."""
+        return 1 / (sequence_count * jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceSum:
+class SequenceSum(Reducer):
     """``sum(loss) / sequence_count``."""
 
-    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        return jnp.sum(loss * mask) / sequence_count
+    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """A scalar."""
+        return 1 / sequence_count
 
 
 @dataclasses.dataclass(frozen=True)
-class ConstantLength:
+class ConstantLength(Reducer):
     """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded; ``length`` is the generation budget in tokens."""
 
     length: int
@@ -61,12 +78,28 @@ class ConstantLength:
     def __post_init__(self):
         positive(self, "length")
 
-    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        return jnp.sum(loss * mask) / (sequence_count * self.length)
+    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """A scalar."""
+        return 1 / (sequence_count * self.length)
 
 
-def _check(loss: jax.Array, mask: jax.Array) -> None:
-    ranked(2, loss=loss)
-    shaped(loss.shape, mask=mask)
+@jax.custom_jvp
+def totals(*arrays: jax.Array) -> list[jax.Array]:
+    """The sum of each array, all of one shape, in one pass over memory where the compiler can.
+
+    XLA fuses several sums of one pass by itself for GPUs and TPUs, and then with what made their operands; for CPUs it
+    writes each operand down first, unless one reduction takes them all.
+    """
+    return jax.lax.platform_dependent(*arrays, cpu=_sum_together, default=lambda *xs: [jnp.sum(x) for x in xs])
+
+
+@totals.defjvp
+def _totals_jvp(arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+    # A sum is its own derivative; a reduction of several operands has no rule in JAX.
+    return totals(*arrays), [jnp.sum(x) for x in tangents]
+
+
+def _sum_together(*arrays: jax.Array) -> list[jax.Array]:
+    zeros = [jnp.zeros((), x.dtype) for x in arrays]
+    add = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]
+    return jax.lax.reduce(list(arrays), zeros, add, tuple(range(arrays[0].ndim)))

@@ -1,4 +1,6 @@
-"""Per-token policy losses [B, T] to minimise; r is the algorithm's importance ratio, A the advantage.
+"""Per-token policy losses [B, T] to minimise, [B, 1] where all tokens of a sequence have the same.
+
+r is the algorithm's importance ratio, A the advantage.
 
 =================  ==================================  ==========================================
 surrogate          loss of one token                   its gradient, as a weight on A grad(logp)
@@ -163,10 +165,10 @@ class MirrorDescent(Surrogate):
         positive(self, "tau")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T], constant along T."""
+        """Losses [B, 1]."""
         length = jnp.maximum(jnp.sum(at.mask, axis=1, keepdims=True), 1)
         gap = masked_mean(at.advantages, at.mask) - self.tau * masked_sum(at.log_ratio, at.mask)
-        return jnp.broadcast_to(gap**2 / (2 * self.tau * length), at.logp.shape)
+        return gap**2 / (2 * self.tau * length)
 
 
 @dataclasses.dataclass(frozen=True)

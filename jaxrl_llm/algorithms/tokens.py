@@ -17,14 +17,16 @@ LOWEST_LOGP = -1e4
 class Tokens(NamedTuple):
     """What the pieces of an algorithm may read; [B, T] in one floating dtype, 0 where the mask is 0.
 
+    What is the same for a whole sequence may be [B, 1]: advantages, log ratios, and the losses made of them.
+
     Attributes:
       logp: the live policy, nats, with gradient.
       mask: 1 where a token counts.
-      advantages: without gradient.
+      advantages: [B, T] or [B, 1], without gradient.
       old_logp: the policy at the start of the batch's updates, nats.
       sampler_logp: what was really sampled from, nats; None where it is not known.
       ref_logp: the reference, nats; None where there is none.
-      log_ratio: the algorithm's log importance ratio, with gradient; None until its ratio has made it.
+      log_ratio: the algorithm's log importance ratio [B, T] or [B, 1], with gradient; None until its ratio has made it.
       kl_coef: scalar, the KL coefficient in force.
     """
 
@@ -58,8 +60,8 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
     if given["old_logp"] is None:
         given["old_logp"] = jax.lax.stop_gradient(logp)
-    advantages = advantages.astype(dtype).reshape(*advantages.shape, *(1,) * (2 - advantages.ndim))
-    advantages = jax.lax.stop_gradient(jnp.where(keep, jnp.broadcast_to(advantages, logp.shape), 0))
+    counts = keep if advantages.ndim == 2 else jnp.any(keep, axis=1, keepdims=True)
+    advantages = jax.lax.stop_gradient(jnp.where(counts, advantages.astype(dtype).reshape(counts.shape), 0))
     return Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef)
 
 
@@ -94,5 +96,7 @@ def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean of x [B, T] over each row's valid tokens, [B, 1]; 0 for a row without any."""
+    """Mean of x [B, T] over each row's valid tokens, [B, 1]; 0 for a row without any. One number a row is its own mean."""
+    if x.shape[1] == 1:
+        return x
     return masked_sum(x, mask) / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
