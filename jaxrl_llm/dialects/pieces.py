@@ -62,8 +62,8 @@ def check_range(
     """Refuse a clip range that was made for ratios of another level: a sequence's is some 500 times narrower.
 
     Raises:
-      InputError: the spelling ``level`` changed the ratio's level, the loss is clipped, and its range is not ``said``, by
-        the spellings ``bounds``.
+      InputError: the spelling ``level`` changed the ratio's level, the loss is clipped, and its range is not ``said``
+        by the spellings ``bounds``.
     """
     now, was = fields["ratio"].level, before.ratio.level
     if level in given and now != was and isinstance(fields["surrogate"], CLIPPED) and not said:

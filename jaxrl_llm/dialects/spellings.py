@@ -48,8 +48,9 @@ TRL = (
         ("surrogate", "reduce"),
         "`grpo` PPOClip, SequenceMean; `dapo` PPOClip, TokenMean; `dr_grpo` PPOClip, ConstantLength; "
         "`cispo` CISPO, TokenMean; `sapo` SAPO, SequenceMean",
-        "a surrogate of that kind keeps its numbers; `cispo` needs `--epsilon_high` unless the recipe is CISPO's. `bnpo` "
-        "is refused: it divides by the tokens of one microbatch. ConstantLength's length is the generation budget",
+        "a surrogate of that kind keeps its numbers; `cispo` needs `--epsilon_high` unless the recipe is CISPO's. "
+        "`bnpo` is refused: it divides by the tokens of one microbatch. ConstantLength's constant is the generation "
+        "budget",
     ),
     _trl(
         "importance_sampling_level",
@@ -73,8 +74,8 @@ TRL = (
         "delta",
         ("surrogate",),
         "PPOClip's `dual`; `None` for none",
-        "INTELLECT-2's upper clamp of the unclipped ratio: the dual clip exactly, where it is at least 1 + `high`; refused "
-        "below",
+        "INTELLECT-2's upper clamp of the unclipped ratio: the dual clip exactly, where it is at least 1 + `high`; "
+        "refused below",
     ),
     _trl("sapo_temperature_pos", ("surrogate",), "SAPO's `tau_pos`"),
     _trl("sapo_temperature_neg", ("surrogate",), "SAPO's `tau_neg`"),

@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig: what each name does to a recipe. Surrogate and ratio come first, in whatever order they are given."""
+"""TRL's GRPOConfig: what each name does to a recipe. Surrogate and ratio come first, whatever the order given."""
 
 import dataclasses
 
@@ -90,7 +90,7 @@ def _bounds(fields: Fields, given: Given) -> Fields:
     if high < 1:
         given.refuse(
             "epsilon_high",
-            f"for CISPO it is the ratio itself in TRL, and {high:g} would scale every gradient by {high:g} or less (its "
+            f"for CISPO it is the ratio itself in TRL, and {high:g} would scale gradients by {high:g} or less (the "
             f"default of 0.2 does that): for a bound {high:g} above 1 write --epsilon_high {1 + high:g}; 5.0 is usual",
         )
     return {"surrogate": dataclasses.replace(fields["surrogate"], ratio_max=high)}

@@ -1,4 +1,4 @@
-"""verl's overrides: what each name does to a recipe. Surrogate and ratio come first, in whatever order they are given."""
+"""verl's overrides: what each name does to a recipe. Surrogate and ratio come first, whatever the order given."""
 
 import dataclasses
 
