@@ -53,6 +53,7 @@ TRANSLATED = [
     ("grpo", "beta=0", NO_KL),
     ("prorl", "beta=0.04", in_loss(kl.K3(), 0.04)),
     ("dapo", "beta=0.04 use_bias_correction_kl=True", in_loss(kl.UnbiasedK3(), 0.04)),
+    ("deepseek_v3_2", "beta=0.01", {"kl_coef": 0.01}),
     ("grpo", "use_bias_correction_kl=true", {"kl": kl.UnbiasedK3()}),
     ("grpo", "use_bias_correction_kl=False", {}),
     ("grpo", "scale_rewards=True", {"advantage": GroupZScore(eps=1e-4)}),
@@ -99,11 +100,16 @@ TRANSLATED = [
     ("rloo", "algorithm.kl_ctrl.kl_coef=0.03", in_reward(LeaveOneOut(), 0.03)),
     ("grpo", f"algorithm.use_kl_in_reward=True {ACTOR}use_kl_loss=False", in_reward(GroupZScore(), 0.001)),
     ("dapo", "algorithm.use_kl_in_reward=False", {}),
+    ("k2 in reward", f"{ACTOR}use_kl_loss=False", {}),
+    ("k2 in reward", "algorithm.use_kl_in_reward=False", {"advantage": LeaveOneOut(), **NO_KL}),
     ("dapo", "algorithm.filter_groups.enable=False", {"filter_groups": False}),
     ("dapo", f"{CORRECTION}rollout_is=token", {"correction": ratios.TruncatedIS(2.0, "token")}),
     ("dapo", f"{CORRECTION}rollout_is_threshold=3 {CORRECTION}rollout_is=sequence",
      {"correction": ratios.TruncatedIS(3.0, "sequence")}),
     ("dapo", f"{CORRECTION}rollout_is=null", {}),
+    ("corrected", f"{CORRECTION}rollout_is=null", {"correction": None}),
+    ("corrected", f"{CORRECTION}rollout_is_threshold=3", {"correction": ratios.TruncatedIS(3.0, "sequence")}),
+    ("corrected", f"{CORRECTION}rollout_is=token", {"correction": ratios.TruncatedIS(5.0, "token")}),
     ("grpo", f"{ACTOR}entropy_coeff=0.001", {"entropy_coef": 0.001}),
 ]  # fmt: skip
 
@@ -130,7 +136,11 @@ REFUSED = [
     ("gspo", "loss_type=dapo", "needs SequenceMean"),
     ("dapo", "use_bias_correction_kl=True", "there is no KL in the loss"),
     ("gspo", "use_bias_correction_kl=True beta=0.1", "the sequence's ratio"),
+    ("penalty", "beta=0.1", "the KL of PenaltyKL is none to a reference"),
+    ("penalty", f"{ACTOR}kl_loss_coef=0.1", "the KL of PenaltyKL is none to a reference"),
+    ("k2 in reward", f"{ACTOR}use_kl_loss=True", "there is one KL", "use_kl_in_reward=False"),
     ("rloo", "scale_rewards=none", "this recipe has LeaveOneOut"),
+    ("k2 in reward", "scale_rewards=none", "this recipe has LeaveOneOut"),
     ("grpo", "entropy_coef=0.1", "by SequenceMean", "--recipe.algorithm.entropy_coef 0.1"),
     ("grpo", f"{VLLM}correction=True", f"say how with --{VLLM}mode: token_truncate"),
     ("grpo", f"{VLLM}clip_max=2", "say how"),
@@ -163,8 +173,12 @@ REFUSED = [
     ("dapo", f"{CORRECTION}rollout_is=null {CORRECTION}rollout_is_threshold=3", "rollout_is=token"),
 ]  # fmt: skip
 
-OURS = {key: dataclasses.replace(RECIPES["grpo"], name=key, algorithm=algorithm) for key, algorithm in PRESETS.items()}
-START = OURS | RECIPES
+ALGORITHMS = PRESETS | {
+    "k2 in reward": dataclasses.replace(PRESETS["rloo"], kl=kl.K2(), kl_coef=0.1),
+    "corrected": dataclasses.replace(PRESETS["dapo"], correction=ratios.TruncatedIS(5.0, "sequence")),
+    "penalty": dataclasses.replace(PRESETS["dapo"], surrogate=surrogates.PenaltyKL(), kl_coef=1.0),
+}
+START = {key: dataclasses.replace(RECIPES["grpo"], name=key, algorithm=a) for key, a in ALGORITHMS.items()} | RECIPES
 
 
 def given(line):
@@ -182,8 +196,10 @@ def test_a_name_changes_what_it_says_and_nothing_else(start, line, becomes):
     assert values(recipe) == values(START[start]) | becomes
     backwards = translate(START[start], dict(reversed(given(line).items())))
     assert backwards == recipe
+    changed = {name for name, value in values(recipe).items() if value != values(START[start])[name]}
     said = {field for name in given(line) for field in SPELLINGS[name].fields}
-    assert {"advantage" if field == "kl_in" else field for field in becomes} <= said | {"advantage"}
+    # A KL in the reward is put around the estimator.
+    assert changed <= (said | {"advantage"} if "kl_coef" in said else said)
     assert [text.split(": ")[0] for text in explain(recipe, given(line))] == [
         SPELLINGS[name].typed(value) for name, value in given(line).items()
     ]
@@ -253,8 +269,8 @@ def test_a_saved_run_holds_our_own_names_only(start, line):
 
 
 def test_spellings_are_taken_out_of_the_arguments():
-    line = f"--steps 3 --epsilon-high=0.3 {ACTOR}tau_pos=1 --beta -0.1 +{ACTOR}tau_neg=2 beta=1 --{ACTOR}clip_ratio 3 --fresh"
-    arguments = line.split()
+    ours, foreign = "--steps 3 beta=1", f"--epsilon-high=0.3 {ACTOR}tau_pos=1 --beta -0.1"
+    arguments = f"{ours} {foreign} +{ACTOR}tau_neg=2 --{ACTOR}clip_ratio 3 --fresh".split()
     assert take_spellings(arguments) == {
         "epsilon_high": "0.3",
         f"{ACTOR}tau_pos": "1",
@@ -272,7 +288,7 @@ COMMANDS = {
     "train smoke --beta 0.1 --beta=0.2": ["--beta is given twice"],
     "train smoke --beta 0.1 --stpes 3": ["no option --stpes", "did you mean --steps?"],
     f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
-    "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path", "docs/dialects.md"],
+    "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],
     "train smoke data.train_batch_size=3": ["Unrecognized options: data.train_batch_size=3"],
     "train smoke --recipe cispo --epsilon_high 0.2": ["--epsilon_high 0.2", "write --epsilon_high 1.2"],
     f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
