@@ -1,6 +1,8 @@
 """``jaxrl-llm train``: settings, the run's directory, then the training itself."""
 
 import contextlib
+import dataclasses
+import difflib
 import json
 import os
 import shlex
@@ -13,15 +15,23 @@ from pathlib import Path
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.cli.flags import first, parse, quiet, take, writable
+from jaxrl_llm.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.pretrained import check_name
 
 USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs) or a Python file that sets config = Run(...).
-jaxrl-llm train CONFIG --help lists the fields with their values."""
+jaxrl-llm train CONFIG --help lists the fields with their values.
+TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
-HELP = "--recipe NAME takes another method, --fresh starts over in a new folder."
+HELP = (
+    "--recipe NAME takes another method, --fresh starts over in a new folder. "
+    "TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."
+)
+
+OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name}
+"""What verl's overrides that say something of the loss begin with."""
 
 
 def train(arguments: list[str]) -> int:
@@ -35,6 +45,9 @@ def train(arguments: list[str]) -> int:
     fresh, recipe = take(arguments, "--fresh", False), take(arguments, "--recipe", True)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
+    foreign = take_spellings(arguments)
+    translated = translate(settings.recipe, foreign)
+    settings = dataclasses.replace(settings, recipe=translated)
     settings = parse(configs.Run, arguments, f"jaxrl-llm train {given}", HELP, settings)
     configs.validate(settings)
     check_name(settings.model)
@@ -42,6 +55,8 @@ def train(arguments: list[str]) -> int:
     if finished(directory, settings):
         return 0
     with claimed(directory, settings):
+        for line in explain(translated, foreign):
+            print(line, file=sys.stderr)
         hint_accelerator()
         from jaxrl_llm.train import train as run_training
 
@@ -52,6 +67,38 @@ def train(arguments: list[str]) -> int:
 
         print_summary(summarise(directory, shlex.quote(given), time.monotonic() - began))
     return code
+
+
+def take_spellings(arguments: list[str]) -> dict[str, str]:
+    """Remove what is spelled as TRL (``--name value``) or verl (also ``name=value``) does; values by name.
+
+    Raises:
+      InputError: one is given twice or has no value, or an override begins as verl's do and is none that is known.
+    """
+    found, rest = {}, []
+    while arguments:
+        argument = arguments.pop(0)
+        name, equals, value = argument.partition("=")
+        dashed = name.startswith("--")
+        name = name.removeprefix("--").replace("-", "_") if dashed else name.lstrip("+")
+        if not dashed and (not equals or name.partition(".")[0] not in OVERRIDES):
+            rest.append(argument)
+        elif name in SPELLINGS:
+            if name in found:
+                raise InputError(f"{argument.partition('=')[0]} is given twice")
+            if not equals and arguments and not arguments[0].startswith("--"):
+                value = arguments.pop(0)
+            if not value:
+                raise InputError(f"{argument.partition('=')[0]} needs a value")
+            found[name] = value
+        elif dashed:
+            rest.append(argument)
+        else:
+            close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
+            hint = f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+            raise InputError(f"no translation of {name}: {hint}")
+    arguments[:] = rest
+    return found
 
 
 def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
