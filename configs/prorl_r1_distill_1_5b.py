@@ -17,7 +17,7 @@ stagnation (three evaluations without a better one).
 
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.recipes import PRORL
+from jaxrl_llm.recipes import PRORL_V1
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import HubDataset, Task
 
@@ -32,7 +32,7 @@ config = Run(
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
         holdout=0.005,
     ),
-    recipe=PRORL,
+    recipe=PRORL_V1,
     rollout=Rollout(
         prompts=256,
         group=16,

@@ -22,7 +22,7 @@ from jaxrl_llm.checkpoint import Checkpoints, group_from_json, group_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
-from jaxrl_llm.learner.epochs import abstract_state
+from jaxrl_llm.learner.epochs import abstract_state, reset_optimiser
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import make_update
 from jaxrl_llm.models import load_pretrained
@@ -126,11 +126,12 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             progress.status("updating")
             updating = time.perf_counter()
             if batch.groups:
-                samples = to_samples(run, batch.groups, batch.fresh)
+                samples, measured = to_samples(run, batch.groups, batch.fresh, state.reference, parts.layout, mesh)
                 state, metrics = learner.learn(
-                    state, samples, run.learner, parts.layout, parts.update, run.rollout.temperature, run.seed + step, mesh
+                    state, samples, run.learner, parts.layout, parts.update, run.rollout.temperature, run.seed + step, mesh,
+                    run.recipe.algorithm.kl_in_loss,
                 )
-                row |= metrics
+                row |= metrics | measured
             else:
                 row["event/no_informative_groups"] = True
             row["time/update_s"] = time.perf_counter() - updating
@@ -144,6 +145,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
                 found = None
             if run.recipe.reference_reset and step % run.recipe.reference_reset == 0:
                 state, row["event/reference_reset"] = reset_reference(state, run, optimiser), True
+            if run.recipe.optimiser_reset and step % run.recipe.optimiser_reset == 0:
+                state, row["event/optimiser_reset"] = reset_optimiser(state, optimiser), True
 
             broken = not math.isfinite(row.get("grad_norm", 0.0))
             row |= {"event/not_a_number": True} if broken else {}
@@ -183,7 +186,8 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh)
     sampler = Sampler(
-        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops), rollout.group, run.seed, progress.status, progress.note
+        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops), rollout.group, run.seed,
+        run.recipe.shaping, progress.status, progress.note
     )
     answers = dataclasses.replace(rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0)
 
@@ -214,19 +218,17 @@ def sampling_weights(policy: Decoder, dtype: Any) -> Decoder:
     return cast(policy, dtype)
 
 
-def to_samples(run: Run, groups: list[Group], fresh: list[bool]) -> list[list[learner.Sample]]:
-    """Groups as the learner sees them: one advantage for each completion, and which tokens the loss counts."""
-    advantages = np.asarray(run.recipe.algorithm.advantage(np.stack([g.rewards for g in groups]).astype(np.float32)))
-
-    def one(group: Group, index: int, advantage: float, new: bool) -> learner.Sample:
-        c = group.completions[index]
-        dropped = run.recipe.drop_truncated and c.finish_reason == "length"
-        return learner.Sample(group.prompt, c.tokens, c.mask & (not dropped), c.sampler_logp, float(advantage), new)
-
-    return [
-        [one(group, i, advantage, new) for i, advantage in enumerate(row)]
-        for group, row, new in zip(groups, advantages, fresh, strict=True)
-    ]
+def to_samples(
+    run: Run, groups: list[Group], fresh: list[bool], reference: Decoder | None, layout: learner.Layout, mesh: Any
+) -> tuple[list[list[learner.Sample]], dict[str, float]]:
+    """Groups as the learner sees them: what each token is worth, and whether the loss counts it."""
+    algorithm = run.recipe.algorithm
+    rewards = np.stack([g.rewards for g in groups])
+    if algorithm.advantage.several:
+        parts = [np.stack([part.weight * g.parts[part.name] for g in groups]) for part in configs.rewards(run)]
+        rewards = np.stack(parts, axis=-1)
+    score = lambda samples: learner.completion_logps(reference, samples, run.learner, layout, run.rollout.temperature, mesh)
+    return learner.to_samples(algorithm, groups, fresh, rewards, run.recipe.drop_truncated, layout.completion_tokens, score)
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
@@ -260,8 +262,8 @@ def after_evaluation(run: Run, state: TrainState, host: Host, found: Evaluated |
 def reset_reference(state: TrainState, run: Run, optimiser: Any) -> TrainState:
     """The policy as it is becomes the reference, in buffers of its own; the optimiser starts anew if the recipe says so."""
     reference = jax.tree.map(jnp.copy, state.policy) if state.reference is not None else None
-    opt_state = jax.jit(optimiser.init)(state.policy) if run.recipe.reset_optimiser else state.opt_state
-    return state._replace(reference=reference, opt_state=opt_state)
+    state = state._replace(reference=reference)
+    return reset_optimiser(state, optimiser) if run.recipe.reset_optimiser else state
 
 
 LOGGED_ANSWERS = 200

@@ -9,7 +9,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.recipes import DAPO, PRORL, RECIPES
+from jaxrl_llm.recipes import DAPO, PRORL_V1, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
@@ -115,7 +115,7 @@ REFUSED = [
     ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
     ("recipe.reference_reset", 5, "recipe.reference_reset 5 has no reference to reset"),
     ("recipe.reset_on_stall", 5, "recipe.reset_on_stall 5 has no reference to reset"),
-    ("recipe", PRORL, "waits for evaluations: set evaluation.every above 0"),
+    ("recipe", PRORL_V1, "waits for evaluations: set evaluation.every above 0"),
     ("evaluation.samples", 4, "set evaluation.temperature above 0"),
     ("evaluation.temperature", -1.0, "evaluation.temperature must be at least 0"),
     ("evaluation.top_p", 0.0, "evaluation.top_p must be above 0"),

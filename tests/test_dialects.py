@@ -34,7 +34,7 @@ def in_reward(estimator, coef):
 TRANSLATED = [
     ("dapo", "loss_type=grpo", {"reduce": reduce.SequenceMean()}),
     ("grpo", "loss_type=dapo", {"reduce": reduce.TokenMean()}),
-    ("grpo", "loss_type=dr_grpo", {"reduce": PRESETS["dr_grpo"].reduce}),
+    ("grpo", "loss_type=dr_grpo", {"reduce": reduce.ConstantLength(None)}),
     ("dapo", "loss_type=sapo", {"surrogate": SAPO(1.0, 1.05), "reduce": reduce.SequenceMean()}),
     ("grpo", "epsilon_high=5 loss_type=cispo", {"surrogate": CISPO(5.0), "reduce": reduce.TokenMean()}),
     ("cispo", "loss_type=cispo", {}),

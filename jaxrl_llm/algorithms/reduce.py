@@ -71,15 +71,26 @@ class SequenceSum(Reducer):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantLength(Reducer):
-    """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded; ``length`` is the generation budget in tokens."""
+    """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded (arXiv 2503.20783).
 
-    length: int
+    ``length`` is the generation budget in tokens, the same for all of training; None waits for the trainer to put in the
+    run's.
+    """
+
+    length: int | None
 
     def __post_init__(self):
-        positive(self, "length")
+        if self.length is not None:
+            positive(self, "length")
 
     def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """A scalar."""
+        """A scalar.
+
+        Raises:
+          ValueError: the length is None.
+        """
+        if self.length is None:
+            raise ValueError("ConstantLength.length must be given: the generation budget in tokens")
         return 1 / (sequence_count * self.length)
 
 

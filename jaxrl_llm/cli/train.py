@@ -49,6 +49,7 @@ def train(arguments: list[str]) -> int:
     translated = translate(settings.recipe, foreign)
     settings = dataclasses.replace(settings, recipe=translated)
     settings = parse(configs.Run, arguments, f"jaxrl-llm train {given}", HELP, settings)
+    settings = configs.resolved(settings)
     configs.validate(settings)
     check_name(settings.model)
     directory = choose_directory(settings, name, fresh)

@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, checked in one place, saved as JSON that loads again."""
 
 from jaxrl_llm.config.files import config_folder, config_names, load_config, with_recipe
-from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring
+from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, resolved
 from jaxrl_llm.config.saved import FREE_TO_CHANGE, changes, flat, from_json, load_json, to_json
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, validate_on_devices
 
@@ -20,6 +20,7 @@ __all__ = [
     "load_config",
     "load_json",
     "require",
+    "resolved",
     "rewards",
     "to_json",
     "validate",

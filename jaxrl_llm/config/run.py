@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards.shaping import Accuracy, Reward
@@ -98,3 +99,13 @@ class Run:
     steps: int = 100
     seed: int = 0
     run_dir: str | None = None
+
+
+def resolved(run: Run) -> Run:
+    """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant."""
+    rollout, algorithm = run.rollout, run.recipe.algorithm
+    if rollout.temperature is None:
+        rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)
+    if algorithm.reduce == ConstantLength(None):
+        algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
+    return dataclasses.replace(run, rollout=rollout, recipe=dataclasses.replace(run.recipe, algorithm=algorithm))

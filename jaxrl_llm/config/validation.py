@@ -3,10 +3,10 @@
 import math
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.run import Run, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Learner
-from jaxrl_llm.rewards import shaping
+from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import Reward, SoftOverlong
 from jaxrl_llm.rollout.settings import Rollout
 
@@ -22,6 +22,7 @@ def require(fine: bool, message: str) -> None:
 
 def validate(run: Run) -> None:
     """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
+    run = resolved(run)
     _check_counts(run)
     _check_rollout(run)
     _check_learner(run.learner, run.rollout)
@@ -67,6 +68,7 @@ def _check_counts(run: Run) -> None:
         "learner.row_tokens": learner.row_tokens,
         "recipe.reference_reset": run.recipe.reference_reset,
         "recipe.reset_on_stall": run.recipe.reset_on_stall,
+        "recipe.optimiser_reset": run.recipe.optimiser_reset,
     }.items():
         require(value >= 0, f"{name} must be at least 0, got {value}")
     require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
@@ -135,6 +137,20 @@ def _check_recipe(run: Run) -> None:
     require(
         0 <= recipe.overlong_share < 1, f"recipe.overlong_share must be from 0 to below 1, got {recipe.overlong_share}"
     )
+    estimator = recipe.algorithm.advantage
+    missing = [name for name in ("values", "step_rewards") if name in estimator.needs]
+    require(
+        not missing,
+        f"recipe.algorithm.advantage {type(estimator).__name__} needs {' and '.join(missing)}, which this trainer does not "
+        "make: take an estimator of outcome rewards, such as GroupZScore",
+    )
+    weights = getattr(estimator, "weights", ())
+    require(
+        not weights or len(weights) == len(rewards(run)),
+        f"recipe.algorithm.advantage.weights has {len(weights)} entries for {len(rewards(run))} rewards: give one for each",
+    )
+    for shape in recipe.shaping:
+        group_shaping.check(shape)
     for name in ("reference_reset", "reset_on_stall"):
         value = getattr(recipe, name)
         require(

@@ -4,9 +4,8 @@ import dataclasses
 
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
-from jaxrl_llm.algorithms.presets import PRESETS
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
-from jaxrl_llm.algorithms.reduce import SequenceMean, TokenMean
+from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
 from jaxrl_llm.dialects.given import Given
 from jaxrl_llm.dialects.pieces import Fields, check_range, fields_of, kept, kind, with_bounds, with_temperatures
@@ -14,7 +13,7 @@ from jaxrl_llm.recipes import Recipe
 
 LOSSES = {
     "grpo": (PPOClip, SequenceMean()),
-    "dr_grpo": (PPOClip, PRESETS["dr_grpo"].reduce),
+    "dr_grpo": (PPOClip, ConstantLength(None)),
     "dapo": (PPOClip, TokenMean()),
     "cispo": (CISPO, TokenMean()),
     "sapo": (SAPO, SequenceMean()),

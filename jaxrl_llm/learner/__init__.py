@@ -3,10 +3,23 @@
 from jaxrl_llm.lazy import attach
 from jaxrl_llm.learner.settings import Learner, Optimiser
 
-__all__ = ["Layout", "Learner", "Optimiser", "Packed", "Sample", "create_state", "learn", "make_update", "pack"]
+__all__ = [
+    "Layout",
+    "Learner",
+    "Optimiser",
+    "Packed",
+    "Sample",
+    "completion_logps",
+    "create_state",
+    "learn",
+    "make_update",
+    "pack",
+    "to_samples",
+]
 
 __getattr__ = attach(
     __name__,
     {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "batch"}
-    | {"create_state": "epochs", "learn": "epochs", "make_update": "update"},
+    | {"completion_logps": "epochs", "create_state": "epochs", "learn": "epochs"}
+    | {"make_update": "update", "to_samples": "samples"},
 )

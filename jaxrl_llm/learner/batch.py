@@ -24,7 +24,7 @@ class Sample:
       tokens: int32[t].
       mask: bool[t], tokens that the loss counts.
       sampler_logp: float32[t], nats.
-      advantage: float.
+      advantage: a number, or float[t], one for each token.
       fresh: sampled by the policy that this step updates; if not, ``sampler_logp`` stands in for ``old_logp``.
     """
 
@@ -32,7 +32,7 @@ class Sample:
     tokens: np.ndarray
     mask: np.ndarray
     sampler_logp: np.ndarray
-    advantage: float
+    advantage: float | np.ndarray
     fresh: bool = True
 
 
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
       target: int32[M, N], the token predicted.
       place: int32[M, N], where its log-probability goes in the flat [B * T]; B * T for padding, which is dropped.
       mask: bool[M, B, T].
-      advantages: float32[M, B].
+      advantages: float32[M, B], or [M, B, T] where they differ by token.
       sampler_logp: float32[M, B, T].
       fresh: bool[M, B].
       count: int32[], microbatches that hold anything; the rest is padding.
@@ -101,13 +101,23 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     predictions = max(sum(len(samples[i].tokens) for row in batch for piece in row for i in piece) for batch in batches)
     quarter = -(-layout.rows * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
-    empty = _arrays(_power_of_two(len(batches)), layout, width, predictions)
+    empty = _arrays(_power_of_two(len(batches)), layout, width, predictions, by_token=np.ndim(samples[0].advantage) == 1)
     for number, batch in enumerate(batches):
         _write(Packed(Rows(*(x[number] for x in empty.rows)), *(x[number] for x in empty[1:8]), *empty[8:]), batch, samples, layout)
     counted = [s.mask.sum() for s in samples]
     return empty._replace(
         count=np.int32(len(batches)), tokens=np.float32(sum(counted)), sequences=np.float32(sum(c > 0 for c in counted))
     )
+
+
+def places(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
+    """Where ``pack`` puts each sample: its microbatch, and its row of [B, T] there."""
+    rows = _fill_rows(samples, layout.row_tokens)
+    found: dict[int, tuple[int, int]] = {}
+    for microbatch, start in enumerate(range(0, len(rows), layout.rows)):
+        order = [index for row in rows[start : start + layout.rows] for piece in row for index in piece]
+        found |= {index: (microbatch, place) for place, index in enumerate(order)}
+    return [found[index] for index in range(len(samples))]
 
 
 def _fill_rows(samples: Sequence[Sample], room: int) -> list[list[Piece]]:
@@ -143,7 +153,7 @@ def _by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _arrays(count: int, layout: Layout, width: int, predictions: int) -> Packed:
+def _arrays(count: int, layout: Layout, width: int, predictions: int, by_token: bool) -> Packed:
     """Microbatches of nothing but padding."""
     R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
     ints = lambda *shape: np.zeros((count, *shape), np.int32)
@@ -151,8 +161,9 @@ def _arrays(count: int, layout: Layout, width: int, predictions: int) -> Packed:
     place = np.full((count, predictions), width * T, np.int32)
     mask, logp = np.zeros((count, width, T), bool), np.zeros((count, width, T), np.float32)
     fresh = np.ones((count, width), bool)
+    advantages = np.zeros_like(logp if by_token else logp[..., 0])
     return Packed(
-        rows, ints(predictions), ints(predictions), place, mask, logp[..., 0].copy(), logp, fresh, np.int32(0), np.float32(0), np.float32(0)
+        rows, ints(predictions), ints(predictions), place, mask, advantages, logp, fresh, np.int32(0), np.float32(0), np.float32(0)
     )
 
 
@@ -173,7 +184,8 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
                 out.target[at] = sample.tokens
                 out.place[at] = sequence * layout.completion_tokens + np.arange(size)
                 out.mask[sequence, :size], out.sampler_logp[sequence, :size] = sample.mask, sample.sampler_logp
-                out.advantages[sequence], out.fresh[sequence] = sample.advantage, sample.fresh
+                out.fresh[sequence] = sample.fresh
+                out.advantages[(sequence, slice(size)) if np.ndim(sample.advantage) else sequence] = sample.advantage
                 column, used, sequence = column + size, used + size, sequence + 1
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack
+from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.decoder import Decoder
@@ -29,6 +29,12 @@ def create_state(model: Decoder, optimiser: optax.GradientTransformation, refere
     return jax.jit(build, out_shardings=layout)(model)
 
 
+def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
+    """The state with an optimiser that has seen nothing, laid out as the one before."""
+    layout = jax.tree.map(lambda x: x.sharding, state.opt_state)
+    return state._replace(opt_state=jax.jit(optimiser.init, out_shardings=layout)(state.policy))
+
+
 def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool) -> TrainState:
     """Shapes and dtypes of the state, without arrays."""
     return jax.eval_shape(lambda m: TrainState(m, optimiser.init(m), m if reference else None, jnp.int32(0)), model)
@@ -42,7 +48,7 @@ def place(packed: Packed, mesh: Mesh) -> Packed:
 
 def learn(
     state: TrainState, groups: Sequence[Sequence[Sample]], settings: Learner, layout: Layout, update: Callable[..., Any],
-    temperature: float, seed: int, mesh: Mesh,
+    temperature: float, seed: int, mesh: Mesh, reference: bool = True,
 ) -> tuple[TrainState, dict[str, float]]:
     """Every epoch over every minibatch of the groups.
 
@@ -55,13 +61,15 @@ def learn(
       temperature: of the sampling, applied to every log-probability.
       seed: orders the groups anew in each epoch after the first.
       mesh: where the state lives.
+      reference: whether the loss reads the reference, if the state has one.
 
     Returns:
       The new state, and metrics averaged over the updates made (``sampler/`` ones from the first, the only on-policy one).
     """
     anchor = settings.epochs * settings.minibatches > 1
     rows: list[dict[str, float]] = []
-    batches = _scored(state, _split(groups, settings.minibatches), settings, layout, temperature, mesh, anchor)
+    state_in_loss = state if reference else state._replace(reference=None)
+    batches = _scored(state_in_loss, _split(groups, settings.minibatches), settings, layout, temperature, mesh, anchor)
     for epoch in range(settings.epochs):
         order = np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
         for index in order:
@@ -94,6 +102,15 @@ def _scored(
         reference = run(state.reference) if state.reference is not None else None
         out.append(packed._replace(old_logp=old, ref_logp=reference))
     return out
+
+
+def completion_logps(
+    model: Decoder, samples: Sequence[Sample], settings: Learner, layout: Layout, temperature: float, mesh: Mesh
+) -> list[np.ndarray]:
+    """Log-probabilities (nats, float32[t]) of each sample's tokens under a model that is not differentiated."""
+    packed = place(pack(samples, layout), mesh)
+    values = np.asarray(jax.device_get(score(model, packed, jnp.float32(temperature), settings.compute_dtype, settings.remat)))
+    return [values[at][: len(s.tokens)] for s, at in zip(samples, places(samples, layout), strict=True)]
 
 
 def _summary(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.tasks import Task, encode, problem_index
@@ -46,6 +47,7 @@ class Sampler:
       sampling: rules.
       group: G.
       seed: the run's; with the prompt's place in the stream it decides every random number.
+      shaping: changes of a group's rewards, in order.
       status: hears what is going on.
       note: hears what should stay visible.
     """
@@ -58,6 +60,7 @@ class Sampler:
     sampling: Sampling
     group: int
     seed: int
+    shaping: tuple[GroupShaping, ...]
     status: Status
     note: Status
 
@@ -80,6 +83,8 @@ class Sampler:
             for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
             for at in [slice(i * self.group, (i + 1) * self.group)]
         ]
+        for shape in self.shaping:
+            groups = [shape(group, version, self.sampling.max_new_tokens) for group in groups]
         counts = {"reward/errors": scores.errors, "reward/timeouts": scores.timeouts}
         return groups, {"time/rollout_s": sampled - start, "time/reward_s": time.perf_counter() - sampled} | counts
 

@@ -52,7 +52,7 @@ class Rollout:
       group: G, completions of each prompt.
       max_prompt_tokens: longer prompts are refused.
       max_new_tokens: longest completion, the stop token included.
-      temperature: of the sampling and of every log-probability; above 0.
+      temperature: of the sampling and of every log-probability; above 0. None takes the recipe's.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
       slots: completions sampled at one time.
@@ -64,7 +64,7 @@ class Rollout:
     group: int = 8
     max_prompt_tokens: int = 256
     max_new_tokens: int = 256
-    temperature: float = 1.0
+    temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     slots: int = 64

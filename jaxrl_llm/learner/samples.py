@@ -1,0 +1,81 @@
+"""From scored groups to samples: which tokens count, and what each of them is worth."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.learner.batch import Sample
+from jaxrl_llm.types import AdvantageContext, Group
+
+Reference = Callable[[Sequence[Sample]], list[np.ndarray]]
+"""Log-probabilities of each sample's tokens under the frozen reference."""
+
+
+def to_samples(
+    algorithm: Algorithm, groups: Sequence[Group], fresh: Sequence[bool], rewards: np.ndarray, drop_truncated: bool, length: int,
+    reference: Reference,
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """Groups as the learner sees them, and what was measured on the way.
+
+    Args:
+      algorithm: its estimator makes the advantages, of the whole batch at once.
+      groups: P groups of G completions.
+      fresh: for each group, whether the policy that learns sampled it.
+      rewards: float[P, G], or [P, G, n] for an estimator of several.
+      drop_truncated: leave completions that were cut off out of the loss; their rewards count.
+      length: T, the longest completion; the shape of what the estimator sees.
+      reference: asked only where the KL is in the reward.
+    """
+    samples = [
+        Sample(group.prompt, c.tokens, c.mask & (not (drop_truncated and c.finish_reason == "length")), c.sampler_logp, 0.0, new)
+        for group, new in zip(groups, fresh, strict=True)
+        for c in group.completions
+    ]
+    estimator = algorithm.advantage
+    context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
+    advantages = np.asarray(_estimate(estimator, rewards.astype(np.float32), context))
+    if estimator.needs:
+        values = [row[: len(s.tokens)] for s, row in zip(samples, advantages, strict=True)]
+    else:
+        values = [float(x) for x in advantages.reshape(-1)]
+    valued = [dataclasses.replace(s, advantage=value) for s, value in zip(samples, values, strict=True)]
+    size = len(groups[0].completions)
+    return [valued[i : i + size] for i in range(0, len(valued), size)], _measured(algorithm, context)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _estimate(estimator: Any, rewards: np.ndarray, context: AdvantageContext | None) -> jax.Array:
+    return estimator(rewards, context)
+
+
+def _context(samples: Sequence[Sample], needs: Sequence[str], length: int, reference: Reference) -> AdvantageContext:
+    """What an estimator may need beside rewards, [B, T] each.
+
+    A KL in the reward is that of the policy which sampled: the sampler's own log-probabilities stand for it, for carried
+    groups too.
+    """
+
+    def padded(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        out = np.zeros((len(rows), length), dtype)
+        for row, values in zip(out, rows, strict=True):
+            row[: len(values)] = values
+        return out
+
+    context = AdvantageContext(mask=padded([s.mask for s in samples], bool))
+    if "ref_logp" not in needs:
+        return context
+    old = padded([s.sampler_logp for s in samples], np.float32)
+    return context._replace(old_logp=old, ref_logp=padded(reference(samples), np.float32))
+
+
+def _measured(algorithm: Algorithm, context: AdvantageContext | None) -> dict[str, float]:
+    """``kl``: the estimate's mean over tokens, where it is in the reward and so not seen by the loss."""
+    if context is None or context.ref_logp is None:
+        return {}
+    estimate = np.asarray(algorithm.kl(context.old_logp, context.ref_logp))
+    return {"kl": float(np.sum(estimate * context.mask) / max(np.sum(context.mask), 1))}

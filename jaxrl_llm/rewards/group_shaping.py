@@ -1,0 +1,85 @@
+"""Changes of a group's rewards that need more than one completion: the others of its group, or how far the run is.
+
+Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` are the
+optimiser updates so far, ``budget`` is the run's longest completion in tokens. Accuracy, which group filters read, stays.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.shaping import CosineLength
+from jaxrl_llm.types import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class StopProperly:
+    """Rewards of completions that were cut off are multiplied by ``scale``: ProRL v2's "stop properly", whose scale is 0."""
+
+    scale: float = 0.0
+
+    def __call__(self, group: Group, updates: int, budget: int) -> Group:
+        """See the module."""
+        cut = np.array([c.finish_reason == "length" for c in group.completions])
+        return dataclasses.replace(group, rewards=np.where(cut, group.rewards * self.scale, group.rewards))
+
+
+@dataclasses.dataclass(frozen=True)
+class RelativeLength:
+    """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), added with ``weight`` after ``warmup`` updates.
+
+    ``lam = 0.5 - (length - shortest) / (longest - shortest)`` within the group; a right answer gets lam, a wrong one
+    min(0, lam), and all get 0 where the lengths are equal. The paper publishes neither weight nor warm-up.
+    """
+
+    weight: float = 1.0
+    warmup: int = 0
+
+    def __call__(self, group: Group, updates: int, budget: int) -> Group:
+        """See the module."""
+        lengths = np.array([len(c.tokens) for c in group.completions], np.float64)
+        spread = lengths.max() - lengths.min()
+        lam = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros_like(lengths)
+        part = np.where(group.accuracy >= 1, lam, np.minimum(0, lam))
+        return _added(group, "relative_length", part, self.weight if updates >= self.warmup else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthCycle:
+    """ProRL v2's scheduled cosine of the length: ``CosineLength`` up to the budget, for ``on`` of every ``on + off`` updates.
+
+    The weight is ours: the recipes publish none.
+    """
+
+    low: float = -1.0
+    high: float = 0.0
+    weight: float = 0.5
+    on: int = 100
+    off: int = 500
+
+    def __call__(self, group: Group, updates: int, budget: int) -> Group:
+        """See the module."""
+        cosine = CosineLength(budget, self.low, self.high)
+        part = np.array([cosine(group.problem, c) for c in group.completions])
+        return _added(group, "cosine_length", part, self.weight if updates % (self.on + self.off) < self.on else 0.0)
+
+
+GroupShaping = StopProperly | RelativeLength | LengthCycle
+
+
+def check(shaping: GroupShaping) -> None:
+    """Refuses a shaping that cannot work.
+
+    Raises:
+      InputError: a number out of its range.
+    """
+    for name in ("warmup", "on", "off"):
+        if getattr(shaping, name, 0) < 0:
+            raise InputError(f"{type(shaping).__name__}.{name} must be at least 0, got {getattr(shaping, name)}")
+    if isinstance(shaping, LengthCycle) and shaping.on == 0:
+        raise InputError("LengthCycle.on is 0, so that it is never on: leave it out, or set at least 1")
+
+
+def _added(group: Group, name: str, part: np.ndarray, weight: float) -> Group:
+    return dataclasses.replace(group, rewards=group.rewards + weight * part, parts=group.parts | {name: part})
