@@ -24,11 +24,13 @@ class Estimator:
     """What an estimator says of itself; a new one overrides what differs.
 
     Attributes:
-      needs: fields of the context; an estimator with any returns [B, T].
+      needs: fields of the context.
+      by_token: it returns [B, T].
       several: it takes all rewards of a completion, [P, G, n], not their sum.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
+    by_token: ClassVar[bool] = False
     several: ClassVar[bool] = False
 
 
@@ -145,6 +147,7 @@ class Whitened(Estimator):
     ddof: int = 1
     eps: float = 1e-8
     needs: ClassVar[tuple[str, ...]] = ("mask",)
+    by_token: ClassVar[bool] = True
 
     def __post_init__(self):
         one_of(self, "baseline", ("batch", "group"))
@@ -173,6 +176,7 @@ class ProcessSupervised(Estimator):
     ddof: int = 1
     eps: float = 1e-6
     needs: ClassVar[tuple[str, ...]] = ("mask", "step_rewards")
+    by_token: ClassVar[bool] = True
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and step_rewards [B, T]; returns float[B, T]."""
@@ -209,6 +213,7 @@ class GAE(Estimator):
     lam: float = 0.95
     whiten: bool = False
     needs: ClassVar[tuple[str, ...]] = ("mask", "values")
+    by_token: ClassVar[bool] = True
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""
@@ -265,6 +270,11 @@ class KLInReward(Estimator):
         """Fields of the context."""
         return tuple(dict.fromkeys(("mask", "old_logp", "ref_logp", *self.estimator.needs)))
 
+    @property
+    def by_token(self) -> bool:
+        """Whether it returns [B, T]."""
+        return self.estimator.by_token
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, old_logp and ref_logp [B, T]; returns what the estimator does.
 
@@ -275,7 +285,7 @@ class KLInReward(Estimator):
         mask, old_logp, ref_logp = arrays
         old_logp, ref_logp = (jnp.where(mask, x.astype(rewards.dtype), 0) for x in (old_logp, ref_logp))
         penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
-        if not self.estimator.needs:
+        if not self.by_token:
             return self.estimator(rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context)
         if context.step_rewards is not None:
             penalty += _steps(context, "a KL in the reward", mask, penalty.dtype)

@@ -39,7 +39,7 @@ def to_samples(
     estimator = algorithm.advantage
     context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
     advantages = np.asarray(_estimate(estimator, rewards.astype(np.float32), context))
-    if estimator.needs:
+    if estimator.by_token:
         values = [row[: len(s.tokens)] for s, row in zip(samples, advantages, strict=True)]
     else:
         values = [float(x) for x in advantages.reshape(-1)]

@@ -1,0 +1,127 @@
+"""What each token is worth: advantages of the whole batch, by completion and by token, on their way into packed rows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
+from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.learner import Layout, Learner, completion_logps, pack, to_samples
+from jaxrl_llm.learner.batch import places
+from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.types import Completion, Group, Problem
+from learner.rollouts import TEMPERATURE, G, T, one_device, padded, rollout, unpacked_logp
+from tiny import largest_difference, tiny
+
+PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
+MODEL = tiny("windows")
+REFERENCE = jax.tree.map(lambda a, b: a + 0.1 * b, MODEL, tiny("windows", 6))
+LAYOUT = Layout(2, 22, T)
+REWARDS = np.random.default_rng(3).normal(size=(3, G))
+
+
+def made():
+    """Groups whose completions are those of the tiny model's rollout; the third was cut off."""
+    found = []
+    for p, rewards in enumerate(REWARDS):
+        members = rollout()[p * G : (p + 1) * G]
+        completions = tuple(
+            Completion(s.tokens, s.sampler_logp, "length" if (p, i) == (0, 2) else "stop", s.mask, np.zeros(len(s.tokens), int))
+            for i, s in enumerate(members)
+        )
+        found.append(Group(PROBLEM, members[0].prompt, completions, rewards, rewards))
+    return found
+
+
+def reference(samples):
+    return completion_logps(REFERENCE, samples, Learner(remat="none"), LAYOUT, TEMPERATURE, one_device())
+
+
+def samples_of(algorithm, rewards=REWARDS, drop=False, score=reference):
+    groups, measured = to_samples(algorithm, made(), [True, False, True], rewards, drop, T, score)
+    return [s for group in groups for s in group], measured
+
+
+def refuse(samples):
+    raise AssertionError("nothing here reads the reference")
+
+
+def test_an_outcome_advantage_is_one_number():
+    samples, measured = samples_of(PRESETS["dr_grpo"], score=refuse)
+    wanted = REWARDS - REWARDS.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose([s.advantage for s in samples], wanted.reshape(-1), rtol=1e-5, atol=1e-6)
+    assert [s.fresh for s in samples] == [True] * G + [False] * G + [True] * G and not measured
+
+
+def test_what_was_cut_off_is_not_counted_where_the_recipe_says_so():
+    kept, dropped = (samples_of(PRESETS["dr_grpo"], drop=drop)[0] for drop in (False, True))
+    assert kept[2].mask.any() and not dropped[2].mask.any()
+    assert dropped[2].advantage == kept[2].advantage
+
+
+def test_several_rewards_reach_their_estimator():
+    algorithm = dataclasses.replace(PRESETS["dapo"], advantage=GDPO())
+    rewards = np.random.default_rng(0).normal(size=(3, G, 2))
+    samples, _ = samples_of(algorithm, rewards)
+    z = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(axis=1, ddof=1, keepdims=True)
+    total = z.sum(axis=-1)
+    np.testing.assert_allclose([s.advantage for s in samples], (total / total.std(ddof=1)).reshape(-1), rtol=1e-4)
+
+
+def test_logps_come_back_in_the_order_of_the_samples():
+    samples = rollout()
+    found = reference(samples)
+    wanted = np.asarray(unpacked_logp(REFERENCE, samples))
+    for s, values, row in zip(samples, found, wanted, strict=True):
+        np.testing.assert_allclose(values, row[: len(s.tokens)], atol=1e-5)
+    spots = places(samples, LAYOUT)
+    assert len(set(spots)) == len(samples) and max(m for m, _ in spots) > 0
+
+
+def test_a_kl_in_the_reward_of_each_token():
+    """REINFORCE++ written out: returns of R and -beta k1, whitened over the counted tokens of the batch."""
+    algorithm = dataclasses.replace(PRESETS["reinforce_pp"], kl_coef=0.1)
+    samples, measured = samples_of(algorithm)
+    ref, returns, gaps = reference(rollout()), [], []
+    for s, r, reward in zip(rollout(), ref, REWARDS.reshape(-1), strict=True):
+        gap = np.where(s.mask, s.sampler_logp - r, 0.0)
+        returns.append(reward - 0.1 * np.cumsum(gap[::-1])[::-1])
+        gaps.append(gap[s.mask])
+    valid = np.concatenate([x[s.mask] for x, s in zip(returns, samples, strict=True)])
+    for s, x in zip(samples, returns, strict=True):
+        wanted = np.where(s.mask, (x - valid.mean()) / valid.std(ddof=1), 0.0)
+        np.testing.assert_allclose(s.advantage, wanted, rtol=1e-4, atol=1e-5)
+    assert measured["kl"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)
+
+
+def test_a_kl_in_the_reward_of_a_sequence():
+    samples, _ = samples_of(dataclasses.replace(PRESETS["rloo"], kl_coef=0.1))
+    gaps = [np.sum((s.sampler_logp - r)[s.mask]) for s, r in zip(rollout(), reference(rollout()), strict=True)]
+    rewards = REWARDS - 0.1 * np.reshape(gaps, REWARDS.shape)
+    wanted = (rewards - rewards.mean(axis=1, keepdims=True)) * G / (G - 1)
+    np.testing.assert_allclose([s.advantage for s in samples], wanted.reshape(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_advantages_by_token_survive_packing():
+    algorithm = PRESETS["prorl_v2"]
+    samples, _ = samples_of(dataclasses.replace(algorithm, kl_coef=0.0))
+    samples = [dataclasses.replace(s, fresh=True, advantage=s.advantage * (1 + np.arange(len(s.tokens)))) for s in samples]
+    packed = pack(samples, LAYOUT)
+    ref = np.zeros(packed.mask.shape, np.float32)
+    for (m, b), values in zip(places(samples, LAYOUT), reference(samples), strict=True):
+        ref[m, b, : len(values)] = values
+    wide = np.zeros((len(samples), T), np.float32)
+    for row, values in zip(wide, reference(samples), strict=True):
+        row[: len(values)] = values
+    found, _ = jax.jit(
+        lambda m, p: accumulate(m, p, jnp.float32(TEMPERATURE), algorithm, compute_dtype="float32", remat="none")
+    )(MODEL, packed._replace(ref_logp=ref))
+
+    def loss(model):
+        batch = PolicyBatch(padded(samples, "advantage"), padded(samples, "mask"), None, wide)
+        return policy_loss(algorithm, unpacked_logp(model, samples), batch)[0]
+
+    assert largest_difference(found, jax.grad(loss)(MODEL)) < 1e-5

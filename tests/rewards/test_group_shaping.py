@@ -1,0 +1,73 @@
+"""Rewards that depend on the group or on how far the run is, against published numbers."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly, check
+from jaxrl_llm.types import Completion, Group, Problem
+from oracles import NUMBERS
+
+PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
+
+
+def group(lengths, rewards, reasons=None, accuracy=None):
+    completions = tuple(
+        Completion(np.zeros(n, np.int32), np.zeros(n), reason, np.ones(n, bool), np.zeros(n, np.int32))
+        for n, reason in zip(lengths, reasons or ["stop"] * len(lengths), strict=True)
+    )
+    rewards = np.asarray(rewards, np.float64)
+    return Group(PROBLEM, np.zeros(2, np.int32), completions, rewards, rewards if accuracy is None else np.asarray(accuracy))
+
+
+def test_the_relative_length_is_kimis():
+    numbers = NUMBERS["Kimi_length"]
+    given = group([int(n) for n in numbers["lens"]], numbers["correct"])
+    found = RelativeLength()(given, 0, 1000)
+    np.testing.assert_allclose(found.rewards - given.rewards, numbers["len_reward"])
+    np.testing.assert_allclose(found.parts["relative_length"], numbers["len_reward"])
+    np.testing.assert_array_equal(found.accuracy, given.accuracy)
+
+
+def test_equal_lengths_are_not_told_apart():
+    given = group([7, 7, 7], [1, 0, 1])
+    np.testing.assert_array_equal(RelativeLength()(given, 0, 10).rewards, given.rewards)
+
+
+def test_the_length_reward_waits_for_its_warm_up():
+    given = group([2, 4], [1, 1])
+    shape = RelativeLength(weight=0.2, warmup=3)
+    np.testing.assert_array_equal(shape(given, 2, 10).rewards, given.rewards)
+    np.testing.assert_allclose(shape(given, 3, 10).rewards, [1.1, 0.9])
+
+
+@pytest.mark.parametrize(("scale", "key"), [(0.0, "coef0"), (0.5, "coef0p5")])
+def test_answers_that_were_cut_off_lose_their_reward(scale, key):
+    numbers = NUMBERS["ProRLv2_stop_properly"]
+    reasons = ["length" if cut else "stop" for cut in numbers["truncated"]]
+    given = group([1, 2, 3], numbers["R"], reasons)
+    found = StopProperly(scale)(given, 0, 10)
+    np.testing.assert_allclose(found.rewards, numbers[key])
+    np.testing.assert_array_equal(found.accuracy, given.accuracy)
+
+
+def test_the_cosine_comes_and_goes_with_the_updates():
+    numbers = NUMBERS["ProRLv2_cosine"]
+    given = group(numbers["t"], [1.0] * 4)
+    shape = LengthCycle(numbers["eta_min"], numbers["eta_max"], weight=1.0, on=2, off=3)
+    for updates in range(12):
+        found = shape(given, updates, numbers["T"])
+        added = np.asarray(numbers["r"]) if updates % 5 < 2 else 0.0
+        np.testing.assert_allclose(found.rewards - given.rewards, np.broadcast_to(added, 4), atol=1e-12)
+        np.testing.assert_allclose(found.parts["cosine_length"], numbers["r"], atol=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "words"), [
+    (LengthCycle(on=0), "LengthCycle.on is 0"),
+    (LengthCycle(off=-1), "LengthCycle.off must be at least 0, got -1"),
+    (RelativeLength(warmup=-2), "RelativeLength.warmup must be at least 0, got -2"),
+])  # fmt: skip
+def test_a_shaping_that_cannot_work_is_refused(shape, words):
+    with pytest.raises(InputError, match=words):
+        check(shape)
+    check(StopProperly())

@@ -1,0 +1,87 @@
+"""Recipes: each is what its paper fixes, says where that stands, and leaves to the run what is the run's."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import recipes
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.advantages import GAE, GDPO, KLInReward, Whitened
+from jaxrl_llm.algorithms.reduce import ConstantLength
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
+
+SMOKE = configs.load_config("smoke")[1]
+
+
+def with_algorithm(run=SMOKE, **pieces):
+    recipe = dataclasses.replace(run.recipe, algorithm=dataclasses.replace(run.recipe.algorithm, **pieces))
+    return dataclasses.replace(run, recipe=recipe)
+
+
+def docstrings():
+    """The text below each recipe, by the name of its variable."""
+    body = ast.parse(Path(recipes.__file__).read_text()).body
+    pairs = zip(body, body[1:], strict=False)
+    return {
+        node.targets[0].id: text.value.value
+        for node, text in pairs
+        if isinstance(node, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def test_every_recipe_cites_its_paper():
+    texts = docstrings()
+    names = {name: value for name, value in vars(recipes).items() if isinstance(value, recipes.Recipe)}
+    assert {id(r) for r in names.values()} == {id(r) for r in RECIPES.values()}
+    for name in names:
+        assert "arXiv" in texts[name] or name == "PRORL_V2", name
+        assert len(texts[name]) > 60, name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_its_preset_and_survives_its_json(name):
+    recipe = RECIPES[name]
+    changed = {"reduce": PRESETS[name].reduce} if name == "dr_grpo" else {"kl_coef": 0.0} if name == "reinforce_pp" else {}
+    assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS[name]
+    run = configs.resolved(configs.with_recipe(SMOKE, name))
+    assert configs.from_json(configs.to_json(run)) == run
+
+
+def test_what_the_papers_fix_around_the_loss():
+    filtering = {name for name, r in RECIPES.items() if r.filter_groups}
+    assert filtering == {"dapo", "cispo", "prorl", "prorl_v2"}
+    assert {n for n, r in RECIPES.items() if r.overlong_share} == {"dapo", "cispo"}
+    assert (RECIPES["dapo"].overlong_share * 20480, RECIPES["dapo"].drop_truncated) == (4096, True)
+    assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl": 1.2}
+    one, two = RECIPES["prorl"], RECIPES["prorl_v2"]
+    assert one.reset_on_stall and one.reset_optimiser and not one.reference_reset
+    assert 200 <= two.reference_reset <= 500 and not two.reset_optimiser
+    assert two.shaping == (StopProperly(0.0), LengthCycle(on=100, off=500))
+    assert RECIPES["kimi_k1_5"].optimiser_reset == 1 and RECIPES["kimi_k1_5"].shaping == (RelativeLength(),)
+    assert isinstance(RECIPES["reinforce_pp"].algorithm.advantage, KLInReward)
+
+
+def test_a_run_fills_in_temperature_and_generation_budget():
+    run = configs.resolved(configs.with_recipe(SMOKE, "prorl"))
+    assert run.rollout.temperature == 1.2
+    own = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, temperature=0.7))
+    assert configs.resolved(configs.with_recipe(own, "prorl")).rollout.temperature == 0.7
+    reduce = configs.resolved(configs.with_recipe(SMOKE, "dr_grpo")).recipe.algorithm.reduce
+    assert reduce == ConstantLength(SMOKE.rollout.max_new_tokens)
+    fixed = with_algorithm(reduce=ConstantLength(500))
+    assert configs.resolved(fixed).recipe.algorithm.reduce == ConstantLength(500)
+
+
+@pytest.mark.parametrize(("pieces", "words"), [
+    ({"advantage": GAE()}, "GAE needs values, which this trainer does not make"),
+    ({"advantage": GDPO((1.0, 2.0))}, "weights has 2 entries for 1 rewards"),
+])  # fmt: skip
+def test_an_estimator_that_the_trainer_cannot_feed_is_refused(pieces, words):
+    with pytest.raises(InputError, match=words):
+        configs.validate(with_algorithm(**pieces))
+    configs.validate(with_algorithm(advantage=Whitened()))
