@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import numeric, one_of, positive
+from jaxrl_llm.algorithms.contracts import nonnegative, numeric, one_of, positive
 from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, suffix_sum, whiten
 from jaxrl_llm.types import AdvantageContext
 
@@ -55,6 +55,9 @@ class GroupZScore(Estimator):
     ddof: int = 1
     eps: float = 1e-6
 
+    def __post_init__(self):
+        nonnegative(self, "ddof", "eps")
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
         given = scores(rewards, context)
@@ -86,6 +89,7 @@ class BatchScaled(Estimator):
 
     def __post_init__(self):
         one_of(self, "of", ("rewards", "advantages"))
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
@@ -107,6 +111,9 @@ class GDPO(Estimator):
     ddof: int = 1
     eps: float = 1e-6
     several: ClassVar[bool] = True
+
+    def __post_init__(self):
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G, n], or float[B, n] with group ids; returns the shape without n.
@@ -148,6 +155,7 @@ class Whitened(Estimator):
 
     def __post_init__(self):
         one_of(self, "baseline", ("batch", "group"))
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and perhaps step_rewards [B, T]; returns float[B, T]."""
@@ -173,6 +181,9 @@ class ProcessSupervised(Estimator):
     ddof: int = 1
     eps: float = 1e-6
     needs: ClassVar[tuple[str, ...]] = ("mask", "step_rewards")
+
+    def __post_init__(self):
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and step_rewards [B, T]; returns float[B, T]."""
@@ -209,6 +220,9 @@ class GAE(Estimator):
     lam: float = 0.95
     whiten: bool = False
     needs: ClassVar[tuple[str, ...]] = ("mask", "values")
+
+    def __post_init__(self):
+        nonnegative(self, "gamma", "lam")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""

@@ -18,7 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import positive, ranked, shaped
+from jaxrl_llm.algorithms.contracts import floating, numeric, positive, ranked, shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class TokenMean:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        return jnp.sum(loss * mask) / token_count
+        loss, mask, tokens, _ = _checked(loss, mask, token_count, sequence_count)
+        return jnp.sum(loss * mask) / tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class SequenceMean:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
+        loss, mask, _, sequences = _checked(loss, mask, token_count, sequence_count)
         lengths = jnp.maximum(jnp.sum(mask, axis=1), 1)
-        return jnp.sum(jnp.sum(loss * mask, axis=1) / lengths) / sequence_count
+        return jnp.sum(jnp.sum(loss * mask, axis=1) / lengths) / sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,8 @@ class SequenceSum:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        return jnp.sum(loss * mask) / sequence_count
+        loss, mask, _, sequences = _checked(loss, mask, token_count, sequence_count)
+        return jnp.sum(loss * mask) / sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,13 @@ class ConstantLength:
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar."""
-        _check(loss, mask)
-        return jnp.sum(loss * mask) / (sequence_count * self.length)
+        loss, mask, _, sequences = _checked(loss, mask, token_count, sequence_count)
+        return jnp.sum(loss * mask) / (sequences * self.length)
 
 
-def _check(loss: jax.Array, mask: jax.Array) -> None:
+def _checked(loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> tuple:
+    loss, mask = floating(loss, "loss"), numeric(mask, "mask")
     ranked(2, loss=loss)
     shaped(loss.shape, mask=mask)
+    ranked(0, token_count=token_count, sequence_count=sequence_count)
+    return loss, *(jnp.asarray(x, loss.dtype) for x in (mask, token_count, sequence_count))
