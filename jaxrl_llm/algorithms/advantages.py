@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import nonnegative, numeric, one_of, positive
 from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, suffix_sum, whiten
+from jaxrl_llm.algorithms.tokens import LOWEST_LOGP
 from jaxrl_llm.types import AdvantageContext
 
 
@@ -287,7 +288,8 @@ class KLInReward(Estimator):
         rewards = numeric(rewards, "rewards")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, old_logp, ref_logp = arrays
-        old_logp, ref_logp = (jnp.where(mask, x.astype(rewards.dtype), 0) for x in (old_logp, ref_logp))
+        clean = lambda x: jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0)
+        old_logp, ref_logp = clean(old_logp), clean(ref_logp)
         penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
         if not self.estimator.needs:
             return self.estimator(rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context)
