@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def ranked(rank: int, **arrays: Any) -> None:
@@ -15,8 +16,8 @@ def ranked(rank: int, **arrays: Any) -> None:
     for name, x in arrays.items():
         if x is None:
             raise ValueError(f"{name} must be given")
-        if jnp.ndim(x) != rank:
-            raise ValueError(f"{name} must have {rank} axes, got shape {jnp.shape(x)}")
+        if np.ndim(x) != rank:
+            raise ValueError(f"{name} must have {rank} axes, got shape {np.shape(x)}")
 
 
 def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
@@ -26,8 +27,8 @@ def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
       ValueError: names it.
     """
     for name, x in arrays.items():
-        if x is not None and jnp.shape(x) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {jnp.shape(x)}")
+        if x is not None and np.shape(x) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {np.shape(x)}")
 
 
 def array(x: Any, name: str) -> jax.Array:
