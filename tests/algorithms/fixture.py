@@ -1,5 +1,7 @@
 """The shared fixture of three completions as arrays, and what an algorithm makes of it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,7 @@ def context(dtype, **more):
 
 def advantages_of(estimator, dtype, **more):
     """Advantages of the fixture's rewards: [3], or [3, 4] by token."""
-    found = estimator(jnp.asarray(FIXTURE["R"], dtype)[None], context(dtype, **more))
+    found = jax.jit(estimator)(jnp.asarray(FIXTURE["R"], dtype)[None], context(dtype, **more))
     return found[0] if found.shape[0] == 1 else found
 
 
@@ -30,4 +32,9 @@ def evaluate(algorithm, dtype, logp=None, advantages=None, mask=None, **given):
     others = {f"{name}_logp": policy(key, dtype) for name, key in (("old", "old"), ("ref", "ref"), ("sampler", "mu"))}
     batch = PolicyBatch(jnp.asarray(advantages, dtype), FIXTURE["mask"] if mask is None else mask, **others | given)
     logp = policy("new", dtype) if logp is None else jnp.asarray(logp, dtype)
+    return _graded(algorithm, logp, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _graded(algorithm, logp, batch):
     return jax.value_and_grad(lambda x: policy_loss(algorithm, x, batch)[0])(logp)

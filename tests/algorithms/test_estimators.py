@@ -128,7 +128,8 @@ def test_equal_rewards_give_exactly_zero(reward, group):
 def test_one_group_without_a_difference_among_others_is_exactly_zero(name):
     rewards, context = scored(1, (5, 3, 1, 4, 2, 2))
     rewards[:3] = np.float32(0.9)
-    steps = np.where(np.isnan(context.step_rewards) | (np.arange(B) >= 3)[:, None], context.step_rewards, np.float32(0.9))
+    other = np.isnan(context.step_rewards) | (np.arange(B) >= 3)[:, None]
+    steps = np.where(other, context.step_rewards, np.float32(0.9))
     found = np.asarray(by_axis(rewards, context._replace(step_rewards=steps))[name])
     assert not np.any(found[:3]) and np.any(found[3:])
 

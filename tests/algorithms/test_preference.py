@@ -1,6 +1,7 @@
 """PPO's value loss and total, preferences, reward models and pretraining against numbers worked out by hand."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,19 @@ def ppo_policy(dtype, entropy_coef=0.0):
     algorithm = dataclasses.replace(PRESETS["ppo"], entropy_coef=entropy_coef)
     batch = PolicyBatch(row("PPO/A", dtype), np.ones((1, 3)), jnp.zeros((1, 3), dtype))
     loss = lambda logp: policy_loss(algorithm, logp, batch, entropy=row("PPO/H", dtype))[0]
-    value, grad = jax.value_and_grad(loss)(jnp.log(row("PPO/ratio", dtype)))
+    value, grad = jax.jit(jax.value_and_grad(loss))(jnp.log(row("PPO/ratio", dtype)))
     return value, grad[0]
+
+
+@functools.partial(jax.jit, static_argnames="clip")
+def graded_values(new, targets, mask, old=None, clip=None):
+    return jax.value_and_grad(values.value_loss)(new, targets, mask, old, clip)
 
 
 def ppo_value(dtype, clip=0.2):
     """Value loss and its gradient [3]."""
     targets, old, mask = row("PPO/returns", dtype), row("PPO/V", dtype), np.ones((1, 3))
-    loss, grad = jax.value_and_grad(values.value_loss)(row("PPO/vpred", dtype), targets, mask, old, clip)
+    loss, grad = graded_values(row("PPO/vpred", dtype), targets, mask, old, clip)
     return loss, grad[0]
 
 
@@ -64,21 +70,20 @@ def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
     mask = np.arange(4) < np.array([4, 2, 0, 1])[:, None]
     new, targets, old = (random.normal(size=(4, 4)).astype(np.float32) for _ in range(3))
     spoiled = [np.where(mask, x, np.float32(garbage)) for x in (new, targets, old)]
-    graded = jax.value_and_grad(values.value_loss)
-    loss, grad = graded(new, targets, mask, old, 0.2)
-    other, dirty = graded(spoiled[0], spoiled[1], mask, spoiled[2], 0.2)
+    loss, grad = graded_values(new, targets, mask, old, 0.2)
+    other, dirty = graded_values(spoiled[0], spoiled[1], mask, spoiled[2], 0.2)
     np.testing.assert_array_equal(loss, other)
     np.testing.assert_array_equal(grad, dirty)
     assert not np.any(np.asarray(grad)[~mask]) and np.any(grad)
     parts = [values.value_loss(new[i], targets[i], mask[i], old[i], 0.2, 7) for i in (slice(0, 1), slice(1, 4))]
     np.testing.assert_allclose(sum(parts), loss, rtol=1e-6)
-    assert not values.value_loss(spoiled[0], spoiled[1], np.zeros((4, 4)), spoiled[2], 0.2)
+    assert not graded_values(spoiled[0], spoiled[1], np.zeros((4, 4), bool), spoiled[2], 0.2)[0]
 
 
 @pytest.mark.parametrize("gamma", ["total_tokenmean", "total_gamma0p1"])
 def test_pretraining_adds_its_negative_log_likelihood(gamma, dtype):
     coef = NUMBERS["PPO_ptx"]["gamma"] if gamma == "total_tokenmean" else 0.1
-    loss, grad = jax.value_and_grad(preference.pretraining_loss)(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)), coef)
+    loss, grad = jax.jit(jax.value_and_grad(preference.pretraining_loss))(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)), coef)
     check(number("PPO_ptx/ppo_loss").astype(dtype) + loss, f"PPO_ptx/{gamma}", dtype)
     np.testing.assert_allclose(grad, np.full((1, 4), -coef / 4), rtol=1e-6)
     padded = jnp.concatenate([row("PPO_ptx/ptx_logp", dtype), jnp.full((1, 2), jnp.nan, dtype)], axis=1)
@@ -99,7 +104,8 @@ def margin(chosen, rejected, dtype):
 def test_dpo_and_ipo_on_sequence_sums(loss, value, slopes, dtype):
     logp = NUMBERS["DPO"]["logp"]
     check(margin(*logp, dtype)[0], "DPO/h", dtype)
-    found, grads = jax.value_and_grad(lambda x: loss(margin(*x, dtype), 0.1))([jnp.asarray(x, dtype) for x in logp])
+    graded = jax.jit(jax.value_and_grad(lambda x: loss(margin(*x, dtype), 0.1)))
+    found, grads = graded([jnp.asarray(x, dtype) for x in logp])
     check(found, f"DPO/{value}", dtype)
     for grad, name in zip(grads, slopes, strict=True):
         if name is not None:
@@ -134,7 +140,7 @@ def test_ipo_on_averages_by_token(dtype):
 
 def test_bradley_terry(dtype):
     better, worse = (jnp.asarray([x], dtype) for x in NUMBERS["BT"]["r"])
-    loss, grad = jax.value_and_grad(preference.bradley_terry_loss)(better, worse)
+    loss, grad = jax.jit(jax.value_and_grad(preference.bradley_terry_loss))(better, worse)
     check(loss, "BT/loss", dtype)
     check(grad[0], "BT/grad_w", dtype)
     for gap in (0.5, np.array([0.5], np.float32)):
@@ -143,10 +149,12 @@ def test_bradley_terry(dtype):
 
 def test_bradley_terry_over_all_pairs(dtype):
     scores = row("BT_K3/r", dtype)
-    check(preference.ranking_loss(scores), "BT_K3/loss", dtype)
+    ranked = jax.jit(preference.ranking_loss)(scores)
+    check(ranked, "BT_K3/loss", dtype)
     pairs = [(i, j) for i in range(3) for j in range(i + 1, 3)]
-    each = [preference.bradley_terry_loss(scores[:, i], scores[:, j]) for i, j in pairs]
-    np.testing.assert_allclose(preference.ranking_loss(scores), np.mean(each), rtol=1e-6)
+    one, columns = jax.jit(preference.bradley_terry_loss), np.asarray(scores)
+    each = [one(columns[:, i], columns[:, j]) for i, j in pairs]
+    np.testing.assert_allclose(ranked, np.mean(each), rtol=1e-6)
 
 
 ENDS = np.array([[False, True, False, True, True, False]])
@@ -165,11 +173,12 @@ def test_a_process_reward_model(dtype):
     logits = jnp.stack([jnp.where(ENDS, 0, right), right], axis=-1)
     labels = np.full((1, 6), -100)
     labels[ENDS] = NUMBERS["PRM"]["labels"]
-    loss, grad = jax.value_and_grad(preference.step_loss)(logits, labels, ENDS)
+    graded = jax.jit(jax.value_and_grad(preference.step_loss))
+    loss, grad = graded(logits, labels, ENDS)
     check(loss, "PRM/loss", dtype)
     np.testing.assert_allclose(np.mean(number("PRM/ce_tokens")), number("PRM/loss"), atol=1e-7)
     assert not np.any(np.asarray(grad)[~ENDS]) and np.all(np.isfinite(grad))
-    assert not preference.step_loss(logits, labels, np.zeros((1, 6), bool))
+    assert not graded(logits, labels, np.zeros((1, 6), bool))[0]
 
 
 def test_scores_of_solutions(dtype):
@@ -192,6 +201,6 @@ def test_differences_of_scores_as_rewards(dtype):
 
 def test_entropy_and_its_gradient(dtype):
     logits = jnp.asarray(number("ENTROPY/logits"), dtype)
-    entropy, grad = jax.value_and_grad(lambda x: logprob_and_entropy(x, jnp.int32(0))[1])(logits)
+    entropy, grad = jax.jit(jax.value_and_grad(lambda x: logprob_and_entropy(x, jnp.int32(0))[1]))(logits)
     check(entropy, "ENTROPY/H", dtype)
     check(grad, "ENTROPY/dH_dlogits", dtype)
