@@ -70,7 +70,8 @@ def test_fractional_rewards_count(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_unscorable_reward_is_left_out(estimator):
     with_nan = np.asarray(run(estimator, np.array([[1.0, np.nan, 0.0, 1.0], [0.5, 0.5, np.nan, 0.5], [np.nan] * 4])))
-    assert not np.any(run(estimator, np.array([[np.nan, 1.0, np.nan]])))  # one score: n / (n - 1) must not make it infinite
+    # One score: n / (n - 1) must not make it infinite.
+    assert not np.any(run(estimator, np.array([[np.nan, 1.0, np.nan]])))
     without = np.asarray(run(estimator, np.array([[1.0, 0.0, 1.0]])))[0]
     np.testing.assert_allclose(with_nan[0, [0, 2, 3]], without, rtol=1e-6)
     assert with_nan[0, 1] == 0 and not with_nan[1:].any()

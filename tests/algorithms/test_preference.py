@@ -83,7 +83,8 @@ def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
 @pytest.mark.parametrize("gamma", ["total_tokenmean", "total_gamma0p1"])
 def test_pretraining_adds_its_negative_log_likelihood(gamma, dtype):
     coef = NUMBERS["PPO_ptx"]["gamma"] if gamma == "total_tokenmean" else 0.1
-    loss, grad = jax.jit(jax.value_and_grad(preference.pretraining_loss))(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)), coef)
+    graded = jax.jit(jax.value_and_grad(preference.pretraining_loss))
+    loss, grad = graded(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)), coef)
     check(number("PPO_ptx/ppo_loss").astype(dtype) + loss, f"PPO_ptx/{gamma}", dtype)
     np.testing.assert_allclose(grad, np.full((1, 4), -coef / 4), rtol=1e-6)
     padded = jnp.concatenate([row("PPO_ptx/ptx_logp", dtype), jnp.full((1, 2), jnp.nan, dtype)], axis=1)
