@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,9 +138,26 @@ def test_a_correction_of_no_gap_changes_nothing(correction):
 @given(*BATCHES)
 def test_the_sampler_as_the_old_policy(seed, lengths):
     logp, batch = ragged(seed, lengths)
-    batch = batch._replace(sampler_logp=batch.old_logp)
-    old, sampler = each((of(PPOClip()), of(PPOClip(), ratio=Token("sampler"))), logp, batch)
+    algorithms = of(PPOClip()), of(PPOClip(), ratio=Token("sampler"))
+    _, sampler = each(algorithms, logp, batch)
+    old, _ = each(algorithms, logp, batch._replace(old_logp=batch.sampler_logp))
     same(sampler, old, rtol=0, atol=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probable:
+    """A weight that somebody else wrote, and that reads the live policy."""
+
+    def __call__(self, at):
+        return jnp.exp(at.logp)
+
+
+def test_weights_carry_no_gradient():
+    logp, batch = ragged(5)
+    correction, filtered = (of(Likelihood(), **{name: Probable()}) for name in ("correction", "sequence_filter"))
+    wanted, *others = each((of(Likelihood()), correction, filtered), logp, batch)
+    for found in others:
+        np.testing.assert_allclose(found[1], np.exp(logp) * wanted[1], rtol=2e-5, atol=1e-7)
 
 
 @many

@@ -189,7 +189,7 @@ def test_scores_of_solutions(dtype):
 
 
 def test_differences_of_scores_as_rewards(dtype):
-    scores, places = at_ends(number("PRM/s"), dtype), np.flatnonzero(ENDS)
+    scores, places = at_ends(number("PRM/s"), dtype, elsewhere=7.0), np.flatnonzero(ENDS)
     found = preference.step_differences(scores, ENDS)
     assert np.all(np.isnan(np.asarray(found)[~ENDS]))
     check(found[0, places], "PRM/r_diff_s0_0", dtype)

@@ -77,6 +77,9 @@ def test_a_filter_acts_where_the_mean_drift_passes_its_bound(sampler, name, dtyp
             assert kept == [0.0, 1.0]
         else:
             assert OffPolicySequenceMask(0.0)(at)[row, 0] == 1
+    for sign in (0.0, 1.0):  # what was good enough is never left out
+        kept = OffPolicySequenceMask(0.0)(at._replace(advantages=jnp.full((3, 4), sign, dtype)))
+        np.testing.assert_array_equal(kept, np.ones((3, 1)))
 
 
 def test_gspos_ratios(dtype):
