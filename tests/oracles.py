@@ -16,6 +16,19 @@ def fixture_logp(name):
     return np.log(FIXTURE[f"p_{name}"])
 
 
+def number(path):
+    """The published number or array at ``key/name``, float64."""
+    key, _, name = path.partition("/")
+    return np.asarray(NUMBERS[key][name], np.float64)
+
+
+def check(found, path, dtype):
+    """Compare with the number at ``path``, which has 8 decimals: 1e-7 in float64, 2e-5 relative in float32."""
+    assert found.dtype == dtype, f"{path}: {found.dtype}"
+    bounds = {"rtol": 2e-5, "atol": 2e-7} if dtype == np.float32 else {"rtol": 0, "atol": 1e-7}
+    np.testing.assert_allclose(found, number(path), **bounds, err_msg=path)
+
+
 def token_terms(ratio, advantage, low, high):
     """PPO's clipped loss of one token, written as the four cases that it has."""
     if advantage >= 0:

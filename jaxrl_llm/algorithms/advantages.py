@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import numeric, one_of, positive
+from jaxrl_llm.algorithms.contracts import nonnegative, numeric, one_of, positive
 from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, suffix_sum, whiten
+from jaxrl_llm.algorithms.tokens import LOWEST_LOGP
 from jaxrl_llm.types import AdvantageContext
 
 
@@ -57,6 +58,9 @@ class GroupZScore(Estimator):
     ddof: int = 1
     eps: float = 1e-6
 
+    def __post_init__(self):
+        nonnegative(self, "ddof", "eps")
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
         given = scores(rewards, context)
@@ -88,6 +92,7 @@ class BatchScaled(Estimator):
 
     def __post_init__(self):
         one_of(self, "of", ("rewards", "advantages"))
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; returns float[P, G]."""
@@ -110,6 +115,9 @@ class GDPO(Estimator):
     eps: float = 1e-6
     several: ClassVar[bool] = True
 
+    def __post_init__(self):
+        nonnegative(self, "ddof", "eps")
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G, n], or float[B, n] with group ids; returns the shape without n.
 
@@ -125,7 +133,10 @@ class GDPO(Estimator):
             raise ValueError(f"GDPO.weights has {len(weights)} entries, the last axis of rewards {rewards.shape[-1]}")
         valid = ~jnp.any(jnp.isnan(rewards), axis=-1)
         normalise = GroupZScore(self.ddof, self.eps)
-        total = sum(w * normalise(jnp.where(valid, rewards[..., n], jnp.nan), context) for n, w in enumerate(weights))
+        terms = [w * normalise(jnp.where(valid, rewards[..., n], jnp.nan), context) for n, w in enumerate(weights)]
+        total, size = sum(terms), sum(jnp.abs(x) for x in terms)
+        # Rewards that cancel leave a rounding residue, which dividing by its own deviation would blow up.
+        total = jnp.where(jnp.abs(total) > 16 * jnp.finfo(total.dtype).eps * size, total, 0)
         # Its mean over the batch is 0 as it is, since every group's is.
         count = jnp.sum(valid, dtype=total.dtype)
         return divided(total, jnp.sum(total**2) / jnp.maximum(count - self.ddof, 1), self.eps)
@@ -151,6 +162,7 @@ class Whitened(Estimator):
 
     def __post_init__(self):
         one_of(self, "baseline", ("batch", "group"))
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and perhaps step_rewards [B, T]; returns float[B, T]."""
@@ -177,6 +189,9 @@ class ProcessSupervised(Estimator):
     eps: float = 1e-6
     needs: ClassVar[tuple[str, ...]] = ("mask", "step_rewards")
     by_token: ClassVar[bool] = True
+
+    def __post_init__(self):
+        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and step_rewards [B, T]; returns float[B, T]."""
@@ -214,6 +229,9 @@ class GAE(Estimator):
     whiten: bool = False
     needs: ClassVar[tuple[str, ...]] = ("mask", "values")
     by_token: ClassVar[bool] = True
+
+    def __post_init__(self):
+        nonnegative(self, "gamma", "lam")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""
@@ -283,7 +301,8 @@ class KLInReward(Estimator):
         rewards = numeric(rewards, "rewards")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, old_logp, ref_logp = arrays
-        old_logp, ref_logp = (jnp.where(mask, x.astype(rewards.dtype), 0) for x in (old_logp, ref_logp))
+        clean = lambda x: jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0)
+        old_logp, ref_logp = clean(old_logp), clean(ref_logp)
         penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
         if not self.by_token:
             return self.estimator(rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context)

@@ -4,17 +4,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def ranked(rank: int, **arrays: Any) -> None:
-    """Refuse an array that has not ``rank`` axes.
+    """Refuse an array that has not ``rank`` axes, and None.
 
     Raises:
       ValueError: names it.
     """
     for name, x in arrays.items():
-        if jnp.ndim(x) != rank:
-            raise ValueError(f"{name} must have {rank} axes, got shape {jnp.shape(x)}")
+        if x is None:
+            raise ValueError(f"{name} must be given")
+        if np.ndim(x) != rank:
+            raise ValueError(f"{name} must have {rank} axes, got shape {np.shape(x)}")
 
 
 def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
@@ -24,8 +27,22 @@ def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
       ValueError: names it.
     """
     for name, x in arrays.items():
-        if x is not None and jnp.shape(x) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {jnp.shape(x)}")
+        if x is not None and np.shape(x) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {np.shape(x)}")
+
+
+def array(x: Any, name: str) -> jax.Array:
+    """``x`` as an array.
+
+    Raises:
+      ValueError: it is None or nothing that an array can hold; the message says ``name``.
+    """
+    if x is None:
+        raise ValueError(f"{name} must be given")
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise ValueError(f"{name} must be an array of numbers, got {type(x).__name__}") from error
 
 
 def floating(x: Any, name: str) -> jax.Array:
@@ -34,7 +51,7 @@ def floating(x: Any, name: str) -> jax.Array:
     Raises:
       ValueError: it holds something else; the message says ``name``.
     """
-    x = jnp.asarray(x)
+    x = array(x, name)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floating point, got {x.dtype}")
     return x
@@ -46,10 +63,33 @@ def numeric(x: Any, name: str) -> jax.Array:
     Raises:
       ValueError: it holds something else; the message says ``name``.
     """
-    x = jnp.asarray(x)
+    x = array(x, name)
     if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
         return x.astype(jnp.float32)
     return floating(x, name)
+
+
+def integers(x: Any, name: str) -> jax.Array:
+    """``x`` as an array of integers.
+
+    Raises:
+      ValueError: it holds something else; the message says ``name``.
+    """
+    x = array(x, name)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {x.dtype}")
+    return x
+
+
+def flags(x: Any, shape: tuple[int, ...], name: str) -> jax.Array:
+    """``x`` as bool of this shape, True where it is not 0: a mask, or where steps end.
+
+    Raises:
+      ValueError: another shape, or no numbers; the message says ``name``.
+    """
+    numeric(x, name)
+    shaped(shape, **{name: x})
+    return jnp.asarray(x).astype(bool)
 
 
 def positive(owner: Any, *names: str) -> None:
@@ -72,6 +112,17 @@ def nonnegative(owner: Any, *names: str) -> None:
     for name in names:
         if not getattr(owner, name) >= 0:
             raise ValueError(f"{type(owner).__name__}.{name} must be at least 0, got {getattr(owner, name)}")
+
+
+def ordered(owner: Any, low: str, high: str) -> None:
+    """Refuse a value whose field ``low`` is below 0 or not below its field ``high``.
+
+    Raises:
+      ValueError: names class, fields and values.
+    """
+    least, most = getattr(owner, low), getattr(owner, high)
+    if not 0 <= least < most:
+        raise ValueError(f"{type(owner).__name__} needs 0 <= {low} < {high}, got {low}={least} and {high}={most}")
 
 
 def one_of(owner: Any, name: str, allowed: tuple[str, ...]) -> None:

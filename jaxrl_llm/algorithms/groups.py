@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import floating, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import flags, floating, integers, numeric, ranked, shaped
 from jaxrl_llm.types import AdvantageContext
 
 Reduction = Callable[..., jax.Array]
@@ -59,8 +59,11 @@ def scores(rewards: Any, context: AdvantageContext | None) -> Scores:
             raise ValueError(f"rewards must be [P, G], got shape {rewards.shape}, or [B] with context.group_ids")
         same = None
     else:
+        if rewards.ndim not in (1, 2):
+            raise ValueError(f"rewards must be [B] or [P, G] with context.group_ids, got shape {rewards.shape}")
+        ids = integers(ids, "context.group_ids")
         shaped((rewards.size,), **{"context.group_ids": ids})
-        same = jnp.asarray(ids)[:, None] == jnp.asarray(ids)[None, :]
+        same = ids[:, None] == ids[None, :]
     valid = ~jnp.isnan(rewards)
     return Scores(jnp.where(valid, rewards, 0), valid, same)
 
@@ -77,10 +80,10 @@ def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *nam
             raise ValueError(f"{owner} needs context.{name}: pass AdvantageContext({name}=...) of the global batch")
     ranked(2, **{f"context.{names[0]}": given[0]})
     shape = (rows, jnp.shape(given[0])[1])
-    shaped(shape, **{f"context.{name}": x for name, x in zip(names, given, strict=True)})
-    return jnp.asarray(given[0]).astype(bool), *(
-        floating(x, f"context.{name}") for name, x in zip(names[1:], given[1:], strict=True)
-    )
+    mask = flags(given[0], shape, f"context.{names[0]}")
+    others = {f"context.{name}": x for name, x in zip(names[1:], given[1:], strict=True)}
+    shaped(shape, **others)
+    return mask, *(floating(x, name) for name, x in others.items())
 
 
 def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:

@@ -21,7 +21,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import positive, shaped
+from jaxrl_llm.algorithms.contracts import floating, positive, shaped
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 
 
@@ -31,7 +31,7 @@ class K1:
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
-        shaped(logp.shape, ref_logp=ref_logp)
+        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         return logp - ref_logp
 
 
@@ -41,9 +41,13 @@ class K2:
 
     clip: float | None = None
 
+    def __post_init__(self):
+        if self.clip is not None:
+            positive(self, "clip")
+
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
-        shaped(logp.shape, ref_logp=ref_logp)
+        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         difference = logp - ref_logp
         if self.clip is not None:
             difference = jnp.clip(difference, -self.clip, self.clip)
@@ -60,9 +64,13 @@ class K3:
 
     clip: float | None = None
 
+    def __post_init__(self):
+        if self.clip is not None:
+            positive(self, "clip")
+
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
-        shaped(logp.shape, ref_logp=ref_logp)
+        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         d = clamped_log_ratio(ref_logp, logp)
         estimate = jnp.expm1(d) - d
         return estimate if self.clip is None else jnp.clip(estimate, -self.clip, self.clip)
@@ -74,6 +82,7 @@ class K3Plus:
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
+        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         value, slope = K3()(logp, ref_logp), K2()(clamped_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
         return jax.lax.stop_gradient(value - slope) + slope
 
@@ -87,9 +96,15 @@ class UnbiasedK3:
 
         ``log_ratio`` is the token's own, live against what sampled it; None means on-policy, a ratio of 1 with gradient.
         """
-        shaped(logp.shape, log_ratio=log_ratio)
+        logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         log_ratio = logp - jax.lax.stop_gradient(logp) if log_ratio is None else log_ratio
         return jnp.exp(log_ratio) * K3()(logp, ref_logp)
+
+
+def _checked(logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    logp = floating(logp, "logp")
+    shaped(logp.shape, ref_logp=floating(ref_logp, "ref_logp"), log_ratio=log_ratio)
+    return logp, jnp.asarray(ref_logp, logp.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,6 +96,10 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
             "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice",
         ),
         (
+            ratio.anchor == "sampler" and not surrogate.reads_ratio,
+            f"{kind} has no ratio, so that its anchor would go unread: use ratios.Token()",
+        ),
+        (
             algorithm.correction is not None and surrogate.reads_sampler,
             f"{kind} weights by the sampler's log-probabilities itself: a correction would count that gap twice",
         ),
@@ -134,10 +138,12 @@ def policy_loss(
       ValueError: something that the algorithm needs is None or of the wrong shape, or nothing reads what is given; the
         message names it.
     """
-    if kl_coef is not None and _present(kl_coef) and not algorithm.kl_in_loss:
-        raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
-    kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
+    overridden = kl_coef is not None
+    kl_coef = kl_coef if overridden else algorithm.kl_coef
     entropy_coef = algorithm.entropy_coef if entropy_coef is None else entropy_coef
+    ranked(0, kl_coef=kl_coef, entropy_coef=entropy_coef)
+    if overridden and _present(kl_coef) and not algorithm.kl_in_loss:
+        raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
     at = clean_tokens(logp, batch, kl_coef)
     at = at._replace(log_ratio=algorithm.ratio(at))
     tokens = _count(token_count, at.mask, "token_count")

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import floating, ranked, shaped
+from jaxrl_llm.algorithms.contracts import flags, floating, integers, numeric, ranked, shaped
 
 
 def sequence_logp(logp: Any, mask: Any, average: bool = False) -> jax.Array:
@@ -15,19 +15,18 @@ def sequence_logp(logp: Any, mask: Any, average: bool = False) -> jax.Array:
     """
     logp = floating(logp, "logp")
     ranked(2, logp=logp)
-    shaped(logp.shape, mask=mask)
-    keep = jnp.asarray(mask).astype(bool)
+    keep = flags(mask, logp.shape, "mask")
     total = jnp.sum(jnp.where(keep, logp, 0), axis=1)
     return total / jnp.maximum(jnp.sum(keep, axis=1), 1).astype(logp.dtype) if average else total
 
 
 def preference_margin(chosen: Any, rejected: Any, ref_chosen: Any, ref_rejected: Any) -> jax.Array:
     """``h = (logp_w - ref_w) - (logp_l - ref_l)`` [B] of sequence log-probabilities; the reference has no gradient."""
-    chosen = floating(chosen, "chosen")
-    ranked(1, chosen=chosen)
-    shaped(chosen.shape, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    reference = jnp.asarray(ref_chosen, chosen.dtype) - jnp.asarray(ref_rejected, chosen.dtype)
-    return chosen - jnp.asarray(rejected) - jax.lax.stop_gradient(reference)
+    chosen, rejected = _pair(chosen, rejected)
+    reference = [floating(x, name) for x, name in ((ref_chosen, "ref_chosen"), (ref_rejected, "ref_rejected"))]
+    shaped(chosen.shape, ref_chosen=reference[0], ref_rejected=reference[1])
+    better, worse = (jax.lax.stop_gradient(x.astype(chosen.dtype)) for x in reference)
+    return chosen - rejected - (better - worse)
 
 
 def dpo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
@@ -56,19 +55,31 @@ def bradley_terry_loss(chosen: Any, rejected: Any, margin: Any = 0.0) -> jax.Arr
 
     chosen, rejected: scores float[B]; margin: float or float[B].
     """
-    chosen = floating(chosen, "chosen")
+    chosen, rejected = _pair(chosen, rejected)
+    margin = numeric(margin, "margin").astype(chosen.dtype)
+    if margin.ndim:
+        shaped(chosen.shape, margin=margin)
+    return -jnp.mean(jax.nn.log_sigmoid(chosen - rejected - margin))
+
+
+def _pair(chosen: Any, rejected: Any) -> tuple[jax.Array, jax.Array]:
+    """Both as float[B] of one dtype."""
+    chosen, rejected = floating(chosen, "chosen"), floating(rejected, "rejected")
     ranked(1, chosen=chosen)
     shaped(chosen.shape, rejected=rejected)
-    return -jnp.mean(jax.nn.log_sigmoid(chosen - jnp.asarray(rejected) - jnp.asarray(margin, chosen.dtype)))
+    return chosen, rejected.astype(chosen.dtype)
 
 
 def ranking_loss(scores: Any) -> jax.Array:
     """Mean of Bradley-Terry over the K (K - 1) / 2 pairs of each prompt (arXiv 2203.02155, eq. 1).
 
-    scores: float[P, K], best answer first. All pairs of a prompt are one element of the batch, so that none counts K times.
+    scores: float[P, K], best answer first, K at least 2. All pairs of a prompt are one element of the batch, so that none
+    counts K times.
     """
     scores = floating(scores, "scores")
     ranked(2, scores=scores)
+    if scores.shape[1] < 2:
+        raise ValueError(f"scores must hold at least 2 answers to compare, got shape {scores.shape}")
     better, worse = jnp.triu_indices(scores.shape[1], 1)
     return -jnp.mean(jax.nn.log_sigmoid(scores[:, better] - scores[:, worse]))
 
@@ -83,9 +94,9 @@ def step_loss(logits: Any, labels: Any, ends: Any) -> jax.Array:
     """
     logits = floating(logits, "logits")
     ranked(3, logits=logits)
-    shaped(logits.shape[:2], labels=labels, ends=ends)
-    ends = jnp.asarray(ends).astype(bool)
-    labels = jnp.where(ends, jnp.asarray(labels), 0)
+    ends, labels = flags(ends, logits.shape[:2], "ends"), integers(labels, "labels")
+    shaped(logits.shape[:2], labels=labels)
+    labels = jnp.where(ends, labels, 0)
     logits = jnp.where(ends[..., None], logits, 0)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
     return -jnp.sum(jnp.where(ends, picked, 0)) / jnp.maximum(jnp.sum(ends), 1).astype(logits.dtype)
@@ -98,8 +109,7 @@ def solution_score(step_scores: Any, ends: Any, lowest: bool = False) -> jax.Arr
     """
     step_scores = floating(step_scores, "step_scores")
     ranked(2, step_scores=step_scores)
-    shaped(step_scores.shape, ends=ends)
-    kept = jnp.where(jnp.asarray(ends).astype(bool), step_scores, 1)
+    kept = jnp.where(flags(ends, step_scores.shape, "ends"), step_scores, 1)
     return jnp.min(kept, axis=1) if lowest else jnp.prod(kept, axis=1)
 
 
@@ -113,14 +123,14 @@ def step_differences(step_scores: Any, ends: Any, start: float = 0.0) -> jax.Arr
     """
     step_scores = floating(step_scores, "step_scores")
     ranked(2, step_scores=step_scores)
-    shaped(step_scores.shape, ends=ends)
+    ends = flags(ends, step_scores.shape, "ends")
 
     def forward(before: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         score, end = now
         return jnp.where(end, score, before), jnp.where(end, score - before, jnp.nan)
 
     first = jnp.full(step_scores.shape[0], start, step_scores.dtype)
-    return jax.lax.scan(forward, first, (step_scores.T, jnp.asarray(ends).astype(bool).T))[1].T
+    return jax.lax.scan(forward, first, (step_scores.T, ends.T))[1].T
 
 
 def pretraining_loss(logp: Any, mask: Any, coef: float, token_count: Any = None) -> jax.Array:
@@ -133,7 +143,7 @@ def pretraining_loss(logp: Any, mask: Any, coef: float, token_count: Any = None)
     """
     logp = floating(logp, "logp")
     ranked(2, logp=logp)
-    shaped(logp.shape, mask=mask)
-    keep = jnp.asarray(mask).astype(bool)
+    ranked(0, token_count=0 if token_count is None else token_count)
+    keep = flags(mask, logp.shape, "mask")
     count = jnp.sum(keep) if token_count is None else token_count
     return -coef * jnp.sum(jnp.where(keep, logp, 0)) / jnp.maximum(count, 1).astype(logp.dtype)

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import one_of, positive
+from jaxrl_llm.algorithms.contracts import nonnegative, one_of, ordered, positive
 from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, log_mismatch, masked_mean, masked_sum, sampled
 
 Level = Literal["token", "sequence", "geometric"]
@@ -111,7 +111,7 @@ class MaskedIS:
     level: Level = "token"
 
     def __post_init__(self):
-        positive(self, "high")
+        ordered(self, "low", "high")
         one_of(self, "level", LEVELS)
 
     def __call__(self, at: Tokens) -> jax.Array:
@@ -131,7 +131,7 @@ class SequenceMask:
     high: float = 1.002
 
     def __post_init__(self):
-        positive(self, "high")
+        ordered(self, "low", "high")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Weights [B, T]."""
@@ -148,6 +148,9 @@ class OffPolicySequenceMask:
     """
 
     delta: float = 0.5
+
+    def __post_init__(self):
+        nonnegative(self, "delta")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """0 or 1 for each sequence, [B, 1]."""

@@ -18,7 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import positive, ranked, shaped
+from jaxrl_llm.algorithms.contracts import floating, numeric, positive, ranked, shaped
 
 
 class Reducer:
@@ -37,9 +37,12 @@ class Reducer:
         Raises:
           ValueError: a wrong rank or shape.
         """
+        loss, mask = floating(loss, "loss"), numeric(mask, "mask")
         ranked(2, loss=loss)
         shaped(loss.shape, mask=mask)
-        return jnp.sum(loss * mask * self.weight(mask, token_count, sequence_count))
+        ranked(0, token_count=token_count, sequence_count=sequence_count)
+        mask, tokens, sequences = (jnp.asarray(x, loss.dtype) for x in (mask, token_count, sequence_count))
+        return jnp.sum(loss * mask * self.weight(mask, tokens, sequences))
 
 
 @dataclasses.dataclass(frozen=True)

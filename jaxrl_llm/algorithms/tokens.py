@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import floating, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import flags, floating, numeric, ranked, shaped
 from jaxrl_llm.types import PolicyBatch
 
 LOG_RATIO_BOUND = 20.0
@@ -49,11 +49,11 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     logp = floating(logp, "logp")
     ranked(2, logp=logp)
     optional = {name: getattr(batch, name) for name in ("old_logp", "ref_logp", "sampler_logp")}
-    shaped(logp.shape, mask=batch.mask, **optional)
+    keep = flags(batch.mask, logp.shape, "mask")
+    shaped(logp.shape, **optional)
     advantages = numeric(batch.advantages, "advantages")
     if advantages.shape not in (logp.shape[:1], logp.shape):
         raise ValueError(f"advantages must be [B] or [B, T] of {logp.shape}, got shape {advantages.shape}")
-    keep = jnp.asarray(batch.mask).astype(bool)
     dtype = jnp.float64 if logp.dtype == jnp.float64 else jnp.float32
     clean = lambda x, name: jnp.where(keep, jnp.maximum(floating(x, name).astype(dtype), LOWEST_LOGP), 0)
     logp = clean(logp, "logp")
@@ -66,7 +66,7 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
 
 
 def clamped_log_ratio(logp: jax.Array, other: jax.Array) -> jax.Array:
-    """``logp - other`` within ±20 nats; its gradient is 0 beyond. All log ratios of the package come from here."""
+    """``logp - other`` within ±20 nats; its gradient is 0 beyond. Every importance ratio comes from here."""
     return jnp.clip(logp - other, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 

@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import floating, ranked, shaped
+from jaxrl_llm.algorithms.contracts import flags, floating, ranked, shaped
 
 
 def returns(advantages: Any, values: Any) -> jax.Array:
     """``A_t + V_t`` [B, T]: the targets of the value loss, from advantages that are not whitened (arXiv 1506.02438)."""
-    advantages = floating(advantages, "advantages")
+    advantages, values = floating(advantages, "advantages"), floating(values, "values")
+    ranked(2, advantages=advantages)
     shaped(advantages.shape, values=values)
-    return jax.lax.stop_gradient(advantages + jnp.asarray(values))
+    return jax.lax.stop_gradient(advantages + values.astype(advantages.dtype))
 
 
 def value_loss(
@@ -32,19 +33,20 @@ def value_loss(
       token_count: valid tokens of the whole optimiser step; None for this batch's own.
 
     Raises:
-      ValueError: a wrong shape, or ``clip`` without ``old_values``.
+      ValueError: a wrong rank, shape or dtype (the message names the argument), or ``clip`` without ``old_values``.
     """
     values = floating(values, "values")
     ranked(2, values=values)
-    shaped(values.shape, targets=targets, mask=mask, old_values=old_values)
-    keep = jnp.asarray(mask).astype(bool)
-    clean = lambda x: jnp.where(keep, jnp.asarray(x, values.dtype), 0)
-    value, target = clean(values), jax.lax.stop_gradient(clean(targets))
+    ranked(0, token_count=0 if token_count is None else token_count)
+    keep = flags(mask, values.shape, "mask")
+    shaped(values.shape, targets=targets, old_values=old_values)
+    clean = lambda x, name: jnp.where(keep, floating(x, name).astype(values.dtype), 0)
+    value, target = clean(values, "values"), jax.lax.stop_gradient(clean(targets, "targets"))
     loss = (value - target) ** 2
     if clip is not None:
-        if old_values is None:
-            raise ValueError("old_values must be given: clip bounds the distance from them")
-        old = jax.lax.stop_gradient(clean(old_values))
+        if old_values is None or not clip > 0:
+            raise ValueError(f"clip={clip} is a distance from old_values: it must be above 0, and they must be given")
+        old = jax.lax.stop_gradient(clean(old_values, "old_values"))
         loss = jnp.maximum(loss, (old + jnp.clip(value - old, -clip, clip) - target) ** 2)
     count = jnp.sum(keep) if token_count is None else token_count
     return 0.5 * jnp.sum(loss) / jnp.maximum(count, 1).astype(loss.dtype)

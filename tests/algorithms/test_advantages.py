@@ -1,5 +1,7 @@
 """Outcome advantages: published numbers, and the ways in which other trainers lose rewards."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,11 @@ EQUAL = np.concatenate([[0.0, 1.0, 0.9, -1.3, 1e-3, 1e6], np.arange(1, 100) / 10
 ESTIMATORS = (GroupMean(), GroupZScore(), LeaveOneOut())
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def run(estimator, rewards):
+    return estimator(rewards)
+
+
 @pytest.mark.parametrize(("estimator", "name"), [
     (GroupMean(), "A_center"),
     (GroupZScore(eps=0.0), "A_ddof1_eps0"),
@@ -28,8 +35,8 @@ ESTIMATORS = (GroupMean(), GroupZScore(), LeaveOneOut())
 ])  # fmt: skip
 def test_published_numbers(estimator, name):
     with jax.enable_x64(True):
-        np.testing.assert_allclose(estimator(REWARDS)[0], ADV[name], rtol=0, atol=1e-7)
-    np.testing.assert_allclose(estimator(REWARDS.astype(np.float32))[0], ADV[name], rtol=2e-5)
+        np.testing.assert_allclose(run(estimator, REWARDS)[0], ADV[name], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(run(estimator, REWARDS.astype(np.float32))[0], ADV[name], rtol=2e-5)
 
 
 def test_leave_one_out_by_its_definition():
@@ -42,7 +49,7 @@ def test_leave_one_out_by_its_definition():
 def test_equal_rewards_give_exactly_zero(estimator):
     for count in (2, 3, 7, 64):
         rewards = np.repeat(EQUAL[:, None], count, axis=1)
-        assert not np.any(estimator(rewards)), count
+        assert not np.any(run(estimator, rewards)), count
 
 
 def test_the_mean_of_equal_rewards_need_not_equal_them():
@@ -53,33 +60,34 @@ def test_the_mean_of_equal_rewards_need_not_equal_them():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_fractional_rewards_count(estimator):
-    halves = np.asarray(estimator(np.array([[0.5, 0.9, 0.0, 0.0]])))
+    halves = np.asarray(run(estimator, np.array([[0.5, 0.9, 0.0, 0.0]])))
     assert np.all(halves[0, :2] > 0) and halves[0, 1] > halves[0, 0]
-    whole = estimator(np.array([[1, 0, 1]]))
+    whole = run(estimator, np.array([[1, 0, 1]]))
     assert whole.dtype == jnp.float32
-    np.testing.assert_allclose(whole, estimator(np.array([[1.0, 0.0, 1.0]])))
+    np.testing.assert_allclose(whole, run(estimator, np.array([[1.0, 0.0, 1.0]])))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_unscorable_reward_is_left_out(estimator):
-    with_nan = np.asarray(estimator(np.array([[1.0, np.nan, 0.0, 1.0], [0.5, 0.5, np.nan, 0.5], [np.nan] * 4])))
-    assert not np.any(estimator(np.array([[np.nan, 1.0, np.nan]])))  # one score: n / (n - 1) must not make it infinite
-    without = np.asarray(estimator(np.array([[1.0, 0.0, 1.0]])))[0]
+    with_nan = np.asarray(run(estimator, np.array([[1.0, np.nan, 0.0, 1.0], [0.5, 0.5, np.nan, 0.5], [np.nan] * 4])))
+    # One score: n / (n - 1) must not make it infinite.
+    assert not np.any(run(estimator, np.array([[np.nan, 1.0, np.nan]])))
+    without = np.asarray(run(estimator, np.array([[1.0, 0.0, 1.0]])))[0]
     np.testing.assert_allclose(with_nan[0, [0, 2, 3]], without, rtol=1e-6)
     assert with_nan[0, 1] == 0 and not with_nan[1:].any()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_groups_of_one_get_zero(estimator):
-    assert not np.any(estimator(np.array([[3.0], [0.2]])))
+    assert not np.any(run(estimator, np.array([[3.0], [0.2]])))
 
 
 def test_groups_do_not_mix():
     rewards = np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32)
     for estimator in ESTIMATORS:
-        whole = np.asarray(estimator(rewards))
+        whole = np.asarray(run(estimator, rewards))
         for row in range(4):
-            np.testing.assert_array_equal(estimator(rewards[row : row + 1])[0], whole[row])
+            np.testing.assert_array_equal(run(estimator, rewards[row : row + 1])[0], whole[row])
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,9 +95,9 @@ def test_groups_do_not_mix():
 def test_a_permuted_group_has_permuted_advantages_that_sum_to_zero(rewards, order):
     rewards = np.asarray([rewards], np.float32) / 16
     for estimator in ESTIMATORS:
-        found = np.asarray(estimator(rewards))[0]
+        found = np.asarray(run(estimator, rewards))[0]
         np.testing.assert_allclose(
-            np.asarray(estimator(rewards[:, order]))[0], found[list(order)], rtol=1e-3, atol=1e-4
+            np.asarray(run(estimator, rewards[:, order]))[0], found[list(order)], rtol=1e-3, atol=1e-4
         )
         assert abs(found.sum()) < 1e-3 * (1 + np.abs(found).max())
         assert np.all(np.isfinite(found))

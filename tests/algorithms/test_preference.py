@@ -1,0 +1,207 @@
+"""PPO's value loss and total, preferences, reward models and pretraining against numbers worked out by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
+from jaxrl_llm.algorithms.advantages import GAE
+from jaxrl_llm.models.logprobs import logprob_and_entropy
+from oracles import NUMBERS, check, number
+
+
+def row(path, dtype):
+    return jnp.asarray(number(path)[None], dtype)
+
+
+def ppo_policy(dtype, entropy_coef=0.0):
+    """Loss and gradient [3] of PPO's published completion, with advantages that are not whitened."""
+    algorithm = dataclasses.replace(PRESETS["ppo"], entropy_coef=entropy_coef)
+    batch = PolicyBatch(row("PPO/A", dtype), np.ones((1, 3)), jnp.zeros((1, 3), dtype))
+    loss = lambda logp: policy_loss(algorithm, logp, batch, entropy=row("PPO/H", dtype))[0]
+    value, grad = jax.jit(jax.value_and_grad(loss))(jnp.log(row("PPO/ratio", dtype)))
+    return value, grad[0]
+
+
+@functools.partial(jax.jit, static_argnames="clip")
+def graded_values(new, targets, mask, old=None, clip=None):
+    return jax.value_and_grad(values.value_loss)(new, targets, mask, old, clip)
+
+
+def ppo_value(dtype, clip=0.2):
+    """Value loss and its gradient [3]."""
+    targets, old, mask = row("PPO/returns", dtype), row("PPO/V", dtype), np.ones((1, 3))
+    loss, grad = graded_values(row("PPO/vpred", dtype), targets, mask, old, clip)
+    return loss, grad[0]
+
+
+def test_ppos_policy_loss(dtype):
+    loss, grad = ppo_policy(dtype)
+    check(loss, "PPO/pg_loss", dtype)
+    check(grad, "PPO/grad_logp", dtype)
+    surrogate, batch = PRESETS["ppo"].surrogate, np.log(number("PPO/ratio"))
+    np.testing.assert_allclose(np.mean(number("PPO/pg_tokens")), number("PPO/pg_loss"), atol=1e-7)
+    assert (surrogate.low, surrogate.high, batch.shape) == (0.2, 0.2, (3,))
+
+
+def test_the_value_loss(dtype):
+    loss, grad = ppo_value(dtype)
+    check(loss, "PPO/v_loss", dtype)
+    check(grad, "PPO/grad_v", dtype)
+    np.testing.assert_allclose(np.mean(number("PPO/v_tokens")), number("PPO/v_loss"), atol=1e-7)
+    unclipped, _ = ppo_value(dtype, clip=None)
+    np.testing.assert_allclose(unclipped, 0.5 * np.mean((number("PPO/vpred") - number("PPO/returns")) ** 2), rtol=2e-5)
+    held = jnp.asarray(number("PPO/vclipped")[None], dtype)
+    assert float(ppo_value(dtype)[0]) >= float(values.value_loss(held, row("PPO/returns", dtype), np.ones((1, 3))))
+
+
+def test_ppos_total_adds_the_value_loss_and_subtracts_the_entropy(dtype):
+    total = ppo_policy(dtype, entropy_coef=0.01)[0] + 0.1 * ppo_value(dtype)[0]
+    check(total, "PPO/total_cv0p1_cent0p01", dtype)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
+    random = np.random.default_rng(0)
+    mask = np.arange(4) < np.array([4, 2, 0, 1])[:, None]
+    new, targets, old = (random.normal(size=(4, 4)).astype(np.float32) for _ in range(3))
+    spoiled = [np.where(mask, x, np.float32(garbage)) for x in (new, targets, old)]
+    loss, grad = graded_values(new, targets, mask, old, 0.2)
+    other, dirty = graded_values(spoiled[0], spoiled[1], mask, spoiled[2], 0.2)
+    np.testing.assert_array_equal(loss, other)
+    np.testing.assert_array_equal(grad, dirty)
+    assert not np.any(np.asarray(grad)[~mask]) and np.any(grad)
+    parts = [values.value_loss(new[i], targets[i], mask[i], old[i], 0.2, 7) for i in (slice(0, 1), slice(1, 4))]
+    np.testing.assert_allclose(sum(parts), loss, rtol=1e-6)
+    assert not graded_values(spoiled[0], spoiled[1], np.zeros((4, 4), bool), spoiled[2], 0.2)[0]
+
+
+@pytest.mark.parametrize("gamma", ["total_tokenmean", "total_gamma0p1"])
+def test_pretraining_adds_its_negative_log_likelihood(gamma, dtype):
+    coef = NUMBERS["PPO_ptx"]["gamma"] if gamma == "total_tokenmean" else 0.1
+    graded = jax.jit(jax.value_and_grad(preference.pretraining_loss))
+    loss, grad = graded(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)), coef)
+    check(number("PPO_ptx/ppo_loss").astype(dtype) + loss, f"PPO_ptx/{gamma}", dtype)
+    np.testing.assert_allclose(grad, np.full((1, 4), -coef / 4), rtol=1e-6)
+    padded = jnp.concatenate([row("PPO_ptx/ptx_logp", dtype), jnp.full((1, 2), jnp.nan, dtype)], axis=1)
+    mask = np.arange(6) < 4
+    np.testing.assert_array_equal(preference.pretraining_loss(padded, mask[None], coef), loss)
+    np.testing.assert_allclose(preference.pretraining_loss(padded, mask[None], coef, 8), loss / 2, rtol=1e-6)
+
+
+def margin(chosen, rejected, dtype):
+    ref = [jnp.asarray([x], dtype) for x in NUMBERS["DPO"]["ref"]]
+    return preference.preference_margin(jnp.asarray([chosen], dtype), jnp.asarray([rejected], dtype), *ref)
+
+
+@pytest.mark.parametrize(("loss", "value", "slopes"), [
+    (preference.dpo_loss, "loss", ("grad_w", "grad_l")),
+    (preference.ipo_loss, "ipo_loss_sumlogp", ("ipo_grad_w", None)),
+])  # fmt: skip
+def test_dpo_and_ipo_on_sequence_sums(loss, value, slopes, dtype):
+    logp = NUMBERS["DPO"]["logp"]
+    check(margin(*logp, dtype)[0], "DPO/h", dtype)
+    graded = jax.jit(jax.value_and_grad(lambda x: loss(margin(*x, dtype), 0.1)))
+    found, grads = graded([jnp.asarray(x, dtype) for x in logp])
+    check(found, f"DPO/{value}", dtype)
+    for grad, name in zip(grads, slopes, strict=True):
+        if name is not None:
+            check(grad, f"DPO/{name}", dtype)
+    np.testing.assert_allclose(grads[0], -grads[1], rtol=1e-6)
+
+
+def test_the_reference_of_a_preference_has_no_gradient():
+    ones = jnp.ones(2)
+    slope = jax.grad(lambda ref: preference.dpo_loss(preference.preference_margin(ones, ones, ref, ones)))(ones)
+    assert not np.any(slope)
+
+
+def test_implicit_rewards_are_beta_times_the_log_ratio():
+    example = NUMBERS["DPO"]
+    rewards = [example["beta"] * (new - ref) for new, ref in zip(example["logp"], example["ref"], strict=True)]
+    np.testing.assert_allclose(rewards, [example["reward_w"], example["reward_l"]], atol=1e-12)
+    assert (rewards[0] > rewards[1]) is example["acc"]
+
+
+def test_ipo_on_averages_by_token(dtype):
+    mask = np.arange(5) < np.array([4, 5])[:, None]
+    mean = lambda totals: preference.sequence_logp(
+        jnp.asarray(np.where(mask, np.asarray(totals)[:, None] / mask.sum(axis=1, keepdims=True), np.nan), dtype),
+        mask, average=True)  # fmt: skip
+    new, ref = mean(NUMBERS["DPO"]["logp"]), mean(NUMBERS["DPO"]["ref"])
+    gap = preference.preference_margin(new[:1], new[1:], ref[:1], ref[1:])
+    check(preference.ipo_loss(gap, 0.1), "DPO/ipo_avg_len4_5", dtype)
+    whole = preference.sequence_logp(jnp.asarray(np.where(mask, -1.5, np.inf), dtype), mask)
+    np.testing.assert_array_equal(whole, [-6.0, -7.5])
+
+
+def test_bradley_terry(dtype):
+    better, worse = (jnp.asarray([x], dtype) for x in NUMBERS["BT"]["r"])
+    loss, grad = jax.jit(jax.value_and_grad(preference.bradley_terry_loss))(better, worse)
+    check(loss, "BT/loss", dtype)
+    check(grad[0], "BT/grad_w", dtype)
+    for gap in (0.5, np.array([0.5], np.float32)):
+        check(preference.bradley_terry_loss(better, worse, gap), "BT/margin0p5", dtype)
+
+
+def test_bradley_terry_over_all_pairs(dtype):
+    scores = row("BT_K3/r", dtype)
+    ranked = jax.jit(preference.ranking_loss)(scores)
+    check(ranked, "BT_K3/loss", dtype)
+    pairs = [(i, j) for i in range(3) for j in range(i + 1, 3)]
+    one, columns = jax.jit(preference.bradley_terry_loss), np.asarray(scores)
+    each = [one(columns[:, i], columns[:, j]) for i, j in pairs]
+    np.testing.assert_allclose(ranked, np.mean(each), rtol=1e-6)
+
+
+ENDS = np.array([[False, True, False, True, True, False]])
+
+
+def at_ends(steps, dtype, elsewhere=np.nan):
+    """Numbers of three steps [1, 6] at the tokens where they end."""
+    found = np.full((1, 6), elsewhere)
+    found[ENDS] = steps
+    return jnp.asarray(found, dtype)
+
+
+def test_a_process_reward_model(dtype):
+    scores = number("PRM/s")
+    right = at_ends(np.log(scores / (1 - scores)), dtype)
+    logits = jnp.stack([jnp.where(ENDS, 0, right), right], axis=-1)
+    labels = np.full((1, 6), -100)
+    labels[ENDS] = NUMBERS["PRM"]["labels"]
+    graded = jax.jit(jax.value_and_grad(preference.step_loss))
+    loss, grad = graded(logits, labels, ENDS)
+    check(loss, "PRM/loss", dtype)
+    np.testing.assert_allclose(np.mean(number("PRM/ce_tokens")), number("PRM/loss"), atol=1e-7)
+    assert not np.any(np.asarray(grad)[~ENDS]) and np.all(np.isfinite(grad))
+    assert not graded(logits, labels, np.zeros((1, 6), bool))[0]
+
+
+def test_scores_of_solutions(dtype):
+    scores = at_ends(number("PRM/s"), dtype)
+    check(preference.solution_score(scores, ENDS)[0], "PRM/prod", dtype)
+    check(preference.solution_score(scores, ENDS, lowest=True)[0], "PRM/min", dtype)
+
+
+def test_differences_of_scores_as_rewards(dtype):
+    scores, places = at_ends(number("PRM/s"), dtype, elsewhere=7.0), np.flatnonzero(ENDS)
+    found = preference.step_differences(scores, ENDS)
+    assert np.all(np.isnan(np.asarray(found)[~ENDS]))
+    check(found[0, places], "PRM/r_diff_s0_0", dtype)
+    check(jnp.nansum(found), "PRM/sum_diff", dtype)
+    check(preference.step_differences(scores, ENDS, 0.5)[0, places], "PRM/r_diff_s0_half", dtype)
+    context = AdvantageContext(np.arange(6)[None] < 5, values=jnp.zeros((1, 6), dtype), step_rewards=found)
+    # Looking no further than the token itself, the advantage is the token's reward, the outcome at the last one.
+    check(GAE(0.0, 0.0)(jnp.ones((1, 1), dtype), context)[0, places], "PRM/with_terminal_R1", dtype)
+
+
+def test_entropy_and_its_gradient(dtype):
+    logits = jnp.asarray(number("ENTROPY/logits"), dtype)
+    entropy, grad = jax.jit(jax.value_and_grad(lambda x: logprob_and_entropy(x, jnp.int32(0))[1]))(logits)
+    check(entropy, "ENTROPY/H", dtype)
+    check(grad, "ENTROPY/dH_dlogits", dtype)
