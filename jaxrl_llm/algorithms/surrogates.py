@@ -87,8 +87,9 @@ class PPOClip(Surrogate):
     def __call__(self, at: Tokens) -> jax.Array:
         """Losses [B, T]."""
         ratio = jnp.exp(at.log_ratio)
-        bounded = jnp.clip(ratio, 1 - self.low, 1 + self.high)
-        loss = jnp.maximum(-ratio * at.advantages, -bounded * at.advantages)
+        low, high = self.clipped(ratio, at.advantages)
+        # The smaller objective is the clipped one exactly where the bound that the advantage pushes to is passed.
+        loss = -jnp.where(low, 1 - self.low, jnp.where(high, 1 + self.high, ratio)) * at.advantages
         if self.dual is None:
             return loss
         return jnp.where(at.advantages < 0, jnp.minimum(loss, -self.dual * at.advantages), loss)
