@@ -6,6 +6,7 @@ Learning rates, batch sizes and updates per batch are a run's (``configs/``): th
 import dataclasses
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
+from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 
@@ -27,6 +28,7 @@ class Recipe:
       reset_on_stall: evaluations without a better accuracy after which it does; 0 never.
       reset_optimiser: start the optimiser anew at each reset of the reference.
       optimiser_reset: steps after which the optimiser alone starts anew; 0 never.
+      controller: moves the KL coefficient after each step, by the KL measured in it; None leaves it as it is.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Recipe:
     reset_on_stall: int = 0
     reset_optimiser: bool = False
     optimiser_reset: int = 0
+    controller: AdaptiveKL | ProportionalKL | None = None
 
 
 GRPO = Recipe("grpo", PRESETS["grpo"])

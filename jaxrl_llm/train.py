@@ -48,12 +48,14 @@ class Host:
       carried: surplus groups for the next step.
       best: the best evaluation so far.
       stalled: evaluations since.
+      kl_coef: where a controller has moved it; None until then.
     """
 
     cursor: int = 0
     carried: list[Group] = dataclasses.field(default_factory=list)
     best: float = -1.0
     stalled: int = 0
+    kl_coef: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; exact."""
@@ -126,12 +128,13 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             progress.status("updating")
             updating = time.perf_counter()
             if batch.groups:
-                samples, measured = to_samples(run, batch.groups, batch.fresh, state.reference, parts.layout, mesh)
+                samples, measured = to_samples(run, batch.groups, batch.fresh, state.reference, parts.layout, mesh, host.kl_coef)
+                update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
                 state, metrics = learner.learn(
-                    state, samples, run.learner, parts.layout, parts.update, run.rollout.temperature, run.seed + step, mesh,
+                    state, samples, run.learner, parts.layout, update, run.rollout.temperature, run.seed + step, mesh,
                     run.recipe.algorithm.kl_in_loss,
                 )
-                row |= metrics | measured
+                row |= metrics | measured | control(run, host, metrics | measured, len(batch.groups) * run.rollout.group)
             else:
                 row["event/no_informative_groups"] = True
             row["time/update_s"] = time.perf_counter() - updating
@@ -219,7 +222,8 @@ def sampling_weights(policy: Decoder, dtype: Any) -> Decoder:
 
 
 def to_samples(
-    run: Run, groups: list[Group], fresh: list[bool], reference: Decoder | None, layout: learner.Layout, mesh: Any
+    run: Run, groups: list[Group], fresh: list[bool], reference: Decoder | None, layout: learner.Layout, mesh: Any,
+    kl_coef: float | None,
 ) -> tuple[list[list[learner.Sample]], dict[str, float]]:
     """Groups as the learner sees them: what each token is worth, and whether the loss counts it."""
     algorithm = run.recipe.algorithm
@@ -228,7 +232,19 @@ def to_samples(
         parts = [np.stack([part.weight * g.parts[part.name] for g in groups]) for part in configs.rewards(run)]
         rewards = np.stack(parts, axis=-1)
     score = lambda samples: learner.completion_logps(reference, samples, run.learner, layout, run.rollout.temperature, mesh)
-    return learner.to_samples(algorithm, groups, fresh, rewards, run.recipe.drop_truncated, layout.completion_tokens, score)
+    dropped, length = run.recipe.drop_truncated, layout.completion_tokens
+    return learner.to_samples(algorithm, groups, fresh, rewards, dropped, length, score, kl_coef)
+
+
+def control(run: Run, host: Host, metrics: dict[str, float], completions: int) -> dict[str, float]:
+    """Let the recipe's controller, if any, choose the next step's KL coefficient; returns this step's, to be logged."""
+    if run.recipe.controller is None:
+        return {}
+    used = run.recipe.algorithm.kl_coef if host.kl_coef is None else host.kl_coef
+    # A penalty on the distance from the old policy has no reference: how far this step moved is its KL.
+    measured = metrics["kl"] if "kl" in metrics else metrics["policy_kl"]
+    host.kl_coef = float(run.recipe.controller(used, measured, completions))
+    return {"kl_coef": used}
 
 
 def describe(groups: list[Group]) -> dict[str, float]:

@@ -149,6 +149,10 @@ def _check_recipe(run: Run) -> None:
         not weights or len(weights) == len(rewards(run)),
         f"recipe.algorithm.advantage.weights has {len(weights)} entries for {len(rewards(run))} rewards: give one for each",
     )
+    require(
+        recipe.controller is None or recipe.algorithm.kl_coef > 0,
+        "recipe.controller has no coefficient to move: set recipe.algorithm.kl_coef above 0, or leave it out",
+    )
     for shape in recipe.shaping:
         group_shaping.check(shape)
     for name in ("reference_reset", "reset_on_stall"):

@@ -18,7 +18,7 @@ Reference = Callable[[Sequence[Sample]], list[np.ndarray]]
 
 def to_samples(
     algorithm: Algorithm, groups: Sequence[Group], fresh: Sequence[bool], rewards: np.ndarray, drop_truncated: bool, length: int,
-    reference: Reference,
+    reference: Reference, kl_coef: float | None = None,
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """Groups as the learner sees them, and what was measured on the way.
 
@@ -30,6 +30,7 @@ def to_samples(
       drop_truncated: leave completions that were cut off out of the loss; their rewards count.
       length: T, the longest completion; the shape of what the estimator sees.
       reference: asked only where the KL is in the reward.
+      kl_coef: in place of the algorithm's, where the KL is in the reward.
     """
     samples = [
         Sample(group.prompt, c.tokens, c.mask & (not (drop_truncated and c.finish_reason == "length")), c.sampler_logp, 0.0, new)
@@ -38,7 +39,8 @@ def to_samples(
     ]
     estimator = algorithm.advantage
     context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
-    advantages = np.asarray(_estimate(estimator, rewards.astype(np.float32), context))
+    moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
+    advantages = np.asarray(_estimate(estimator, rewards.astype(np.float32), context, **moved))
     if estimator.by_token:
         values = [row[: len(s.tokens)] for s, row in zip(samples, advantages, strict=True)]
     else:
@@ -49,8 +51,8 @@ def to_samples(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _estimate(estimator: Any, rewards: np.ndarray, context: AdvantageContext | None) -> jax.Array:
-    return estimator(rewards, context)
+def _estimate(estimator: Any, rewards: np.ndarray, context: AdvantageContext | None, **coefficient: np.float32) -> jax.Array:
+    return estimator(rewards, context, **coefficient)
 
 
 def _context(samples: Sequence[Sample], needs: Sequence[str], length: int, reference: Reference) -> AdvantageContext:

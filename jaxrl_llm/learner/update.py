@@ -52,7 +52,8 @@ def score(model: Decoder, packed: Packed, temperature: jax.Array, compute_dtype:
 
 
 def microbatch_loss(
-    policy: Decoder, batch: Packed, algorithm: Algorithm, temperature: jax.Array, tokens: jax.Array, sequences: jax.Array, **static: Any
+    policy: Decoder, batch: Packed, algorithm: Algorithm, temperature: jax.Array, tokens: jax.Array, sequences: jax.Array,
+    kl_coef: jax.Array | None, **static: Any,
 ) -> tuple[jax.Array, Metrics]:
     """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
     logp, entropy = completion_logprobs(cast(policy, static["compute_dtype"]), batch, temperature, static["remat"])
@@ -61,15 +62,16 @@ def microbatch_loss(
     old = jnp.where(batch.fresh[:, None], old, batch.sampler_logp)
     inputs = PolicyBatch(batch.advantages, batch.mask, old, batch.ref_logp, batch.sampler_logp)
     entropy = entropy if algorithm.entropy_coef else jax.lax.stop_gradient(entropy)
-    loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy)
+    loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy, kl_coef)
     gap = jnp.abs(logp - batch.sampler_logp)
     fresh = (batch.mask & batch.fresh[:, None]).astype(jnp.float32)
-    drift = jnp.where(batch.mask, old - logp, 0.0)
+    moved = jnp.where(batch.mask, logp - old, 0.0)
     metrics |= {
         "sampler/gap_sum": jnp.sum(gap * fresh),
         "sampler/fresh_tokens": jnp.sum(fresh),
         "sampler/logp_abs_diff_max": jnp.max(gap * fresh),
-        "policy_kl": jnp.sum(jnp.expm1(drift) - drift) / jnp.maximum(tokens, 1),
+        # Tokens are the old policy's, so this k3 estimates KL(old || policy).
+        "policy_kl": jnp.sum(jnp.expm1(moved) - moved) / jnp.maximum(tokens, 1),
     }
     return loss, jax.lax.stop_gradient(metrics)
 
@@ -79,13 +81,16 @@ def combine(total: Metrics, new: Metrics) -> Metrics:
     return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[name], new[name]) for name in total}
 
 
-def accumulate(policy: Decoder, packed: Packed, temperature: jax.Array, algorithm: Algorithm, **static: Any) -> tuple[Decoder, Metrics]:
+def accumulate(
+    policy: Decoder, packed: Packed, temperature: jax.Array, algorithm: Algorithm, kl_coef: jax.Array | None = None, **static: Any
+) -> tuple[Decoder, Metrics]:
     """Gradient and metrics of a whole optimiser step, summed over its microbatches.
 
     The loop runs ``packed.count`` times: ragged steps of one padded shape share one compiled program.
     """
     loss = functools.partial(
-        microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.tokens, sequences=packed.sequences, **static
+        microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.tokens, sequences=packed.sequences,
+        kl_coef=kl_coef, **static,
     )
     gradient = jax.grad(loss, has_aux=True)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0))))
@@ -103,15 +108,18 @@ def accumulate(policy: Decoder, packed: Packed, temperature: jax.Array, algorith
 def make_update(
     algorithm: Algorithm, optimiser: optax.GradientTransformation, rate: optax.Schedule, compute_dtype: Any, remat: str
 ) -> Callable[[TrainState, Packed, Any], tuple[TrainState, Metrics]]:
-    """The jitted update ``(state, packed, temperature) -> (state, metrics)``; the state is donated.
+    """The jitted update ``(state, packed, temperature, kl_coef=None) -> (state, metrics)``; the state is donated.
 
+    ``kl_coef`` is used in place of the algorithm's, without compiling anew when it changes.
     Where the gradient is not finite, the new state is the old one: what a guard then saves is sound.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, packed: Packed, temperature: jax.Array) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, packed: Packed, temperature: jax.Array, kl_coef: Any = None) -> tuple[TrainState, Metrics]:
+        temperature = jnp.asarray(temperature, jnp.float32)
+        kl_coef = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
         grads, metrics = accumulate(
-            state.policy, packed, jnp.asarray(temperature, jnp.float32), algorithm, compute_dtype=compute_dtype, remat=remat
+            state.policy, packed, temperature, algorithm, kl_coef, compute_dtype=compute_dtype, remat=remat
         )
         norm, lr = optax.tree.norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
         directions, opt_state = optimiser.update(grads, state.opt_state, state.policy)
