@@ -11,6 +11,10 @@ SequenceMean       1 / (sequences * L_i)      GRPO, GSPO, SAPO
 SequenceSum        1 / sequences              REINFORCE, RLOO, Kimi
 ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
 =================  =========================  ============================
+
+Sums and constants climb the expected reward, whatever the baseline b. SequenceMean climbs ``E[(R - b) / L]``, so that b
+matters: right answers gain by being short, wrong ones by being long. TokenMean does the same by the group's mean length,
+of which each completion moves its own share only.
 """
 
 import dataclasses
