@@ -52,8 +52,8 @@ def grow(length: int, stop: int | None = None) -> Tree:
 
 
 def token_logp(logits: Any, tree: Tree) -> jax.Array:
-    """What a learner sees: log-probabilities [S, T] of each sequence's tokens."""
-    return jax.nn.log_softmax(logits)[tree.nodes, tree.tokens]
+    """What a learner sees: log-probabilities [S, T] of each sequence's tokens; NaN after its end."""
+    return jnp.where(tree.mask, jax.nn.log_softmax(logits)[tree.nodes, tree.tokens], jnp.nan)
 
 
 def probability(logits: Any, tree: Tree) -> jax.Array:
