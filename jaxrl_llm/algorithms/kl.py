@@ -12,8 +12,9 @@ K3Plus       k3's                     k2's                   that of KL(policy |
 UnbiasedK3   r k3                     r (logp - ref)         that of KL(policy || reference), off-policy too
 ===========  =======================  =====================  ==============================================
 
-All of it holds for the next token given its prefix. The KL of whole sequences has one more term, through the
-probability of the prefix, which only a KL in the reward sees. After joschu.net/blog/kl-approx and arXiv 2512.02556.
+All of it holds for the next token given its prefix, and prefixes are those that were sampled. The KL of whole sequences
+has one more term, through the probability of the prefix, which only K1 in the reward sees. After
+joschu.net/blog/kl-approx and arXiv 2512.02556.
 """
 
 import dataclasses

@@ -70,6 +70,8 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
 
     Sums are taken of logarithms, and the exponential once, at the end. A product grows with length: 0.012 nats a token
     are a factor of 3.3 after 100 tokens. TRL, verl and slime mean the product by "sequence", ms-swift the geometric mean.
+    Only the product, without a cap, makes the loss what it would be in expectation on samples of the old policy; by token,
+    prefixes stay the sampler's, at less variance.
     """
     log_w = log_mismatch(at, owner)
     if level == "token":

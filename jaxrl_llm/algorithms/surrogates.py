@@ -11,8 +11,8 @@ PPOClip            -min(r A, clip(r) A)                r, and 0 beyond the bound
 CISPO              -sg[clip(r)] A logp                 clip(r), never 0
 SAPO               -(4 / tau) sigmoid(tau (r - 1)) A   r sech^2(tau (r - 1) / 2)
 MirrorDescent      (A - tau sum log r)^2 / (2 tau L)   (A - tau sum log r) / A
-MiniRL             -M sg[min(pi / mu, cap)] A logp     pi / mu, and 0 where PPOClip's is
-PenaltyKL          -r A + beta (r - 1 - log r)         r, less beta (r - 1)
+MiniRL             -M sg[min(pi / mu, cap)] A logp     min(pi / mu, cap), and 0 where PPOClip's is
+PenaltyKL          -r A + beta (r - 1 - log r)         r - beta (r - 1) / A
 =================  ==================================  ==========================================
 """
 
@@ -60,7 +60,11 @@ class Likelihood(Surrogate):
 
 @dataclasses.dataclass(frozen=True)
 class Unclipped(Surrogate):
-    """``-r A``: the surrogate objective itself (arXiv 1707.06347, eq. 6); unbiased however old the samples are."""
+    """``-r A``: the surrogate objective itself (arXiv 1707.06347, eq. 6).
+
+    However old the samples are, its expected gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``, which is
+    the expected reward's at the old policy, and anywhere for completions of one token; not of longer ones.
+    """
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Losses [B, T]."""
