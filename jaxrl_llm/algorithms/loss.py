@@ -96,7 +96,7 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
             "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice",
         ),
         (
-            ratio.anchor == "sampler" and not surrogate.reads_ratio,
+            ratio.anchor == "sampler" and not surrogate.reads_ratio and algorithm.kl is None,
             f"{kind} has no ratio, so that its anchor would go unread: use ratios.Token()",
         ),
         (

@@ -10,7 +10,7 @@ TokenMean          1 / tokens                 DAPO, CISPO, ProRL, PPO
 SequenceMean       1 / (sequences * L_i)      GRPO, GSPO, SAPO, REINFORCE++
 SequenceSum        1 / sequences              REINFORCE, RLOO, Kimi k1.5, MiniRL
 ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
-=================  =========================  ==============================================  =========================  ============================
+=================  =========================  ====================================
 
 Sums and constants climb the expected reward, whatever the baseline b. SequenceMean climbs ``E[(R - b) / L]``, so that b
 matters: right answers gain by being short, wrong ones by being long. TokenMean does the same by the group's mean length,
