@@ -10,9 +10,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import recipes
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GAE, GDPO, KLInReward, Whitened
+from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.train import Host, control
 from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
 
 SMOKE = configs.load_config("smoke")[1]
@@ -85,3 +87,20 @@ def test_an_estimator_that_the_trainer_cannot_feed_is_refused(pieces, words):
     with pytest.raises(InputError, match=words):
         configs.validate(with_algorithm(**pieces))
     configs.validate(with_algorithm(advantage=Whitened()))
+
+
+def test_a_controller_moves_the_coefficient_of_the_next_step():
+    run = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
+    configs.validate(run)
+    host, used = Host(), []
+    for kl in (0.2, 0.1, 0.01):
+        used.append(control(run, host, {"kl": kl, "policy_kl": 9.0}, 64)["kl_coef"])
+    assert used == [0.04, 0.08, 0.08] and host.kl_coef == 0.04
+    assert Host.from_json(host.to_json()) == host
+    assert control(SMOKE, Host(), {"kl": 1.0}, 64) == {}
+
+
+def test_a_controller_without_a_coefficient_is_refused():
+    recipe = dataclasses.replace(RECIPES["dapo"], controller=AdaptiveKL(0.1))
+    with pytest.raises(InputError, match="recipe.controller has no coefficient to move"):
+        configs.validate(dataclasses.replace(SMOKE, recipe=recipe))

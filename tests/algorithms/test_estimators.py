@@ -165,3 +165,17 @@ def test_a_coefficient_given_to_a_kl_in_the_reward_replaces_its_own():
     wanted = dataclasses.replace(estimator, coef=0.7)(rewards.reshape(2, 3), context)
     np.testing.assert_array_equal(estimator(rewards.reshape(2, 3), context, kl_coef=0.7), wanted)
     assert np.any(wanted != estimator(rewards.reshape(2, 3), context))
+
+
+def test_a_kl_in_the_reward_comes_on_top_of_step_rewards():
+    """Returns written out: the outcome, the steps from here on, and minus the coefficient times k1 from here on."""
+    rewards, context = scored(5)
+    rewards = rewards.reshape(2, 3)
+    found = np.asarray(KLInReward(GAE(gamma=1.0, lam=1.0), K1(), 0.3)(rewards, context))
+    mask, values = np.asarray(context.mask, bool), np.asarray(context.values, np.float64)
+    steps = np.where(mask & ~np.isnan(context.step_rewards), context.step_rewards, 0.0)
+    gaps = np.where(mask, np.float64(context.old_logp) - context.ref_logp, 0.0)
+    later = np.flip(np.cumsum(np.flip(steps - 0.3 * gaps, 1), axis=1), 1)
+    wanted = np.where(mask, rewards.reshape(-1, 1) + later - values, 0.0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert np.any(steps) and np.any(gaps)

@@ -107,6 +107,23 @@ def test_carried_samples_take_the_sampler_as_their_old_policy():
     assert none["sampler/logp_abs_diff_max"] == 0 == none["sampler/logp_abs_diff_mean"]
 
 
+def test_a_moved_kl_coefficient_is_used_and_compiles_nothing_anew():
+    packed = pack(rollout(), LAYOUTS["two rows"][0])
+    packed = packed._replace(ref_logp=scored(REFERENCE, packed))
+    gradient = jax.jit(
+        lambda coef: accumulate(
+            MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["grpo"], coef, compute_dtype="float32", remat="full"
+        )
+    )
+    for coef in (0.0, 0.04, 0.5):
+        found, metrics = gradient(jnp.float32(coef))
+        fixed = dataclasses.replace(PRESETS["grpo"], kl_coef=coef or 1e-30)
+        wanted, _ = packed_gradient(MODEL, packed, fixed)
+        assert largest_difference(found, wanted) < 1e-6
+        assert metrics["kl"] > 0
+    assert gradient._cache_size() == 1
+
+
 def test_the_entropy_bonus_reaches_the_weights():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     plain, before = packed_gradient(MODEL, packed, PRESETS["dapo"])
