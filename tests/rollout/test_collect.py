@@ -1,5 +1,6 @@
 """Filling a step with groups, and the sampler that makes them from a place in the stream of prompts."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -115,7 +116,7 @@ def sampler(tmp_path_factory):
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     with Scorer((Accuracy(),), 1) as scorer:
         rules, quiet = Sampling(max_new_tokens=5), lambda text: None
-        yield model, Sampler(engine, tokenizer, task, load(task).train, scorer, rules, 3, 7, status=quiet, note=quiet)
+        yield model, Sampler(engine, tokenizer, task, load(task).train, scorer, rules, 3, 7, (), status=quiet, note=quiet)
 
 
 def test_groups_depend_on_their_place_in_the_stream_only(sampler):
@@ -138,3 +139,20 @@ def test_groups_hold_their_prompts_completions_and_scores(sampler):
         assert len({c.tokens.tobytes() for c in g.completions}) == 3
         assert g.problem.prompt[-1]["content"] in bytes(g.prompt[g.prompt < 256].astype(np.uint8)).decode()
     assert numbers["time/rollout_s"] > 0 and numbers["reward/errors"] == 0
+
+
+def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sampler):
+    model, sample = sampler
+    seen = []
+
+    def note(name):
+        def shape(group, updates, budget):
+            seen.append((name, updates, budget))
+            return dataclasses.replace(group, rewards=group.rewards * 2 + (name == "second"))
+
+        return shape
+
+    shaped, _ = dataclasses.replace(sample, shaping=(note("first"), note("second")))(model, 7, 0, 1)
+    plain, _ = sample(model, 7, 0, 1)
+    assert seen == [("first", 7, 5), ("second", 7, 5)]
+    np.testing.assert_array_equal(shaped[0].rewards, plain[0].rewards * 4 + 1)
