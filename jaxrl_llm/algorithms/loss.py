@@ -146,8 +146,8 @@ def policy_loss(
         raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
     at = clean_tokens(logp, batch, kl_coef)
     at = at._replace(log_ratio=algorithm.ratio(at))
-    tokens = _count(token_count, at.mask, "token_count")
-    rows = _count(sequence_count, jnp.any(at.mask > 0, axis=1), "sequence_count").astype(at.mask.dtype)
+    tokens = _count(token_count, at.lengths, "token_count")
+    rows = _count(sequence_count, (at.lengths > 0).astype(at.mask.dtype), "sequence_count")
     losses, per_token = _policy_term(algorithm, at)
     if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(kl_coef):
         per_token["kl"] = _kl_term(algorithm, at)
@@ -159,7 +159,7 @@ def policy_loss(
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
         losses = losses - entropy_coef * per_token["entropy"]
-    weights = at.mask * algorithm.reduce.weight(at.mask, tokens, rows)
+    weights = at.mask * algorithm.reduce.weight(at.lengths, tokens, rows)
     metrics = [jax.lax.stop_gradient(x.astype(at.mask.dtype) * at.mask) for x in per_token.values()]
     loss, *totals = reducers.totals(losses * weights, *metrics)
     means = {name: total / tokens for name, total in zip(per_token, totals, strict=True)}
@@ -195,4 +195,4 @@ def _count(given: Any, counted: jax.Array, name: str) -> jax.Array:
     """The count that was given, or the sum of what counts; at least 1, so that nothing is divided by 0."""
     ranked(0, **{name: 0 if given is None else given})
     count = jnp.sum(counted) if given is None else given
-    return jnp.maximum(count, 1).astype(counted.dtype if jnp.issubdtype(counted.dtype, jnp.floating) else jnp.float32)
+    return jnp.maximum(count, 1).astype(counted.dtype)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import nonnegative, one_of, ordered, positive
-from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, log_mismatch, masked_mean, masked_sum, sampled
+from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, log_mismatch, sampled
 
 Level = Literal["token", "sequence", "geometric"]
 LEVELS = ("token", "sequence", "geometric")
@@ -46,7 +46,7 @@ class Sequence:
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Log ratios [B, 1]."""
-        return masked_mean(clamped_log_ratio(at.logp, at.old_logp), at.mask)
+        return at.mean(clamped_log_ratio(at.logp, at.old_logp))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SequenceToken:
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Log ratios [B, T]."""
-        s = masked_mean(clamped_log_ratio(at.logp, at.old_logp), at.mask)
+        s = at.mean(clamped_log_ratio(at.logp, at.old_logp))
         return jax.lax.stop_gradient(s) + at.logp - jax.lax.stop_gradient(at.logp)
 
 
@@ -76,7 +76,7 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
     log_w = log_mismatch(at, owner)
     if level == "token":
         return jnp.exp(log_w)
-    total = masked_mean(log_w, at.mask) if level == "geometric" else masked_sum(log_w, at.mask)
+    total = at.mean(log_w) if level == "geometric" else at.total(log_w)
     return jnp.exp(clamped_log_ratio(total, jnp.zeros_like(total)))
 
 
@@ -156,6 +156,6 @@ class OffPolicySequenceMask:
 
     def __call__(self, at: Tokens) -> jax.Array:
         """0 or 1 for each sequence, [B, 1]."""
-        drift = masked_mean(clamped_log_ratio(sampled(at, self), at.logp), at.mask)
-        dropped = (masked_mean(at.advantages, at.mask) < 0) & (drift > self.delta)
+        drift = at.mean(clamped_log_ratio(at.logp, sampled(at, self)))
+        dropped = (at.mean(at.advantages) < 0) & (drift < -self.delta)
         return jnp.where(dropped, jnp.zeros_like(drift), 1)

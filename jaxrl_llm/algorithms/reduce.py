@@ -28,11 +28,11 @@ from jaxrl_llm.algorithms.contracts import floating, numeric, positive, ranked, 
 class Reducer:
     """A reducer says what a token weighs; a new one overrides ``weight``.
 
-    Weights come from mask and counts alone, so that loss and gradient can be computed in one pass over the batch.
+    Weights come from lengths and counts alone, so that loss and gradient can be computed in one pass over the batch.
     """
 
-    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """What a valid token weighs: a scalar, or [B, 1] by sequence."""
+    def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+        """What a valid token weighs: a scalar, or [B, 1] by sequence; ``lengths`` [B, 1] are those of the sequences."""
         raise NotImplementedError
 
     def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
@@ -46,14 +46,15 @@ class Reducer:
         shaped(loss.shape, mask=mask)
         ranked(0, token_count=token_count, sequence_count=sequence_count)
         mask, tokens, sequences = (jnp.asarray(x, loss.dtype) for x in (mask, token_count, sequence_count))
-        return jnp.sum(loss * mask * self.weight(mask, tokens, sequences))
+        lengths = jnp.sum(mask, axis=1, keepdims=True)
+        return jnp.sum(loss * mask * self.weight(lengths, tokens, sequences))
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenMean(Reducer):
     """``sum(loss) / token_count``."""
 
-    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+    def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """A scalar."""
         return 1 / token_count
 
@@ -62,16 +63,16 @@ class TokenMean(Reducer):
 class SequenceMean(Reducer):
     """``sum_i (sum_t loss / L_i) / sequence_count``."""
 
-    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+    def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """[B, 1]."""
-        return 1 / (sequence_count * jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1))
+        return 1 / (sequence_count * jnp.maximum(lengths, 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSum(Reducer):
     """``sum(loss) / sequence_count``."""
 
-    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+    def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """A scalar."""
         return 1 / sequence_count
 
@@ -90,7 +91,7 @@ class ConstantLength(Reducer):
         if self.length is not None:
             positive(self, "length")
 
-    def weight(self, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+    def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """A scalar.
 
         Raises:
@@ -106,7 +107,8 @@ def totals(*arrays: jax.Array) -> list[jax.Array]:
     """The sum of each array, all of one shape, in one pass over memory where the compiler can.
 
     XLA fuses several sums of one pass by itself for GPUs and TPUs, and then with what made their operands; for CPUs it
-    writes each operand down first, unless one reduction takes them all.
+    writes each operand down first, unless one reduction takes them all. The barrier keeps that reduction whole where only
+    some of its sums are used.
     """
     return jax.lax.platform_dependent(*arrays, cpu=_sum_together, default=lambda *xs: [jnp.sum(x) for x in xs])
 
@@ -120,4 +122,4 @@ def _totals_jvp(arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) 
 def _sum_together(*arrays: jax.Array) -> list[jax.Array]:
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
     add = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]
-    return jax.lax.reduce(list(arrays), zeros, add, tuple(range(arrays[0].ndim)))
+    return jax.lax.optimization_barrier(jax.lax.reduce(list(arrays), zeros, add, tuple(range(arrays[0].ndim))))

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import nonnegative, positive
-from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, masked_mean, masked_sum, sampled
+from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, sampled
 
 Bounds = tuple[jax.Array, jax.Array]
 
@@ -171,8 +171,8 @@ class MirrorDescent(Surrogate):
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Losses [B, 1]."""
-        length = jnp.maximum(jnp.sum(at.mask, axis=1, keepdims=True), 1)
-        gap = masked_mean(at.advantages, at.mask) - self.tau * masked_sum(at.log_ratio, at.mask)
+        length = jnp.maximum(at.lengths, 1)
+        gap = at.mean(at.advantages) - self.tau * at.total(at.log_ratio)
         return gap**2 / (2 * self.tau * length)
 
 

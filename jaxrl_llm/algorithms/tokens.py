@@ -39,6 +39,19 @@ class Tokens(NamedTuple):
     log_ratio: jax.Array | None = None
     kl_coef: Any = 0.0
 
+    @property
+    def lengths(self) -> jax.Array:
+        """Valid tokens of each sequence, [B, 1]; counted as integers, which compilers do without writing the mask down."""
+        return jnp.sum(self.mask > 0, axis=1, keepdims=True, dtype=jnp.int32).astype(self.mask.dtype)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sum of x [B, T] over each sequence's valid tokens, [B, 1]."""
+        return jnp.sum(x * self.mask, axis=1, keepdims=True)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """Mean of x [B, T] over them, 0 where there is none; one number a sequence, [B, 1], is its own mean."""
+        return x if x.shape[1] == 1 else self.total(x) / jnp.maximum(self.lengths, 1)
+
 
 def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     """The arrays of a loss: checked, in one dtype, 0 at padding, -inf made finite, gradients stopped but for ``logp``.
@@ -60,9 +73,10 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
     if given["old_logp"] is None:
         given["old_logp"] = jax.lax.stop_gradient(logp)
-    counts = keep if advantages.ndim == 2 else jnp.any(keep, axis=1, keepdims=True)
-    advantages = jax.lax.stop_gradient(jnp.where(counts, advantages.astype(dtype).reshape(counts.shape), 0))
-    return Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef)
+    at = Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef)
+    counts = keep if advantages.ndim == 2 else at.lengths > 0
+    advantages = jnp.where(counts, advantages.astype(dtype).reshape(counts.shape), 0)
+    return at._replace(advantages=jax.lax.stop_gradient(advantages))
 
 
 def clamped_log_ratio(logp: jax.Array, other: jax.Array) -> jax.Array:
@@ -88,15 +102,3 @@ def sampled(at: Tokens, owner: Any) -> jax.Array:
     if at.sampler_logp is None:
         raise ValueError(f"{type(owner).__name__} compares with the sampler: batch.sampler_logp must be given")
     return at.sampler_logp
-
-
-def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Sum of x [B, T] over each row's valid tokens, [B, 1]."""
-    return jnp.sum(x * mask, axis=1, keepdims=True)
-
-
-def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean of x [B, T] over each row's valid tokens, [B, 1]; 0 for a row without any. One number a row is its own mean."""
-    if x.shape[1] == 1:
-        return x
-    return masked_sum(x, mask) / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
