@@ -70,7 +70,7 @@ SAPO = Recipe("sapo", PRESETS["sapo"])
 with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
 
 PRORL_V1 = Recipe(
-    "prorl", PRESETS["prorl"], temperature=1.2, filter_groups=True, reset_on_stall=3, reset_optimiser=True
+    "prorl_v1", PRESETS["prorl"], temperature=1.2, filter_groups=True, reset_on_stall=3, reset_optimiser=True
 )
 """ProRL (arXiv 2505.24864): reference and optimiser begin anew when validation stagnates; average pass@1 on mathematics
 44.45 -> 60.14 with a 1.5B model. How many evaluations make a stall is ours: the paper gives no number."""

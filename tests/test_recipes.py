@@ -49,18 +49,18 @@ def test_every_recipe_cites_its_paper():
 def test_a_recipe_is_its_preset_and_survives_its_json(name):
     recipe = RECIPES[name]
     changed = {"reduce": PRESETS[name].reduce} if name == "dr_grpo" else {"kl_coef": 0.0} if name == "reinforce_pp" else {}
-    assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS[name]
+    assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS["prorl" if name == "prorl_v1" else name]
     run = configs.resolved(configs.with_recipe(SMOKE, name))
     assert configs.from_json(configs.to_json(run)) == run
 
 
 def test_what_the_papers_fix_around_the_loss():
     filtering = {name for name, r in RECIPES.items() if r.filter_groups}
-    assert filtering == {"dapo", "cispo", "prorl", "prorl_v2"}
+    assert filtering == {"dapo", "cispo", "prorl_v1", "prorl_v2"}
     assert {n for n, r in RECIPES.items() if r.overlong_share} == {"dapo", "cispo"}
     assert (RECIPES["dapo"].overlong_share * 20480, RECIPES["dapo"].drop_truncated) == (4096, True)
-    assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl": 1.2}
-    one, two = RECIPES["prorl"], RECIPES["prorl_v2"]
+    assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}
+    one, two = RECIPES["prorl_v1"], RECIPES["prorl_v2"]
     assert one.reset_on_stall and one.reset_optimiser and not one.reference_reset
     assert 200 <= two.reference_reset <= 500 and not two.reset_optimiser
     assert two.shaping == (StopProperly(0.0), LengthCycle(on=100, off=500))
@@ -69,7 +69,8 @@ def test_what_the_papers_fix_around_the_loss():
 
 
 def test_a_run_fills_in_temperature_and_generation_budget():
-    run = configs.resolved(configs.with_recipe(SMOKE, "prorl"))
+    run = configs.resolved(configs.with_recipe(SMOKE, "prorl_v1"))
+    assert run == configs.resolved(configs.with_recipe(SMOKE, "prorl"))
     assert run.rollout.temperature == 1.2
     own = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, temperature=0.7))
     assert configs.resolved(configs.with_recipe(own, "prorl")).rollout.temperature == 0.7

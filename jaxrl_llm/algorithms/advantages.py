@@ -166,7 +166,7 @@ class Whitened(Estimator):
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and perhaps step_rewards [B, T]; returns float[B, T]."""
-        given = scores(rewards, context)
+        given = scores(rewards, context, self.baseline == "group")
         (mask,) = context_arrays(context, "Whitened", given.rewards.size, "mask")
         outcome = given.centred()[0] if self.baseline == "group" else given.rewards
         counts = mask & given.valid.reshape(-1, 1)
@@ -235,7 +235,7 @@ class GAE(Estimator):
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""
-        given = scores(rewards, context)
+        given = scores(rewards, context, False)
         mask, values = context_arrays(context, "GAE", given.rewards.size, *self.needs)
         counts = mask & given.valid.reshape(-1, 1)
         last = mask & (jnp.cumsum(mask, axis=1) == jnp.sum(mask, axis=1, keepdims=True))

@@ -20,6 +20,17 @@ def ranked(rank: int, **arrays: Any) -> None:
             raise ValueError(f"{name} must have {rank} axes, got shape {np.shape(x)}")
 
 
+def listed(**arrays: Any) -> None:
+    """Refuse an array that is neither one number nor [B].
+
+    Raises:
+      ValueError: names it.
+    """
+    for name, x in arrays.items():
+        if np.ndim(x) > 1:
+            raise ValueError(f"{name} must be [B], got shape {np.shape(x)}")
+
+
 def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
     """Refuse an array of another shape; one that is None is not looked at.
 

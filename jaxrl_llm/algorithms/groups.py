@@ -46,8 +46,10 @@ class Scores(NamedTuple):
         return jnp.where(self.valid & self.differ(self.rewards, self.valid), self.rewards - mean, 0), count
 
 
-def scores(rewards: Any, context: AdvantageContext | None) -> Scores:
+def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True) -> Scores:
     """Rewards of the global batch by group: the rows of [P, G], or ``context.group_ids`` where they are given.
+
+    An estimator that compares no completions of one prompt is not ``grouped``: it takes [B] as well.
 
     Raises:
       ValueError: neither says what a group is, or the ids do not fit the rewards.
@@ -55,14 +57,16 @@ def scores(rewards: Any, context: AdvantageContext | None) -> Scores:
     rewards = numeric(rewards, "rewards")
     ids = None if context is None else context.group_ids
     if ids is None:
-        if rewards.ndim != 2:
+        if rewards.ndim != 2 and (grouped or rewards.ndim != 1):
             raise ValueError(f"rewards must be [P, G], got shape {rewards.shape}, or [B] with context.group_ids")
         same = None
     else:
         if rewards.ndim not in (1, 2):
             raise ValueError(f"rewards must be [B] or [P, G] with context.group_ids, got shape {rewards.shape}")
         ids = integers(ids, "context.group_ids")
-        shaped((rewards.size,), **{"context.group_ids": ids})
+        if ids.shape not in (rewards.shape, (rewards.size,)):
+            raise ValueError(f"context.group_ids must have shape {(rewards.size,)}, got {ids.shape}")
+        ids = ids.reshape(-1)
         same = ids[:, None] == ids[None, :]
     valid = ~jnp.isnan(rewards)
     return Scores(jnp.where(valid, rewards, 0), valid, same)

@@ -121,8 +121,8 @@ class AdaptiveKL:
     def __post_init__(self):
         positive(self, "target")
 
-    def __call__(self, coef: float, kl: float, completions: int) -> float:
-        """The next coefficient, from the KL just measured."""
+    def __call__(self, coef: float, kl: float, completions: int = 0) -> float:
+        """The next coefficient, from the KL just measured; on how many completions does not matter."""
         return coef / 2 if kl < self.target / 1.5 else coef * 2 if kl > self.target * 1.5 else coef
 
 

@@ -48,6 +48,7 @@ class Algorithm:
     sequence_filter: Any = None
 
     def __post_init__(self):
+        _check_pieces(self)
         one_of(self, "kl_in", ("loss", "reward"))
         nonnegative(self, "kl_coef", "entropy_coef")
         estimator = self.advantage.estimator if isinstance(self.advantage, KLInReward) else self.advantage
@@ -64,6 +65,28 @@ class Algorithm:
     def kl_in_loss(self) -> bool:
         """Whether ``policy_loss`` reads a KL coefficient."""
         return self.surrogate.reads_kl_coef or (self.kl is not None and self.kl_in == "loss")
+
+
+PIECES = {
+    "advantage": (("needs", "by_token", "several"), "advantages.GroupZScore()"),
+    "ratio": (("level", "anchor"), "ratios.Token()"),
+    "surrogate": (("clipped", "reads_ratio", "reads_sampler", "reads_kl_coef", "whole_sequences"), "surrogates.PPOClip()"),
+    "reduce": (("weight",), "reduce.TokenMean()"),
+    "kl": ((), "kl.K3()"),
+    "correction": ((), "ratios.TruncatedIS()"),
+    "sequence_filter": ((), "ratios.OffPolicySequenceMask()"),
+}
+"""What each piece must say of itself beside being callable, and an example of one."""
+
+
+def _check_pieces(algorithm: Algorithm) -> None:
+    """Refuse a name, a class in place of its value, and a piece of another kind."""
+    for field, (attributes, example) in PIECES.items():
+        piece = getattr(algorithm, field)
+        optional = piece is None and field in ("kl", "correction", "sequence_filter")
+        fits = callable(piece) and not isinstance(piece, type) and all(hasattr(piece, name) for name in attributes)
+        if not (optional or fits):
+            raise ValueError(f"{field} must be a value such as {example}, got {piece!r}")
 
 
 def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
@@ -103,6 +126,7 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
             algorithm.correction is not None and surrogate.reads_sampler,
             f"{kind} weights by the sampler's log-probabilities itself: a correction would count that gap twice",
         ),
+        (in_reward and algorithm.kl is None, "kl_in='reward' puts nothing into the reward: set kl, for example kl.K1()"),
         (in_reward and takes_steps, f"{type(estimator).__name__} has no one reward to put a KL in: set kl_in='loss'"),
     ):
         if wrong:
@@ -142,7 +166,8 @@ def policy_loss(
     kl_coef = kl_coef if overridden else algorithm.kl_coef
     entropy_coef = algorithm.entropy_coef if entropy_coef is None else entropy_coef
     ranked(0, kl_coef=kl_coef, entropy_coef=entropy_coef)
-    if overridden and _present(kl_coef) and not algorithm.kl_in_loss:
+    # What is traced may be 0: only a number can be refused.
+    if overridden and _present(kl_coef) and not isinstance(kl_coef, jax.Array) and not algorithm.kl_in_loss:
         raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
     at = clean_tokens(logp, batch, kl_coef)
     at = at._replace(log_ratio=algorithm.ratio(at))

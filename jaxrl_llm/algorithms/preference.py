@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import flags, floating, integers, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import flags, floating, integers, listed, numeric, ranked, shaped
 
 
 def sequence_logp(logp: Any, mask: Any, average: bool = False) -> jax.Array:
@@ -34,8 +34,7 @@ def dpo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
 
     margin: ``preference_margin`` of sequence sums, float[B]. The implicit reward of an answer is ``beta (logp - ref)``.
     """
-    margin = floating(margin, "margin")
-    ranked(1, margin=margin)
+    margin = _margin(margin, beta)
     return -jnp.mean(jax.nn.log_sigmoid(beta * margin))
 
 
@@ -45,9 +44,16 @@ def ipo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
     margin: ``preference_margin``, float[B]. The paper and OpenRLHF take sequence sums, TRL averages by token
     (``sequence_logp(average=True)``): beta does not carry over from one to the other.
     """
-    margin = floating(margin, "margin")
-    ranked(1, margin=margin)
+    margin = _margin(margin, beta)
     return jnp.mean((margin - 1 / (2 * beta)) ** 2)
+
+
+def _margin(margin: Any, beta: float) -> jax.Array:
+    margin = floating(margin, "margin")
+    listed(margin=margin)
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+    return margin
 
 
 def bradley_terry_loss(chosen: Any, rejected: Any, margin: Any = 0.0) -> jax.Array:
@@ -65,7 +71,7 @@ def bradley_terry_loss(chosen: Any, rejected: Any, margin: Any = 0.0) -> jax.Arr
 def _pair(chosen: Any, rejected: Any) -> tuple[jax.Array, jax.Array]:
     """Both as float[B] of one dtype."""
     chosen, rejected = floating(chosen, "chosen"), floating(rejected, "rejected")
-    ranked(1, chosen=chosen)
+    listed(chosen=chosen)
     shaped(chosen.shape, rejected=rejected)
     return chosen, rejected.astype(chosen.dtype)
 

@@ -92,6 +92,8 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
             if not value:
                 raise InputError(f"{argument.partition('=')[0]} needs a value")
             found[name] = value
+        elif dashed and (whole := [x for x in SPELLINGS if x.endswith(f".{name}")]):
+            raise InputError(f"{argument.partition('=')[0]} is short for {' or '.join(whole)} of verl: write it whole")
         elif dashed:
             rest.append(argument)
         else:

@@ -56,7 +56,8 @@ def load_config(name: str) -> tuple[str, Run]:
 
 
 def with_recipe(run: Run, name: str) -> Run:
-    """The run with another method."""
+    """The run with another method; ``prorl`` is its first version."""
+    name = "prorl_v1" if name == "prorl" else name
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, 1)
         raise InputError(

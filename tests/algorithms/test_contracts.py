@@ -132,10 +132,21 @@ BY_TOKEN = (Whitened(), ProcessSupervised(), GAE(), KLInReward(LeaveOneOut(), K1
 
 
 @pytest.mark.parametrize("estimator", [*OUTCOME, *BY_TOKEN[:3]])
-@pytest.mark.parametrize("bad", [None, ROWS, np.ones((1, 2, 1)), np.array([["a", "b"]]), np.ones((1, 2), np.complex64)])
+@pytest.mark.parametrize("bad", [None, np.ones((1, 2, 1)), np.array([["a", "b"]]), np.ones((1, 2), np.complex64)])
 def test_estimators_refuse_rewards(estimator, bad):
     with pytest.raises(ValueError, match="^rewards must be"):
         estimator(bad, CONTEXT)
+
+
+@pytest.mark.parametrize("estimator", [*OUTCOME, Whitened("group"), ProcessSupervised()])
+def test_what_compares_completions_of_a_prompt_refuses_a_flat_list(estimator):
+    with pytest.raises(ValueError, match=r"^rewards must be \[P, G\], got shape \(2,\)"):
+        estimator(PAIR[0], CONTEXT)
+
+
+@pytest.mark.parametrize("estimator", [Whitened(), GAE()])
+def test_what_compares_none_takes_a_flat_list(estimator):
+    np.testing.assert_array_equal(estimator(PAIR[0], CONTEXT), estimator(PAIR, CONTEXT))
 
 
 @pytest.mark.parametrize("bad", [None, PAIR, np.ones(2), np.ones((1, 2, 3, 1)), np.ones((1, 2, 2), np.complex64)])
@@ -147,7 +158,7 @@ def test_gdpo_refuses_rewards_without_an_axis_for_each(bad):
 
 
 @pytest.mark.parametrize("estimator", [*OUTCOME, *BY_TOKEN[:3]])
-@pytest.mark.parametrize("ids", [np.zeros(3, int), np.zeros((1, 2), int), np.zeros(2), np.array(["a", "b"])])
+@pytest.mark.parametrize("ids", [np.zeros(3, int), np.zeros((2, 1), int), np.zeros(2), np.array(["a", "b"])])
 def test_estimators_refuse_ids(estimator, ids):
     with pytest.raises(ValueError, match="^context.group_ids must"):
         estimator(PAIR, CONTEXT._replace(group_ids=ids))
@@ -259,6 +270,15 @@ def test_fields_out_of_range_are_named(kind, fields):
     ("minirl", {"ratio": Token("sampler")}, "would count that gap twice"),
     ("minirl", {"correction": MaskedIS()}, "MiniRL weights by the sampler's"),
     ("reinforce", {"ratio": Token("sampler")}, "Likelihood has no ratio, so that its anchor would go unread"),
+    ("dapo", {"kl_in": "reward"}, "kl_in='reward' puts nothing into the reward: set kl"),
+    ("grpo", {"surrogate": "ppo"}, "surrogate must be a value such as surrogates.PPOClip"),
+    ("grpo", {"surrogate": PPOClip}, "surrogate must be a value such as surrogates.PPOClip"),
+    ("grpo", {"surrogate": TokenMean()}, "surrogate must be a value such as surrogates.PPOClip"),
+    ("grpo", {"advantage": GroupMean}, "advantage must be a value such as advantages.GroupZScore"),
+    ("grpo", {"ratio": None}, "ratio must be a value such as ratios.Token"),
+    ("grpo", {"reduce": PPOClip()}, "reduce must be a value such as reduce.TokenMean"),
+    ("grpo", {"kl": "k3"}, "kl must be a value such as kl.K3"),
+    ("grpo", {"correction": 2.0}, "correction must be a value such as ratios.TruncatedIS"),
     ("rloo", {"advantage": GDPO()}, "GDPO has no one reward to put a KL in"),
     ("rloo", {"advantage": ProcessSupervised()}, "ProcessSupervised has no one reward to put a KL in"),
 ])  # fmt: skip

@@ -205,3 +205,11 @@ def test_entropy_and_its_gradient(dtype):
     entropy, grad = jax.jit(jax.value_and_grad(lambda x: logprob_and_entropy(x, jnp.int32(0))[1]))(logits)
     check(entropy, "ENTROPY/H", dtype)
     check(grad, "ENTROPY/dH_dlogits", dtype)
+
+
+@pytest.mark.parametrize("loss", [preference.dpo_loss, preference.ipo_loss])
+@pytest.mark.parametrize("beta", [0.0, -0.1])
+def test_a_temperature_that_turns_preferences_around_is_refused(loss, beta):
+    with pytest.raises(ValueError, match="beta must be above 0"):
+        loss(np.ones(2, np.float32), beta)
+    np.testing.assert_allclose(loss(np.float32(1.5)), loss(np.full(3, 1.5, np.float32)), rtol=1e-6)
