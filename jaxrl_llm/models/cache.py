@@ -3,6 +3,8 @@
 A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
 so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. A row's columns are its
 positions, whatever slot or time it was filled at: its numbers never depend on its neighbours.
+
+Keys lie with their columns last, so that the scores of one query are plain matrix products: on CPUs twice as fast.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from jaxrl_llm.models.decoder import Decoder, block, causal_rows, embed, forward
 
 
 class Cache(NamedTuple):
-    """Keys and values, [L, B, K, S, H] each; column s of a row holds its position s."""
+    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s."""
 
     k: Any
     v: Any
@@ -24,8 +26,8 @@ class Cache(NamedTuple):
 
 def empty_cache(config: ModelConfig, rows: int, length: int, dtype: Any) -> Cache:
     """A cache of zeros for ``rows`` sequences of up to ``length`` positions."""
-    shape = (config.layers, rows, config.attention.kv_heads, length, config.attention.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    outer, width = (config.layers, rows, config.attention.kv_heads), config.attention.head_dim
+    return Cache(jnp.zeros((*outer, width, length), dtype), jnp.zeros((*outer, length, width), dtype))
 
 
 def prefill(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Cache]:
@@ -42,7 +44,7 @@ def decode(
     Args:
       model: the decoder.
       cache: read only; row b is valid below ``lengths[b]``.
-      chunk: [L, B, K, C, H], columns below ``step`` are valid; this step writes column ``step``.
+      chunk: a cache of C columns, of which those below ``step`` are valid; this step writes column ``step``.
       step: int32[], 0 <= step < C.
       tokens: int32[B], each row's newest token, at position ``lengths + step``.
       lengths: int32[B].
@@ -50,10 +52,11 @@ def decode(
     Returns:
       Final hidden states [B, D] and the chunk with the new column.
     """
-    config, positions = model.config, lengths + step
-    columns, steps = jnp.arange(cache.k.shape[3]), jnp.arange(chunk.k.shape[3])
-    distance = jnp.concatenate([positions[:, None] - columns[None], jnp.broadcast_to((step - steps)[None], (tokens.shape[0], len(steps)))], 1)
-    valid = jnp.concatenate([columns[None] < lengths[:, None], jnp.broadcast_to((steps <= step)[None], (tokens.shape[0], len(steps)))], 1)
+    config, positions, rows = model.config, lengths + step, tokens.shape[0]
+    columns, steps = jnp.arange(cache.v.shape[3]), jnp.arange(chunk.v.shape[3])
+    since = jnp.broadcast_to((step - steps)[None], (rows, len(steps)))
+    distance = jnp.concatenate([positions[:, None] - columns[None], since], 1)
+    valid = jnp.concatenate([columns[None] < lengths[:, None], since >= 0], 1)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
         w, frequencies, window, main, new = per_layer
@@ -61,12 +64,13 @@ def decode(
         written = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            fresh = Cache(*(jax.lax.dynamic_update_slice(old, one, (0, 0, step, 0)) for old, one in zip(new, (k, v), strict=True)))
+            put = jax.lax.dynamic_update_slice
+            fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
-            parts = [layers.scores(q, keys, config.attention) for keys in (main.k, fresh.k)]
-            s = jnp.where(visible[:, None, None, None], jnp.concatenate(parts, -1), layers.MASKED)
-            near, far = jnp.split(jax.nn.softmax(s, axis=-1), [len(columns)], axis=-1)
-            return layers.mix(near, main.v) + layers.mix(far, fresh.v)
+            parts = [layers.scores_of_one(q[:, 0], keys, config.attention) for keys in (main.k, fresh.k)]
+            s = jnp.where(visible[:, None, None], jnp.concatenate(parts, -1), layers.MASKED)
+            far, near = jnp.split(jax.nn.softmax(s, axis=-1), [len(columns)], axis=-1)
+            return (layers.mix_for_one(far, main.v) + layers.mix_for_one(near, fresh.v))[:, None]
 
         angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
         return block(w, config, x, angles, attend), written[0]
@@ -78,27 +82,27 @@ def decode(
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     """The cache with the chunk's C columns written at each row's positions ``lengths`` and on."""
-    offset = jnp.arange(cache.k.shape[3])[None] - lengths[:, None]
-    inside = (offset >= 0) & (offset < chunk.k.shape[3])
+    offset = jnp.arange(cache.v.shape[3])[None] - lengths[:, None]
+    inside = (offset >= 0) & (offset < chunk.v.shape[3])
+    index = jnp.clip(offset, 0, chunk.v.shape[3] - 1)
 
-    def merge(old: jax.Array, new: jax.Array) -> jax.Array:
-        index = jnp.clip(offset, 0, chunk.k.shape[3] - 1)[None, :, None, :, None]
-        return jnp.where(inside[None, :, None, :, None], jnp.take_along_axis(new, index, axis=3), old)
+    def merge(old: jax.Array, new: jax.Array, column: int) -> jax.Array:
+        spread = lambda x: jnp.expand_dims(x, (0, 2, 7 - column))
+        return jnp.where(spread(inside), jnp.take_along_axis(new, spread(index), axis=column), old)
 
-    return Cache(merge(cache.k, chunk.k), merge(cache.v, chunk.v))
+    return Cache(merge(cache.k, chunk.k, 4), merge(cache.v, chunk.v, 3))
 
 
 def insert(cache: Cache, prompts: Cache, source: jax.Array) -> Cache:
     """The cache with row b replaced by prompt ``source[b]``, or kept where that is negative.
 
-    prompts: [L, P, K, Z, H] with Z <= S; columns beyond Z keep what they hold (they are invalid until written).
+    prompts: a cache of P rows of at most S columns; columns beyond keep what they hold (they are invalid until written).
     """
-    width = prompts.k.shape[3]
 
-    def place(old: jax.Array, new: jax.Array) -> jax.Array:
+    def place(old: jax.Array, new: jax.Array, column: int) -> jax.Array:
         chosen = jnp.take(new, jnp.maximum(source, 0), axis=1)
-        kept = jax.lax.slice_in_dim(old, 0, width, axis=3)
+        kept = jax.lax.slice_in_dim(old, 0, new.shape[column], axis=column)
         head = jnp.where((source >= 0)[None, :, None, None, None], chosen, kept)
         return jax.lax.dynamic_update_slice(old, head, (0, 0, 0, 0, 0))
 
-    return Cache(place(cache.k, prompts.k), place(cache.v, prompts.v))
+    return Cache(place(cache.k, prompts.k, 4), place(cache.v, prompts.v, 3))

@@ -111,7 +111,7 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, S, H], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied."""
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied."""
 
 
 def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
@@ -138,7 +138,7 @@ def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array,
         q, k = norm(q, w.q_norm[...], config.norm), norm(k, w.k_norm[...], config.norm)
     q, k = layers.rotate(q, angles), layers.rotate(k, angles)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    out = attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+    out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
     return jnp.einsum("bsnh,nhd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w.o[...])
 
 
@@ -182,7 +182,7 @@ def forward(model: Decoder, rows: Rows, remat: str = "none", keep_cache: bool = 
       model: the decoder.
       rows: R rows of S tokens.
       remat: key of ``REMAT``.
-      keep_cache: also return the keys and values of every layer, [L, R, K, S, H] each.
+      keep_cache: also return the keys [L, R, K, H, S] and values [L, R, K, S, H] of every layer.
 
     Returns:
       Normalised hidden states [R, S, D], and (keys, values) or None.

@@ -31,7 +31,7 @@ class Slots(NamedTuple):
     """What the device holds between calls; [B] for each slot unless said.
 
     Attributes:
-      cache: keys and values of what is done, [L, B, K, S, H].
+      cache: keys and values of what is done.
       lengths: valid columns of the cache.
       tokens: the newest token, not in the cache yet.
       seeds: uint32[B, 2].
