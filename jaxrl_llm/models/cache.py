@@ -30,6 +30,11 @@ def empty_cache(config: ModelConfig, rows: int, length: int, dtype: Any) -> Cach
     return Cache(jnp.zeros((*outer, width, length), dtype), jnp.zeros((*outer, length, width), dtype))
 
 
+def first_columns(cache: Cache, count: int) -> Cache:
+    """The cache's columns below ``count``."""
+    return Cache(cache.k[..., :count], cache.v[..., :count, :])
+
+
 def prefill(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Cache]:
     """Hidden states [P, S, D] and cache of right-padded prompts int32[P, S]."""
     hidden, (k, v) = forward(model, causal_rows(tokens), keep_cache=True)

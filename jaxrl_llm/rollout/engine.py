@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.cache import Cache, decode, empty_cache, flush, insert, prefill
+from jaxrl_llm.models.cache import Cache, decode, empty_cache, first_columns, flush, insert, prefill
 from jaxrl_llm.models.decoder import Decoder, unembed
 from jaxrl_llm.rollout.sampling import Rule, as_rule, draw, uniforms
 from jaxrl_llm.rollout.settings import Sampling
@@ -25,6 +25,8 @@ from jaxrl_llm.types import Completion
 
 PREFILL_ROWS, PREFILL_TOKENS = 8, 8192
 """Prompts in one prefill call, fewer where their tokens would exceed the second number."""
+FEWEST_COLUMNS = 128
+"""Of the cache, that a chunk reads: reading fewer would save little."""
 
 
 class Slots(NamedTuple):
@@ -56,10 +58,14 @@ class Emitted(NamedTuple):
     real: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "truncate"), donate_argnums=1)
-def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bool) -> tuple[Slots, Emitted]:
-    """Up to ``steps`` tokens for every active slot; ends early when none is left."""
+@functools.partial(jax.jit, static_argnames=("steps", "truncate", "live"), donate_argnums=1)
+def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bool, live: int) -> tuple[Slots, Emitted]:
+    """Up to ``steps`` tokens for every active slot; ends early when none is left.
+
+    ``live``: columns of the cache that are read, at least the longest active row.
+    """
     rows = slots.tokens.shape[0]
+    main = first_columns(slots.cache, live)
     config = model.config
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
     out = Emitted(*(jnp.zeros((steps, rows), kind) for kind in (jnp.int32, jnp.float32, jnp.float32, bool)))
@@ -70,7 +76,7 @@ def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bo
 
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
-        hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths)
+        hidden, chunk = decode(model, main, chunk, step, now.tokens, slots.lengths)
         drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
         sampled = now.sampled + now.active.astype(jnp.int32)
         stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= rule.limit)
@@ -114,6 +120,11 @@ class Request:
     seed: int
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
 
+    @property
+    def columns(self) -> int:
+        """Columns of the cache that hold this request: all tokens but the newest, which is decoded next."""
+        return len(self.prompt) - 1 + sum(len(piece[0]) for piece in self.pieces)
+
 
 class Engine:
     """Owner of the sampler's device state; it keeps no weights.
@@ -124,15 +135,19 @@ class Engine:
       max_length: prompt and completion together, in tokens.
       chunk: decode steps in one compiled call; finished slots are refilled between calls.
       mesh: where the weights are; slots are divided over data and fsdp, heads over tensor. None for one device.
+      strict: read the whole cache at every step, so that a completion's bits do not depend on how long its neighbours are.
+        If not, only as many columns are read as the longest of them needs, in buckets; rounding may then differ.
     """
 
-    def __init__(self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None):
+    def __init__(
+        self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None, strict: bool = False
+    ):
         if slots < 1 or max_length < 2:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         self._shape = _shape(model)
         self._config, self._dtype = model.config, jax.tree.leaves(model)[0].dtype
-        self._mesh = mesh
+        self._mesh, self._strict = mesh, strict
         self.start(Sampling())
 
     def start(self, sampling: Sampling) -> None:
@@ -176,7 +191,8 @@ class Engine:
         if self._state is None:
             self._state = _placed(_empty(self._config, self.slots, self.max_length, self._dtype), self._mesh)
         self._refill(model)
-        self._state, out = run_chunk(model, self._state, as_rule(self._sampling), self.chunk, self._sampling.truncates)
+        rule, truncates = as_rule(self._sampling), self._sampling.truncates
+        self._state, out = run_chunk(model, self._state, rule, self.chunk, truncates, self._live())
         active, out = jax.device_get((self._state.active, out))
         for slot in list(self._running):
             self._take(slot, active[slot], Emitted(*(x[:, slot] for x in out)), version)
@@ -201,6 +217,11 @@ class Engine:
             self.step(model, version)
         done = dict(self.collect())
         return [done[handle] for handle in handles]
+
+    def _live(self) -> int:
+        """How many columns of the cache the next chunk reads: few sizes, so that few programs are compiled."""
+        longest = max((request.columns for request in self._running.values()), default=0)
+        return self.max_length if self._strict else min(max(_bucket(longest), FEWEST_COLUMNS), self.max_length)
 
     def _refill(self, model: Decoder) -> None:
         free = [slot for slot in range(self.slots) if slot not in self._running]

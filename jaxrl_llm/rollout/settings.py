@@ -57,6 +57,7 @@ class Rollout:
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
+      strict: read the whole cache at every step, so that no bit of a completion depends on the length of its neighbours.
       max_rounds: how often a step may sample before it learns from the groups it has (dynamic sampling).
     """
 
@@ -69,6 +70,7 @@ class Rollout:
     top_p: float = 1.0
     slots: int = 64
     chunk: int = 16
+    strict: bool = False
     max_rounds: int = 10
 
     @property
