@@ -38,6 +38,7 @@ class Slots(NamedTuple):
       tokens: the newest token, not in the cache yet.
       seeds: uint32[B, 2].
       sampled: tokens sampled so far.
+      limits: tokens to sample at most.
       active: whether the slot is still sampling.
     """
 
@@ -46,6 +47,7 @@ class Slots(NamedTuple):
     tokens: jax.Array
     seeds: jax.Array
     sampled: jax.Array
+    limits: jax.Array
     active: jax.Array
 
 
@@ -79,7 +81,7 @@ def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bo
         hidden, chunk = decode(model, main, chunk, step, now.tokens, slots.lengths)
         drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
         sampled = now.sampled + now.active.astype(jnp.int32)
-        stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= rule.limit)
+        stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= now.limits)
         out = Emitted(*(a.at[step].set(b) for a, b in zip(out, (*drawn, now.active), strict=True)))
         now = now._replace(tokens=drawn.token, sampled=sampled, active=now.active & ~stopped)
         return step + 1, now, chunk, out
@@ -92,7 +94,9 @@ def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bo
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def fill_slots(slots: Slots, prompts: Cache, source: jax.Array, lengths: jax.Array, tokens: jax.Array, seeds: jax.Array) -> Slots:
+def fill_slots(
+    slots: Slots, prompts: Cache, source: jax.Array, lengths: jax.Array, tokens: jax.Array, seeds: jax.Array, limits: jax.Array
+) -> Slots:
     """Slots with row b started on prompt ``source[b]``, or untouched where that is negative; the others [B] likewise."""
     new = source >= 0
     return Slots(
@@ -101,6 +105,7 @@ def fill_slots(slots: Slots, prompts: Cache, source: jax.Array, lengths: jax.Arr
         jnp.where(new, tokens, slots.tokens),
         jnp.where(new[:, None], seeds, slots.seeds),
         jnp.where(new, 0, slots.sampled),
+        jnp.where(new, limits, slots.limits),
         new | slots.active,
     )
 
@@ -113,11 +118,12 @@ def prefill_cache(model: Decoder, tokens: jax.Array) -> Cache:
 
 @dataclasses.dataclass
 class Request:
-    """One completion in the making: its prompt, its seed, and what has been sampled."""
+    """One completion in the making: its prompt, its seed, its longest length, and what has been sampled."""
 
     handle: int
     prompt: np.ndarray
     seed: int
+    limit: int
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
 
     @property
@@ -159,22 +165,30 @@ class Engine:
         self._finished: list[tuple[int, Completion]] = []
         self._prompts: dict[bytes, tuple[Cache, int]] = {}
         self._handles = 0
-        self.prompts_prefilled = 0
+        self.prompts_prefilled = self.decode_steps = 0
 
-    def submit(self, prompts: Sequence[Any], seeds: Sequence[int]) -> list[int]:
-        """Queue one completion for each prompt (token ids) and seed; returns their handles."""
-        if len(prompts) != len(seeds):
-            raise InputError(f"every prompt needs one seed: got {len(prompts)} prompts and {len(seeds)} seeds")
+    def submit(self, prompts: Sequence[Any], seeds: Sequence[int], limits: Sequence[int] | None = None) -> list[int]:
+        """Queue one completion for each prompt (token ids) and seed; returns their handles.
+
+        ``limits``: the longest each may become, from 1 to ``max_new_tokens``, which is taken without them.
+        """
+        longest = self._sampling.max_new_tokens
+        limits = [longest] * len(prompts) if limits is None else limits
+        for name, values in (("seed", seeds), ("limit", limits)):
+            if len(prompts) != len(values):
+                raise InputError(f"every prompt needs one {name}: got {len(prompts)} prompts and {len(values)} {name}s")
+        if wrong := [limit for limit in limits if not 1 <= limit <= longest]:
+            raise InputError(f"a limit must be from 1 to max_new_tokens {longest}, got {wrong[0]}")
         room = self.max_length - self._sampling.max_new_tokens
         handles = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
+        for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
             prompt = np.asarray(prompt, np.int32)
             if not 1 <= len(prompt) <= room:
                 raise InputError(
                     f"a prompt of {len(prompt)} tokens and max_new_tokens {self._sampling.max_new_tokens} do not fit "
                     f"max_length {self.max_length}: prompts must have 1 to {room} tokens"
                 )
-            self._queue.append(Request(self._handles, prompt, int(seed)))
+            self._queue.append(Request(self._handles, prompt, int(seed), int(limit)))
             handles.append(self._handles)
             self._handles += 1
         return handles
@@ -194,6 +208,7 @@ class Engine:
         rule, truncates = as_rule(self._sampling), self._sampling.truncates
         self._state, out = run_chunk(model, self._state, rule, self.chunk, truncates, self._live())
         active, out = jax.device_get((self._state.active, out))
+        self.decode_steps += int(out.real.any(axis=1).sum())
         for slot in list(self._running):
             self._take(slot, active[slot], Emitted(*(x[:, slot] for x in out)), version)
         return int(out.real.sum())
@@ -258,13 +273,14 @@ class Engine:
             cache, row = self._prompts[request.prompt.tobytes()]
             batches.setdefault(id(cache), (cache, []))[1].append((slot, row, request))
         for cache, members in batches.values():
-            source, lengths, tokens = np.full(self.slots, -1, np.int32), *np.zeros((2, self.slots), np.int32)
+            source, lengths, tokens, limits = np.full(self.slots, -1, np.int32), *np.zeros((3, self.slots), np.int32)
             seeds = np.zeros((self.slots, 2), np.uint32)
             for slot, row, request in members:
                 # The last prompt token is decoded again: one path samples the first token and all others.
                 source[slot], lengths[slot], tokens[slot] = row, len(request.prompt) - 1, request.prompt[-1]
+                limits[slot] = request.limit
                 seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
-            yield cache, (source, lengths, tokens, seeds)
+            yield cache, (source, lengths, tokens, seeds, limits)
 
     def _take(self, slot: int, active: bool, out: Emitted, version: int) -> None:
         request, count = self._running[slot], int(out.real.sum())
@@ -281,7 +297,8 @@ class Engine:
 def _empty(config: Any, slots: int, length: int, dtype: Any) -> Slots:
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     seeds = jnp.zeros((slots, 2), jnp.uint32)
-    return Slots(empty_cache(config, slots, length, dtype), zeros(slots), zeros(slots), seeds, zeros(slots), jnp.zeros(slots, bool))
+    cache = empty_cache(config, slots, length, dtype)
+    return Slots(cache, zeros(slots), zeros(slots), seeds, zeros(slots), zeros(slots), jnp.zeros(slots, bool))
 
 
 def _placed(slots: Slots, mesh: Mesh | None) -> Slots:

@@ -18,7 +18,6 @@ class Rule(NamedTuple):
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
-    limit: np.ndarray
     stop_ids: np.ndarray
 
 
@@ -30,7 +29,6 @@ def as_rule(sampling: Sampling) -> Rule:
         np.float32(sampling.temperature),
         np.int32(sampling.top_k),
         np.float32(sampling.top_p),
-        np.int32(sampling.max_new_tokens),
         stops,
     )
 

@@ -181,6 +181,24 @@ def test_a_stop_at_the_limit_counts_as_a_stop():
     assert found.finish_reason == "stop"
 
 
+def test_a_request_may_have_a_limit_of_its_own():
+    e, rules = engine(), dataclasses.replace(RULES, stop_ids=())
+    whole = e.generate(model(), PROMPTS, SEEDS, rules)
+    e.start(rules)
+    limits = [1, 7, 3, 2, 5, 7, 4, 6, 1]
+    handles, done = e.submit(PROMPTS, SEEDS, limits), {}
+    while e.busy:
+        e.step(model())
+        done |= dict(e.collect())
+    for handle, limit, long in zip(handles, limits, whole, strict=True):
+        assert done[handle].tokens.tobytes() == long.tokens[:limit].tobytes()
+        assert done[handle].sampler_logp.tobytes() == long.sampler_logp[:limit].tobytes()
+        assert done[handle].finish_reason == "length"
+    for wrong in (0, 8):
+        with pytest.raises(InputError, match=f"a limit must be from 1 to max_new_tokens 7, got {wrong}"):
+            e.submit(PROMPTS[:1], SEEDS[:1], [wrong])
+
+
 def test_each_distinct_prompt_is_prefilled_once():
     e = engine()
     each = [PROMPTS[i] for i in (0, 2, 4) for _ in range(6)]

@@ -1,0 +1,132 @@
+"""How fast the sampler is, on this machine's default device.
+
+    python tools/bench_rollout.py [--model 7m] [--lengths equal] [--slots 64] [--group 8] [--repeats 3]
+
+Prints one JSON line. Every request has its length forced by a limit of its own, so that all samplers do the same work:
+``equal`` gives each the longest one, ``long`` a long tail whose mean is 0.3 of it. There are four requests for each slot,
+in groups that share a prompt. ``roofline`` is the share that the least possible time has of the time taken: for each decode
+step the larger of its bytes (weights, and the cache of the live rows) over the memory's bandwidth and its matrix products
+over their speed, both measured here first.
+"""
+
+import dataclasses
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.config import Attention, ModelConfig, Norm
+from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.rollout import Engine, Sampling
+
+
+def qwen3_shape(width: int, layers: int) -> ModelConfig:
+    """A small model of Qwen3's architecture with 8192 words."""
+    attention = Attention(width // 64, width // 128, 64, 1e6, qk_norm="head")
+    return ModelConfig("qwen3", 8192, width, layers, 3 * width, attention, Norm(1e-6), tied_embeddings=True)
+
+
+SHAPES = {"7m": qwen3_shape(256, 6), "20m": qwen3_shape(384, 9)}
+REQUESTS_PER_SLOT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The work.
+
+    Attributes:
+      model: 7m or 20m (random weights), or anything that jaxrl-llm loads.
+      lengths: equal or long (a long tail).
+      slots: completions sampled at one time.
+      group: completions of each prompt.
+      prompt: tokens of a prompt.
+      completion: tokens of the longest completion.
+      chunk: decode steps in one call.
+      repeats: timed runs after one that compiles.
+    """
+
+    model: str = "7m"
+    lengths: Literal["equal", "long"] = "equal"
+    slots: int = 64
+    group: int = 8
+    prompt: int = 32
+    completion: int = 128
+    chunk: int = 16
+    repeats: int = 3
+
+
+def best_seconds(run: Callable[..., Any], *arguments: Any) -> float:
+    """Of five calls, after one that compiles."""
+    jax.block_until_ready(run(*arguments))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def measured_peaks() -> tuple[float, float]:
+    """Bytes a second of a copy, and operations a second of a matrix product in float32."""
+    large, square = jnp.ones(1 << 26, jnp.float32), jnp.ones((2048, 2048), jnp.float32)
+    bandwidth = 2 * large.nbytes / best_seconds(jax.jit(lambda x: x + 1), large)
+    return bandwidth, 2 * 2048**3 / best_seconds(jax.jit(lambda x: x @ x), square)
+
+
+def least_seconds(model: Decoder, prompt: int, limits: np.ndarray, steps: int, slots: int) -> float:
+    """The roofline's time of all decode steps; the embedding table counts as the head's product."""
+    bandwidth, speed = measured_peaks()
+    attention, leaves = model.config.attention, jax.tree.leaves(model)
+    weights, size = sum(x.nbytes for x in leaves), sum(x.size for x in leaves)
+    column = 2 * model.config.layers * attention.kv_heads * attention.head_dim * leaves[0].dtype.itemsize
+    cache = column * float(np.sum(limits * prompt + limits * (limits + 1) / 2))
+    return max((steps * weights + cache) / bandwidth, 2 * size * slots * steps / speed)
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The row."""
+    if options.model in SHAPES:
+        model = initialise(SHAPES[options.model], jax.random.key(0))
+    else:
+        model, _ = load_pretrained(options.model)
+    random, count = np.random.default_rng(0), REQUESTS_PER_SLOT * options.slots
+    words = model.config.vocab_size
+    unique = [random.integers(0, words, options.prompt) for _ in range(-(-count // options.group))]
+    prompts = [unique[i // options.group] for i in range(count)]
+    share = np.ones(count) if options.lengths == "equal" else random.beta(1, 7 / 3, count)
+    limits = np.maximum(1, np.round(share * options.completion)).astype(int)
+    engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk)
+    seconds = []
+    for _ in range(options.repeats + 1):
+        began = time.perf_counter()
+        engine.start(Sampling(max_new_tokens=options.completion))
+        engine.submit(prompts, range(count), limits.tolist())
+        while engine.busy:
+            engine.step(model)
+        assert sum(len(done.tokens) for _, done in engine.collect()) == limits.sum()
+        seconds.append(time.perf_counter() - began)
+    taken, steps = statistics.median(seconds[1:]), engine.decode_steps
+    return dataclasses.asdict(options) | {
+        "device": jax.devices()[0].device_kind,
+        "parameters_m": round(sum(x.size for x in jax.tree.leaves(model)) / 1e6, 2),
+        "mean_over_max": round(float(limits.mean()) / options.completion, 3),
+        "tokens": int(limits.sum()),
+        "seconds": round(taken, 3),
+        "tokens_per_s": round(limits.sum() / taken, 1),
+        "slot_utilisation": round(float(limits.sum()) / (steps * options.slots), 3),
+        "compile_s": round(max(seconds[0] - taken, 0), 1),
+        "roofline": round(least_seconds(model, options.prompt, limits, steps, options.slots) / taken, 3),
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(tyro.cli(Options, description=__doc__))))
