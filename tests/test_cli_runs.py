@@ -12,6 +12,7 @@ LINES = {
     "other settings": "train smoke --seed 5",
     "go on": "train smoke --steps 8 --learner.microbatch_rows 4",
     "fresh": "train smoke --fresh --recipe gspo --steps 1",
+    "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
     "eval": "eval runs/smoke --json",
     "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10",
     "generate": "generate runs/smoke --temperature 0 --max_new_tokens 8",
@@ -47,6 +48,12 @@ def test_the_smoke_run_learns_what_it_is_rewarded_for(folder, answers):
     rewards = [row["reward/mean"] for row in rows(folder / "runs/smoke/metrics.jsonl") if row["step"]]
     assert sum(rewards[:2]) / 2 < 0.5 < 0.8 < min(rewards[4:6])
     assert "jaxrl-llm eval runs/smoke" in answers["train"].out
+
+
+def test_the_command_that_a_run_suggests_knows_its_flags(answers):
+    assert "jaxrl-llm train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 2" in answers["fresh"].out
+    assert answers["what fresh suggests"].code == 0, answers["what fresh suggests"].err
+    assert "runs/smoke-2 is finished: 1 of 1 steps" in answers["what fresh suggests"].out
 
 
 def test_a_finished_run_says_so_and_goes_on_for_more_steps(folder, answers):

@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -66,7 +65,7 @@ def train(arguments: list[str]) -> int:
         from jaxrl_llm.telemetry.summarise import summarise
         from jaxrl_llm.telemetry.summary import print_summary
 
-        print_summary(summarise(directory, shlex.quote(given), time.monotonic() - began))
+        print_summary(summarise(directory, time.monotonic() - began))
     return code
 
 

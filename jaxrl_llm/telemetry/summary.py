@@ -32,7 +32,6 @@ class RunSummary:
 
     Attributes:
       run_dir: where the run lies.
-      config: the configuration as it was named on the command line.
       task: the task that was evaluated.
       steps: the last step.
       seconds: how long this process took.
@@ -42,7 +41,6 @@ class RunSummary:
     """
 
     run_dir: str
-    config: str
     task: str
     steps: int
     seconds: float
@@ -133,9 +131,11 @@ def abridge(text: str, limit: int) -> str:
 
 def _next(summary: RunSummary) -> list[Text]:
     run, ask = shlex.quote(summary.run_dir), "What is 3 + 5?"
+    # The run's own configuration: it may have been begun with flags beside the one that was named.
+    config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
     commands = (f"jaxrl-llm eval {run}", f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}",
-                f"jaxrl-llm train {summary.config} --run_dir {run} --steps {2 * summary.steps}")
+                f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.steps}")
     return [_field("the run lies in", summary.run_dir), _field("try next", ""),
             *(Text(f"  {command}") for command in commands)]

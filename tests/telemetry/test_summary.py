@@ -19,7 +19,7 @@ AFTER = [
 def printed(width=80, **changes):
     console = Console(file=io.StringIO(), width=width)
     values = {
-        "run_dir": "my runs/quickstart", "config": "quickstart", "task": "chain_sum", "steps": 12, "seconds": 431.0,
+        "run_dir": "my runs/quickstart", "task": "chain_sum", "steps": 12, "seconds": 431.0,
         "accuracy_before": 0.5, "accuracy_after": 0.25, "pairs": pair_samples(BEFORE, AFTER),
     }
     print_summary(RunSummary(**{**values, **changes}), console)
@@ -55,7 +55,7 @@ def test_the_commands_can_be_pasted():
     assert commands == [
         ["jaxrl-llm", "eval", "my runs/quickstart"],
         ["jaxrl-llm", "generate", "my runs/quickstart", "--prompt", "5 + 5"],
-        ["jaxrl-llm", "train", "quickstart", "--run_dir", "my runs/quickstart", "--steps", "24"],
+        ["jaxrl-llm", "train", "my runs/quickstart/config.json", "--run_dir", "my runs/quickstart", "--steps", "24"],
     ]
 
 
