@@ -48,7 +48,7 @@ class Host:
       carried: surplus groups for the next step.
       best: the best evaluation so far.
       stalled: evaluations since.
-      kl_coef: where a controller has moved it; None until then.
+      kl_coef: the KL coefficient of the next step, where a controller moves it; None where none does.
     """
 
     cursor: int = 0
@@ -110,6 +110,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             state, data = store.restore(start, abstract_state(model, optimiser, reference), mesh)
             host = Host.from_json(data)
         del model  # the state holds its own copy
+        if run.recipe.controller is not None and host.kl_coef is None:
+            host.kl_coef = run.recipe.algorithm.kl_coef
         weights = functools.partial(sampling_weights, dtype=jnp.dtype(run.learner.compute_dtype))
         if start == 0:
             found = parts.test(weights(state.policy))
@@ -240,7 +242,7 @@ def control(run: Run, host: Host, metrics: dict[str, float], completions: int) -
     """Let the recipe's controller, if any, choose the next step's KL coefficient; returns this step's, to be logged."""
     if run.recipe.controller is None:
         return {}
-    used = run.recipe.algorithm.kl_coef if host.kl_coef is None else host.kl_coef
+    used = host.kl_coef
     # A penalty on the distance from the old policy has no reference: how far this step moved is its KL.
     measured = metrics["kl"] if "kl" in metrics else metrics["policy_kl"]
     host.kl_coef = float(run.recipe.controller(used, measured, completions))

@@ -93,7 +93,7 @@ def test_an_estimator_that_the_trainer_cannot_feed_is_refused(pieces, words):
 def test_a_controller_moves_the_coefficient_of_the_next_step():
     run = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
     configs.validate(run)
-    host, used = Host(), []
+    host, used = Host(kl_coef=run.recipe.algorithm.kl_coef), []
     for kl in (0.2, 0.1, 0.01):
         used.append(control(run, host, {"kl": kl, "policy_kl": 9.0}, 64)["kl_coef"])
     assert used == [0.04, 0.08, 0.08] and host.kl_coef == 0.04

@@ -103,6 +103,16 @@ def flags(x: Any, shape: tuple[int, ...], name: str) -> jax.Array:
     return jnp.asarray(x).astype(bool)
 
 
+def count(given: Any, counted: jax.Array, name: str, dtype: Any) -> jax.Array:
+    """What a loss is divided by: the count that was given, or the sum of what counts; at least 1.
+
+    Raises:
+      ValueError: it is no scalar; the message says ``name``.
+    """
+    ranked(0, **{name: 0 if given is None else given})
+    return jnp.maximum(jnp.sum(counted) if given is None else given, 1).astype(dtype)
+
+
 def positive(owner: Any, *names: str) -> None:
     """Refuse a value whose fields of these names are not above 0.
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import reduce as reducers
 from jaxrl_llm.algorithms.advantages import KLInReward
-from jaxrl_llm.algorithms.contracts import floating, nonnegative, one_of, ranked, shaped
+from jaxrl_llm.algorithms.contracts import count, floating, nonnegative, one_of, ranked, shaped
 from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, clean_tokens, sampled
 from jaxrl_llm.types import PolicyBatch
 
@@ -171,8 +171,8 @@ def policy_loss(
         raise ValueError("nothing in this loss reads kl_coef: it has no KL term")
     at = clean_tokens(logp, batch, kl_coef)
     at = at._replace(log_ratio=algorithm.ratio(at))
-    tokens = _count(token_count, at.lengths, "token_count")
-    rows = _count(sequence_count, (at.lengths > 0).astype(at.mask.dtype), "sequence_count")
+    tokens = count(token_count, at.lengths, "token_count", at.mask.dtype)
+    rows = count(sequence_count, at.lengths > 0, "sequence_count", at.mask.dtype)
     losses, per_token = _policy_term(algorithm, at)
     if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(kl_coef):
         per_token["kl"] = _kl_term(algorithm, at)
@@ -214,10 +214,3 @@ def _kl_term(algorithm: Algorithm, at: Tokens) -> jax.Array:
 def _present(coefficient: Any) -> bool:
     """Whether a term is computed: always where its coefficient is an array, which may be traced."""
     return isinstance(coefficient, jax.Array) or coefficient != 0
-
-
-def _count(given: Any, counted: jax.Array, name: str) -> jax.Array:
-    """The count that was given, or the sum of what counts; at least 1, so that nothing is divided by 0."""
-    ranked(0, **{name: 0 if given is None else given})
-    count = jnp.sum(counted) if given is None else given
-    return jnp.maximum(count, 1).astype(counted.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import flags, floating, integers, listed, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import count, flags, floating, integers, listed, numeric, ranked, shaped
 
 
 def sequence_logp(logp: Any, mask: Any, average: bool = False) -> jax.Array:
@@ -149,7 +149,5 @@ def pretraining_loss(logp: Any, mask: Any, coef: float, token_count: Any = None)
     """
     logp = floating(logp, "logp")
     ranked(2, logp=logp)
-    ranked(0, token_count=0 if token_count is None else token_count)
     keep = flags(mask, logp.shape, "mask")
-    count = jnp.sum(keep) if token_count is None else token_count
-    return -coef * jnp.sum(jnp.where(keep, logp, 0)) / jnp.maximum(count, 1).astype(logp.dtype)
+    return -coef * jnp.sum(jnp.where(keep, logp, 0)) / count(token_count, keep, "token_count", logp.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import flags, floating, ranked, shaped
+from jaxrl_llm.algorithms.contracts import count, flags, floating, ranked, shaped
 
 
 def returns(advantages: Any, values: Any) -> jax.Array:
@@ -37,7 +37,6 @@ def value_loss(
     """
     values = floating(values, "values")
     ranked(2, values=values)
-    ranked(0, token_count=0 if token_count is None else token_count)
     keep = flags(mask, values.shape, "mask")
     shaped(values.shape, targets=targets, old_values=old_values)
     clean = lambda x, name: jnp.where(keep, floating(x, name).astype(values.dtype), 0)
@@ -48,5 +47,4 @@ def value_loss(
             raise ValueError(f"clip={clip} is a distance from old_values: it must be above 0, and they must be given")
         old = jax.lax.stop_gradient(clean(old_values, "old_values"))
         loss = jnp.maximum(loss, (old + jnp.clip(value - old, -clip, clip) - target) ** 2)
-    count = jnp.sum(keep) if token_count is None else token_count
-    return 0.5 * jnp.sum(loss) / jnp.maximum(count, 1).astype(loss.dtype)
+    return 0.5 * jnp.sum(loss) / count(token_count, keep, "token_count", loss.dtype)
