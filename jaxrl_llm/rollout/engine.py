@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.cache import Cache, decode, empty_cache, first_columns, flush, insert, prefill
 from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.rollout.sampling import Rule, as_rule, draw, uniforms
+from jaxrl_llm.rollout.sampling import Asked, Rule, as_rule, asked, draw, uniforms
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.sharding import BATCH, fitting
 from jaxrl_llm.types import Completion
@@ -60,8 +60,8 @@ class Emitted(NamedTuple):
     real: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "truncate", "live"), donate_argnums=1)
-def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bool, live: int) -> tuple[Slots, Emitted]:
+@functools.partial(jax.jit, static_argnames=("steps", "wanted", "live"), donate_argnums=1)
+def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, wanted: Asked, live: int) -> tuple[Slots, Emitted]:
     """Up to ``steps`` tokens for every active slot; ends early when none is left.
 
     ``live``: columns of the cache that are read, at least the longest active row.
@@ -79,10 +79,10 @@ def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bo
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
         hidden, chunk = decode(model, main, chunk, step, now.tokens, slots.lengths)
-        drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
+        drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, wanted)
         sampled = now.sampled + now.active.astype(jnp.int32)
         stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= now.limits)
-        out = Emitted(*(a.at[step].set(b) for a, b in zip(out, (*drawn, now.active), strict=True)))
+        out = Emitted(*(a.at[step].set(b) for a, b in zip(out, (drawn.token, drawn.logp, drawn.extras["entropy"], now.active), strict=True)))
         now = now._replace(tokens=drawn.token, sampled=sampled, active=now.active & ~stopped)
         return step + 1, now, chunk, out
 
@@ -205,8 +205,8 @@ class Engine:
         if self._state is None:
             self._state = _placed(_empty(self._config, self.slots, self.max_length, self._dtype), self._mesh)
         self._refill(model)
-        rule, truncates = as_rule(self._sampling), self._sampling.truncates
-        self._state, out = run_chunk(model, self._state, rule, self.chunk, truncates, self._live())
+        rule, wanted = as_rule(self._sampling), asked(self._sampling)
+        self._state, out = run_chunk(model, self._state, rule, self.chunk, wanted, self._live())
         active, out = jax.device_get((self._state.active, out))
         self.decode_steps += int(out.real.any(axis=1).sum())
         for slot in list(self._running):
