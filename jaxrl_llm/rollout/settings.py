@@ -14,7 +14,7 @@ class Repetition:
     Attributes:
       longest_period: the longest run of n tokens whose repetition is noticed; shapes what is compiled.
       times: end where the last n tokens, for any n up to ``longest_period``, stand this many times in a row.
-      probability: end where each of the last ``tail`` tokens was sampled with a probability above this.
+      probability: end where each of the last ``tail`` tokens had a probability above this under the policy at temperature 1.
       tail: MiniMax-M1 takes 3000 tokens above 0.99 (arXiv 2506.13585, section 3.2).
     """
 
