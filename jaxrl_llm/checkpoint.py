@@ -5,8 +5,10 @@ host: data cursor, surplus groups, evaluations so far. Random numbers need no st
 and of counters.
 """
 
+import base64
 import dataclasses
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +181,22 @@ def group_from_json(data: dict[str, Any]) -> Group:
 
 def _completion_to_json(completion: Completion) -> dict[str, Any]:
     arrays = {name: getattr(completion, name).tolist() for name in ("tokens", "sampler_logp", "mask", "version")}
-    extras = {name: extra.tolist() for name, extra in completion.extras.items()}
+    extras = {name: _array_to_json(extra) for name, extra in completion.extras.items()}
     return arrays | {"finish_reason": completion.finish_reason, "text": completion.text, "extras": extras}
 
 
 def _completion_from_json(data: dict[str, Any]) -> Completion:
     kinds = {"tokens": np.int32, "sampler_logp": np.float32, "mask": bool, "version": np.int32}
     arrays = {name: np.asarray(data[name], kind) for name, kind in kinds.items()}
-    extras = {name: np.asarray(extra, np.float32) for name, extra in data["extras"].items()}
+    extras = {name: _array_from_json(extra) for name, extra in data["extras"].items()}
     return Completion(**arrays, finish_reason=data["finish_reason"], extras=extras, text=data["text"])
+
+
+def _array_to_json(array: np.ndarray) -> dict[str, Any]:
+    """Kind, shape and compressed bytes: a kept set of 49152 tokens would be 1536 numbers for each token sampled."""
+    packed = base64.b64encode(zlib.compress(array.tobytes())).decode()
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "zlib": packed}
+
+
+def _array_from_json(data: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(data["zlib"])), data["dtype"]).reshape(data["shape"])

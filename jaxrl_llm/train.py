@@ -191,10 +191,12 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict)
     sampler = Sampler(
-        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops), rollout.group, run.seed,
+        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops, run.learner.keep_sampling_mask), rollout.group, run.seed,
         run.recipe.shaping, progress.status, progress.note
     )
-    answers = dataclasses.replace(rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0)
+    answers = dataclasses.replace(
+        rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0, repetition=None
+    )
 
     def test(weights: Decoder) -> Evaluated | None:
         if not problems:

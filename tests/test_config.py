@@ -71,6 +71,12 @@ def test_prorl_has_the_numbers_of_its_paper():
     assert run.recipe.reset_optimiser and run.recipe.reset_on_stall
 
 
+def test_a_truncated_sampler_is_fine_where_the_learner_leaves_out_the_same_tokens():
+    rollout = dataclasses.replace(RUN.rollout, temperature=1.0, top_p=0.9)
+    configs.validate(dataclasses.replace(RUN, rollout=rollout, learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True)))
+    assert rollout.sampling((), True).keep_mask and not rollout.sampling(()).keep_mask
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_can_be_chosen_for_a_configuration(name):
     run = dataclasses.replace(configs.with_recipe(RUN, name), evaluation=Evaluation(every=1))
@@ -96,6 +102,9 @@ REFUSED = [
     ("rollout.group", 1, "rollout.group 1 leaves nothing to compare: dapo needs at least 2"),
     ("rollout.temperature", 0.0, "rollout.temperature must be above 0"),
     ("rollout.top_p", 0.9, "set rollout.top_k 0 and rollout.top_p 1"),
+    ("rollout.top_k", 5, "set learner.keep_sampling_mask True, or"),
+    ("rollout.top_p", 1.5, "rollout.top_p must be above 0 and at most 1"),
+    ("learner.keep_sampling_mask", True, "set rollout.top_k or rollout.top_p"),
     ("rollout.top_k", -1, "rollout.top_k must be at least 0"),
     ("learner.minibatches", 9, "learner.minibatches 9 exceeds rollout.prompts 8"),
     ("learner.remat", "some", "none, dots or full"),

@@ -33,7 +33,10 @@ def to_samples(
       kl_coef: in place of the algorithm's, where the KL is in the reward.
     """
     samples = [
-        Sample(group.prompt, c.tokens, c.mask & (not (drop_truncated and c.finish_reason == "length")), c.sampler_logp, 0.0, new)
+        Sample(
+            group.prompt, c.tokens, c.mask & (not (drop_truncated and c.finish_reason == "length")), c.sampler_logp, 0.0, new,
+            c.extras.get("kept"),
+        )
         for group, new in zip(groups, fresh, strict=True)
         for c in group.completions
     ]

@@ -106,6 +106,7 @@ class Rollout:
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step, so that no bit of a completion depends on the length of its neighbours.
       max_rounds: how often a step may sample before it learns from the groups it has (dynamic sampling).
+      repetition: ends completions that repeat themselves, when training; None lets them go on.
     """
 
     prompts: int = 8
@@ -119,12 +120,15 @@ class Rollout:
     chunk: int = 16
     strict: bool = False
     max_rounds: int = 10
+    repetition: Repetition | None = None
 
     @property
     def max_length(self) -> int:
         """Prompt and completion together, in tokens."""
         return self.max_prompt_tokens + self.max_new_tokens
 
-    def sampling(self, stop_ids: tuple[int, ...]) -> Sampling:
-        """The engine's rules."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop_ids)
+    def sampling(self, stop_ids: tuple[int, ...], keep_mask: bool = False) -> Sampling:
+        """The engine's rules; ``keep_mask`` where the learner is to leave out the same tokens."""
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.max_new_tokens, stop_ids, repetition=self.repetition, keep_mask=keep_mask
+        )
