@@ -21,7 +21,7 @@ from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.prefixes import Prefixes, power_of_two
 from jaxrl_llm.rollout.requests import Request
-from jaxrl_llm.rollout.sampling import as_rule
+from jaxrl_llm.rollout.sampling import as_rule, asked
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.rollout.slots import Begun, Emitted, Slots, empty_slots, fill_slots, rearranged, run_chunk, stop_slots
 from jaxrl_llm.sharding import batch_parts
@@ -167,7 +167,7 @@ class Engine:
         count = self._read() if self._queue else 0
         self._refill(model)
         self._note(f"decode: {self._state.tokens.shape[0]} slots, {self._state.cache.columns} columns, {self.chunk} steps")
-        self._state, told = run_chunk(model, self._state, self._rule, self.chunk, self._sampling.truncates, self._mesh)
+        self._state, told = run_chunk(model, self._state, self._rule, self.chunk, asked(self._sampling), self._mesh)
         before, self._flight = self._flight, Flight(told, dict(self._running), version)
         return count + (self._take(before) if before else 0)
 
@@ -226,12 +226,13 @@ class Engine:
         steps = int(counts.max(initial=0))
         self.decode_steps += steps
         self.slot_steps += steps * len(counts)
+        names = [name for name in out.extras if name != "policy_logp" or self._sampling.alters_policy]
         for slot, request in flight.running.items():
             count = int(counts[slot])
             if not count:  # it had ended in the chunk before, which was not read yet when this one was sent
                 continue
             tokens, logp = out.token[:count, slot], out.logp[:count, slot]
-            request.add(tokens, logp, {name: values[:count, slot] for name, values in out.extras.items()}, flight.version)
+            request.add(tokens, logp, {name: out.extras[name][:count, slot] for name in names}, flight.version)
             if not active[slot]:
                 self._end(request, "stop" if tokens[-1] in self._sampling.stop_ids else "length")
         return int(counts.sum())

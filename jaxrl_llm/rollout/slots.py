@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.cache import Cache, decode, empty_cache, extend, flush, insert, take_rows, with_columns
 from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.rollout.sampling import Rule, draw, uniforms
+from jaxrl_llm.rollout.sampling import Asked, Rule, draw, uniforms
 from jaxrl_llm.sharding import BATCH, fitting
 
 
@@ -62,9 +62,9 @@ def empty_slots(config: Any, rows: int, columns: int, dtype: Any, mesh: Mesh | N
     return slots if mesh is None else jax.device_put(slots, _layout(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "truncate", "mesh"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("steps", "asked", "mesh"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bool, mesh: Mesh | None = None
+    model: Decoder, slots: Slots, rule: Rule, steps: int, asked: Asked, mesh: Mesh | None = None
 ) -> tuple[Slots, tuple[Emitted, jax.Array]]:
     """Up to ``steps`` tokens for every active slot; ends early when none is left.
 
@@ -72,7 +72,7 @@ def run_chunk(
     the mesh, what was emitted and which slots go on.
     """
     config, rows = model.config, slots.tokens.shape[0]
-    pick = lambda now, chunk, step: _pick(model, slots, rule, truncate, now, chunk, step)
+    pick = lambda now, chunk, step: _pick(model, slots, rule, asked, now, chunk, step)
     light = slots._replace(cache=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
     shapes = jax.eval_shape(lambda: pick(light, chunk, jnp.int32(0))[2])
@@ -97,14 +97,14 @@ def run_chunk(
 
 
 def _pick(
-    model: Decoder, slots: Slots, rule: Rule, truncate: bool, now: Slots, chunk: Cache, step: jax.Array
+    model: Decoder, slots: Slots, rule: Rule, asked: Asked, now: Slots, chunk: Cache, step: jax.Array
 ) -> tuple[Slots, Cache, Emitted]:
     """One token for every row; ``slots`` as the chunk began, ``now`` without its cache."""
     hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths)
-    drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
+    drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, asked)
     sampled = now.sampled + now.active.astype(jnp.int32)
     stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= now.limits)
-    emitted = Emitted(drawn.token, drawn.logp, {"entropy": drawn.entropy}, now.active)
+    emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active)
     return now._replace(tokens=drawn.token, sampled=sampled, active=now.active & ~stopped), chunk, emitted
 
 
