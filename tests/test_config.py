@@ -11,7 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DAPO, PRORL_V1, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import Repetition, Rollout
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
 
 TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
@@ -86,10 +86,11 @@ def test_every_recipe_can_be_chosen_for_a_configuration(name):
 
 def test_every_kind_of_value_survives_its_json():
     rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), Function("os.path:join"))
+    rollout = dataclasses.replace(RUN.rollout, repetition=Repetition(8, 3, 0.9, 100))
     sources = (Table("a.parquet"), HubDataset("a/b", "c"), ReasoningGym("chain_sum", {"min_terms": 2, "x": True}))
     for source in sources:
         run = dataclasses.replace(
-            RUN, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w")
+            RUN, rollout=rollout, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w")
         )
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 

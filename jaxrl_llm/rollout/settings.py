@@ -106,7 +106,7 @@ class Rollout:
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step, so that no bit of a completion depends on the length of its neighbours.
       max_rounds: how often a step may sample before it learns from the groups it has (dynamic sampling).
-      repetition: ends completions that repeat themselves, when training; None lets them go on.
+      repetition: ends completions that repeat themselves, in training only.
     """
 
     prompts: int = 8
@@ -120,7 +120,7 @@ class Rollout:
     chunk: int = 16
     strict: bool = False
     max_rounds: int = 10
-    repetition: Repetition | None = None
+    repetition: Repetition = Repetition()
 
     @property
     def max_length(self) -> int:
