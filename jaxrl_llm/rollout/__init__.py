@@ -1,8 +1,8 @@
 """The sampler: prompts in, completions with their log-probabilities out."""
 
 from jaxrl_llm.lazy import attach
-from jaxrl_llm.rollout.settings import Rollout, Sampling
+from jaxrl_llm.rollout.settings import Collect, Rollout, Sampling
 
-__all__ = ["Engine", "Rollout", "Sampling"]
+__all__ = ["Collect", "Engine", "Rollout", "Sampling"]
 
 __getattr__ = attach(__name__, {"Engine": "engine"})
