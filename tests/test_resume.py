@@ -82,6 +82,7 @@ def test_the_signals_came_in_the_middle(folders):
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, PREEMPTED]
     assert 5 <= between < 8
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
+    assert any(row.get("rollout/resumed") for row in rows(whole)), "no group was ever interrupted"
 
 
 def test_arrays_and_host_values_are_the_same_bit_for_bit(folders):

@@ -1,5 +1,6 @@
 """Groups for one step, as a stream: the engine's slots stay full, each group is scored once its last completion is there."""
 
+import collections
 import dataclasses
 import math
 import time
@@ -73,13 +74,19 @@ class Collected:
 
 
 class Requests:
-    """Owner of the engine's requests in one step: which belongs to which group, and what has come back."""
+    """Owner of the engine's requests in one step: which belongs to which group, and what has come back.
+
+    Attributes:
+      tokens: sampled in this step, of what has come back.
+    """
 
     def __init__(self, sampler: Sampler):
-        self._sampler = sampler
+        self.tokens = 0
+        self._sampler, self._engine = sampler, sampler.engine
         self._groups: dict[int, list[Completion | None]] = {}
-        self._owner: dict[int, tuple[int, int]] = {}
-        sampler.engine.start(sampler.sampling)
+        self._asked: dict[int, int] = {}
+        self._owner: dict[int, tuple[int, int]] = {}  # by handle, in the order of the engine's queue
+        self._engine.start(sampler.sampling)
 
     @property
     def groups(self) -> int:
@@ -99,24 +106,32 @@ class Requests:
         begun = [group.completions[i] for i in lacking]
         limits = [demand.limit(len(c.tokens) if c else 0) for c in begun]
         more = {"begun": begun} if group.begun else {}
-        handles = self._sampler.engine.submit([prompt] * len(lacking), [seeds[i] for i in lacking], limits, **more)
-        self._groups[group.place] = list(group.completions)
+        handles = self._engine.submit([prompt] * len(lacking), [seeds[i] for i in lacking], limits, **more)
+        self._groups[group.place], self._asked[group.place] = list(group.completions), len(lacking)
         self._owner |= {handle: (group.place, i) for handle, i in zip(handles, lacking, strict=True)}
 
     def take(self) -> list[Unfinished]:
         """Groups whose last completion has come back, by place, whole or not."""
         touched = set()
-        for handle, completion in self._sampler.engine.collect():
+        for handle, completion in self._engine.collect():
             place, index = self._owner.pop(handle)
+            before = self._groups[place][index]
+            self.tokens += len(completion.tokens) - (len(before.tokens) if before else 0)
             if len(completion.tokens):  # what never began keeps no trace
                 self._groups[place][index] = completion
             touched.add(place)
         back = sorted(touched - {place for place, _ in self._owner.values()})
         return [Unfinished(place, tuple(self._groups.pop(place))) for place in back]
 
-    def stop(self) -> list[Unfinished]:
-        """End what still runs; the groups it belonged to."""
-        self._sampler.engine.abort(list(self._owner))
+    def stop(self, running: bool) -> list[Unfinished]:
+        """End all groups, or only those of which nothing has run yet; the groups that have come back."""
+        ending = list(self._owner)
+        if not running:
+            queued = list(self._owner.items())[len(self._owner) - self._engine.queued :]
+            waiting = collections.Counter(place for _, (place, _) in queued)
+            ending = [handle for handle, (place, _) in queued if waiting[place] == self._asked[place]]
+        if ending:
+            self._engine.abort(ending)
         return self.take()
 
 
@@ -157,8 +172,8 @@ def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Col
     What earlier steps left comes first: surplus groups, then those under way. New prompts are begun as ``Demand`` says,
     with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until enough informative groups are there.
     What still runs then is finished, or stopped for the next step to go on with. Groups are learned from in the order of
-    their prompts; surplus is carried to the next step, and dropped after that. Where ``max_rounds`` is used up the step
-    learns from the groups it has.
+    their prompts; surplus is carried to the next step, and dropped after that. Groups that still wait for a slot are left
+    to the next step in either case. Where ``max_rounds`` is used up the step learns from the groups it has.
 
     Args:
       sampler: engine, prompts, scores.
@@ -179,15 +194,15 @@ def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Col
         while demand.wants(counts(), share_of(tally.good, tally.seen) if demand.filter_groups else 1.0):
             requests.begin(Unfinished(cursor, (None,) * sampler.source.group))
             cursor += 1
-        if not requests.completions or (demand.collect.interrupt and counts().kept >= demand.needed):
+        if requests.completions and counts().kept >= demand.needed:
+            tally.add(sampler, requests.stop(demand.collect.interrupt), version)
+        if not requests.completions:
             break
-        sampler.status(f"sampling: {counts().kept}/{demand.needed} groups, {tokens} tokens")
+        sampler.status(f"sampling: {min(counts().kept, demand.needed)}/{demand.needed} groups, {tokens} tokens")
         tokens += engine.step(model, version)
         tally.add(sampler, requests.take(), version)
-    if requests.completions:
-        tally.add(sampler, requests.stop(), version)
     seconds = {"time/rollout_s": time.perf_counter() - start - tally.seconds, "time/reward_s": tally.seconds}
-    return _collected(sampler, backlog, first, tally, cursor, tokens, seconds)
+    return _collected(sampler, backlog, first, tally, cursor, requests.tokens, seconds)
 
 
 def _collected(
@@ -212,9 +227,10 @@ def _collected(
         "rollout/interrupted": sum(g.begun for g in tally.held),
     }
     if demand.filter_groups:
+        metrics["dynamic_sampling/kept_fraction"] = len(tally.kept) / len(tally.sampled) if tally.sampled else 0.0
+    if demand.filter_groups or demand.partial:
         metrics |= {
             "dynamic_sampling/rounds": (cursor - before.cursor) / demand.needed,
-            "dynamic_sampling/kept_fraction": len(tally.kept) / len(tally.sampled) if tally.sampled else 0.0,
             "dynamic_sampling/carried_in": len(first),
             "dynamic_sampling/carried_out": len(carried),
             "dynamic_sampling/expired": len(dropped),

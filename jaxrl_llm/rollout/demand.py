@@ -55,6 +55,11 @@ class Demand:
         return 2 * self.needed if self.collect.interrupt else self.needed
 
     @property
+    def partial(self) -> bool:
+        """Whether a group may go on in the next step."""
+        return self.collect.interrupt or self.collect.token_budget > 0
+
+    @property
     def segments(self) -> int:
         """Steps that the longest completion takes under the token budget."""
         return -(-self.longest // self.collect.token_budget) if self.collect.token_budget else 1
@@ -67,8 +72,9 @@ class Demand:
     def wants(self, now: Counts, share: float) -> bool:
         """Whether to begin one more group, where ``share`` of them are informative.
 
-        What is certain to be needed is begun at once. Otherwise a group is begun when a slot would idle while the step is
-        short, as long as what is under way is not expected to cover ``reach``; what is held counts in the steps to come.
+        What is certain to be needed is begun at once. Otherwise groups are begun while the step is short and what is under
+        way is not expected to cover ``reach``, as many as keep every slot busy and as many again waiting: a slot that ends
+        is then filled at once, and what has waited in vain costs nothing. What is held counts in the steps to come.
         """
         if now.kept >= self.needed or now.started >= self.collect.max_rounds * self.needed:
             return False
@@ -76,7 +82,7 @@ class Demand:
         if found + share * now.held >= self.segments * self.reach:
             return False
         certain = not self.filter_groups and now.kept + now.running < self.needed
-        return certain or (now.waiting < self.slots and found < self.reach)
+        return certain or (now.waiting < 2 * self.slots and found < self.reach)
 
 
 def share_of(good: float, seen: float) -> float:

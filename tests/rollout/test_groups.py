@@ -65,9 +65,9 @@ def sampler(tmp_path_factory):
         yield model, Sampler(engine, source, Sampling(max_new_tokens=LONGEST), demand, quiet)
 
 
-def needing(made, needed, **source):
+def needing(made, needed, collect=Collect(), **source):
     """The sampler for steps of another size."""
-    demand = dataclasses.replace(made.demand, needed=needed)
+    demand = dataclasses.replace(made.demand, needed=needed, collect=collect)
     return dataclasses.replace(made, demand=demand, source=dataclasses.replace(made.source, **source))
 
 
@@ -93,6 +93,22 @@ def test_groups_hold_their_prompts_completions_and_scores(sampler):
         assert {c.text for c in g.completions} == set(made.source.tokenizer.batch_decode([c.tokens for c in g.completions], skip_special_tokens=True))
     assert found.metrics["time/rollout_s"] > 0 and found.metrics["reward/errors"] == 0
     assert 0.5 < found.metrics["rollout/utilisation"] <= 1 and found.metrics["rollout/useful_fraction"] == 1
+
+
+def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sampler):
+    model, made = sampler
+    wanted, backlog = collect(needing(made, 2), model, 0, Backlog()).groups, Backlog()
+    short = needing(made, 2, Collect(token_budget=2))
+    for version in (5, 6, 7):
+        found = collect(short, model, version, backlog)
+        backlog = found.backlog
+        assert len(found.groups) == (2 if version == 7 else 0)
+    assert [g.problem.id for g in found.groups] == [g.problem.id for g in wanted]
+    for a, b in zip(found.groups, wanted, strict=True):
+        for x, y in zip(a.completions, b.completions, strict=True):
+            assert x.tokens.tolist() == y.tokens.tolist() and x.text == y.text
+            np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
+            assert x.version.tolist() == [5, 5, 6, 6, 7][: len(x.tokens)] and x.extras["entropy"].shape == x.tokens.shape
 
 
 def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sampler):
