@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,23 @@ def test_every_step_stands_once_with_the_same_metrics(folders):
     assert [row["step"] for row in broken if "event/resumed" in row][0] == 1
     assert sum("event/resumed" in row for row in broken) == 3
     assert any(row.get("kl", 0) for row in whole), "the reference was never left behind"
+
+
+def documented():
+    """Patterns of the metrics that docs/metrics.md names: ``a/b``, ``c`` in one cell stand for a/b and a/c."""
+    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+        prefix = ""
+        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
+            whole = f"{before}{name}" if (before := "sampler/logp_abs_diff" if name == "_max" else "" if "/" in name else prefix) else name
+            prefix = whole.rpartition("/")[0] + "/" if "/" in whole else ""
+            yield re.sub("<[a-z]+>", "[^/]+", re.escape(whole).replace("@k", "@[0-9]+"))
+
+
+def test_every_metric_is_documented(folders):
+    known = list(documented())
+    names = {name for row in rows(folders[0]) for name in row if not name.startswith("event/")}
+    assert {"rollout/resumed", "dynamic_sampling/carried_out", "sampler/logp_abs_diff_max"} <= names
+    assert not [name for name in names if not any(re.fullmatch(pattern, name) for pattern in known)]
 
 
 def test_samples_are_the_same(folders):

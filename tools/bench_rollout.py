@@ -121,7 +121,7 @@ def run(options: Options) -> dict[str, Any]:
         "tokens": int(limits.sum()),
         "seconds": round(taken, 3),
         "tokens_per_s": round(limits.sum() / taken, 1),
-        "slot_utilisation": round(float(limits.sum()) / (steps * options.slots), 3),
+        "slot_utilisation": round(float(limits.sum()) / engine.slot_steps, 3),
         "compile_s": round(max(seconds[0] - taken, 0), 1),
         "roofline": round(least_seconds(model, options.prompt, limits, steps, options.slots) / taken, 3),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),

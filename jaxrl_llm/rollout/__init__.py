@@ -3,6 +3,6 @@
 from jaxrl_llm.lazy import attach
 from jaxrl_llm.rollout.settings import Collect, Rollout, Sampling
 
-__all__ = ["Collect", "Engine", "Rollout", "Sampling"]
+__all__ = ["Collect", "Engine", "Rollout", "Sampling", "first_tokens", "with_tokens"]
 
-__getattr__ = attach(__name__, {"Engine": "engine"})
+__getattr__ = attach(__name__, {"Engine": "engine", "first_tokens": "requests", "with_tokens": "requests"})

@@ -105,8 +105,7 @@ class Requests:
         lacking = [i for i, c in enumerate(group.completions) if not whole(c, demand.longest)]
         begun = [group.completions[i] for i in lacking]
         limits = [demand.limit(len(c.tokens) if c else 0) for c in begun]
-        more = {"begun": begun} if group.begun else {}
-        handles = self._engine.submit([prompt] * len(lacking), [seeds[i] for i in lacking], limits, **more)
+        handles = self._engine.submit([prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
         self._groups[group.place], self._asked[group.place] = list(group.completions), len(lacking)
         self._owner |= {handle: (group.place, i) for handle, i in zip(handles, lacking, strict=True)}
 
@@ -218,11 +217,10 @@ def _collected(
     after = Backlog(cursor, tuple(carried), tuple(sorted(tally.held, key=lambda g: g.place)), tally.good, tally.seen)
     learned = tokens_in(groups)
     thrown = tokens_in(dropped) + tokens_in([g for place, g in tally.sampled.items() if place not in tally.kept])
-    steps = engine.decode_steps
     metrics = seconds | tally.failures | {
         "prompts": float(cursor),
         "rollout/useful_fraction": learned / (learned + thrown) if learned + thrown else math.nan,
-        "rollout/utilisation": tokens / (steps * engine.slots) if steps else math.nan,
+        "rollout/utilisation": tokens / engine.slot_steps if engine.slot_steps else math.nan,
         "rollout/resumed": sum(g.begun for g in before.unfinished) if len(first) < demand.needed else 0,
         "rollout/interrupted": sum(g.begun for g in tally.held),
     }

@@ -6,134 +6,58 @@ random numbers are folded from (seed, position), and chunks begin where it begin
 
 import collections
 import dataclasses
-import functools
+import logging
+import math
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.cache import Cache, decode, empty_cache, first_columns, flush, insert, prefill
-from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.rollout.sampling import Rule, as_rule, draw, uniforms
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.prefixes import Prefixes, power_of_two
+from jaxrl_llm.rollout.requests import Request
+from jaxrl_llm.rollout.sampling import as_rule
 from jaxrl_llm.rollout.settings import Sampling
-from jaxrl_llm.sharding import BATCH, fitting
+from jaxrl_llm.rollout.slots import Begun, Emitted, Slots, empty_slots, fill_slots, rearranged, run_chunk, stop_slots
+from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.types import Completion
 
-PREFILL_ROWS, PREFILL_TOKENS = 8, 8192
-"""Prompts in one prefill call, fewer where their tokens would exceed the second number."""
-FEWEST_COLUMNS = 128
-"""Of the cache, that a chunk reads: reading fewer would save little."""
+FEWEST_COLUMNS, FEWEST_SLOTS = 128, 16
+"""Of the cache and of the batch: what a chunk computes at least, for less would save little."""
+
+SIZES = 8
+"""Of the batch, at most: each is compiled when first needed."""
+WORTH_SHRINKING = 2
+"""Chunks that some request may still take for a smaller batch to be worth compiling."""
+
+log = logging.getLogger(__name__)
 
 
-class Slots(NamedTuple):
-    """What the device holds between calls; [B] for each slot unless said.
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A chunk that was given to the device and not read yet.
 
     Attributes:
-      cache: keys and values of what is done.
-      lengths: valid columns of the cache.
-      tokens: the newest token, not in the cache yet.
-      seeds: uint32[B, 2].
-      sampled: tokens sampled so far.
-      limits: tokens to sample at most.
-      active: whether the slot is still sampling.
+      told: what it samples, and which slots go on after it.
+      running: the request of each slot when it was sent.
+      version: of the weights.
     """
 
-    cache: Cache
-    lengths: jax.Array
-    tokens: jax.Array
-    seeds: jax.Array
-    sampled: jax.Array
-    limits: jax.Array
-    active: jax.Array
-
-
-class Emitted(NamedTuple):
-    """What a chunk of C steps produced, [C, B] each; ``real`` says which entries count."""
-
-    token: jax.Array
-    logp: jax.Array
-    entropy: jax.Array
-    real: jax.Array
-
-
-@functools.partial(jax.jit, static_argnames=("steps", "truncate", "live"), donate_argnums=1)
-def run_chunk(model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bool, live: int) -> tuple[Slots, Emitted]:
-    """Up to ``steps`` tokens for every active slot; ends early when none is left.
-
-    ``live``: columns of the cache that are read, at least the longest active row.
-    """
-    rows = slots.tokens.shape[0]
-    main = first_columns(slots.cache, live)
-    config = model.config
-    chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
-    out = Emitted(*(jnp.zeros((steps, rows), kind) for kind in (jnp.int32, jnp.float32, jnp.float32, bool)))
-
-    def more(carry: tuple) -> jax.Array:
-        step, slots = carry[0], carry[1]
-        return (step < steps) & jnp.any(slots.active)
-
-    def one(carry: tuple) -> tuple:
-        step, now, chunk, out = carry
-        hidden, chunk = decode(model, main, chunk, step, now.tokens, slots.lengths)
-        drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
-        sampled = now.sampled + now.active.astype(jnp.int32)
-        stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= now.limits)
-        out = Emitted(*(a.at[step].set(b) for a, b in zip(out, (*drawn, now.active), strict=True)))
-        now = now._replace(tokens=drawn.token, sampled=sampled, active=now.active & ~stopped)
-        return step + 1, now, chunk, out
-
-    # The cache is read, never carried: only the small chunk travels through the loop.
-    light = slots._replace(cache=None)
-    step, light, chunk, out = jax.lax.while_loop(more, one, (jnp.int32(0), light, chunk, out))
-    cache = flush(slots.cache, chunk, slots.lengths)
-    return light._replace(cache=cache, lengths=slots.lengths + step), out
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def fill_slots(
-    slots: Slots, prompts: Cache, source: jax.Array, lengths: jax.Array, tokens: jax.Array, seeds: jax.Array, limits: jax.Array
-) -> Slots:
-    """Slots with row b started on prompt ``source[b]``, or untouched where that is negative; the others [B] likewise."""
-    new = source >= 0
-    return Slots(
-        insert(slots.cache, prompts, source),
-        jnp.where(new, lengths, slots.lengths),
-        jnp.where(new, tokens, slots.tokens),
-        jnp.where(new[:, None], seeds, slots.seeds),
-        jnp.where(new, 0, slots.sampled),
-        jnp.where(new, limits, slots.limits),
-        new | slots.active,
-    )
-
-
-@jax.jit
-def prefill_cache(model: Decoder, tokens: jax.Array) -> Cache:
-    """Keys and values of right-padded prompts int32[P, S]."""
-    return prefill(model, tokens)[1]
-
-
-@dataclasses.dataclass
-class Request:
-    """One completion in the making: its prompt, its seed, its longest length, and what has been sampled."""
-
-    handle: int
-    prompt: np.ndarray
-    seed: int
-    limit: int
-    pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
-
-    @property
-    def columns(self) -> int:
-        """Columns of the cache that hold this request: all tokens but the newest, which is decoded next."""
-        return len(self.prompt) - 1 + sum(len(piece[0]) for piece in self.pieces)
+    told: tuple[Emitted, jax.Array]
+    running: dict[int, Request]
+    version: int
 
 
 class Engine:
     """Owner of the sampler's device state; it keeps no weights.
+
+    A chunk is sent before the one before it is read, unless requests wait: then finished slots are refilled first. Where
+    nothing waits any more, the batch shrinks with the number of requests that still run.
 
     Args:
       model: gives shapes, dtypes and config; ``jax.eval_shape`` of a model will do.
@@ -141,8 +65,8 @@ class Engine:
       max_length: prompt and completion together, in tokens.
       chunk: decode steps in one compiled call; finished slots are refilled between calls.
       mesh: where the weights are; slots are divided over data and fsdp, heads over tensor. None for one device.
-      strict: read the whole cache at every step, so that a completion's bits do not depend on how long its neighbours are.
-        If not, only as many columns are read as the longest of them needs, in buckets; rounding may then differ.
+      strict: always compute all slots and the whole cache, so that no bit of a completion depends on how many and how long
+        its neighbours are. If not, a chunk has as many slots and columns as it needs, in buckets; rounding may then differ.
     """
 
     def __init__(
@@ -154,64 +78,113 @@ class Engine:
         self._shape = _shape(model)
         self._config, self._dtype = model.config, jax.tree.leaves(model)[0].dtype
         self._mesh, self._strict = mesh, strict
+        self._shapes: dict[str, None] = {}
         self.start(Sampling())
 
     def start(self, sampling: Sampling) -> None:
         """Forget all requests and sample by these rules from now on."""
-        self._sampling = sampling
+        self._sampling, self._rule = sampling, as_rule(sampling)
         self._state: Slots | None = None
+        self._flight: Flight | None = None
+        self._weights: Any = None
+        self._prefixes = Prefixes(self._config, self._dtype, self.max_length)
         self._queue: collections.deque[Request] = collections.deque()
         self._running: dict[int, Request] = {}
         self._finished: list[tuple[int, Completion]] = []
-        self._prompts: dict[bytes, tuple[Cache, int]] = {}
         self._handles = 0
-        self.prompts_prefilled = self.decode_steps = 0
+        self.decode_steps = self.slot_steps = 0
 
-    def submit(self, prompts: Sequence[Any], seeds: Sequence[int], limits: Sequence[int] | None = None) -> list[int]:
-        """Queue one completion for each prompt (token ids) and seed; returns their handles.
+    def submit(
+        self,
+        prompts: Sequence[Any],
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
+        begun: Sequence[Completion | None] | None = None,
+        keep: bool = False,
+    ) -> list[int]:
+        """Queue requests; returns a handle for each.
 
-        ``limits``: the longest each may become, from 1 to ``max_new_tokens``, which is taken without them.
+        Args:
+          prompts: token ids.
+          seeds: one int each.
+          limits: tokens of each completion at most, those begun with included; ``max_new_tokens`` if not given.
+          begun: completions to go on from, whatever ended them; None for a new one. What they hold stays as it is, and the
+            random draws are those of a completion that was never interrupted.
+          keep: hold the keys and values of these requests when they end, so that requests begun with them (or with any of
+            their first tokens) go on from there; until other weights come, or ``start``.
+
+        Raises:
+          InputError: a request that does not fit.
         """
-        longest = self._sampling.max_new_tokens
-        limits = [longest] * len(prompts) if limits is None else limits
-        for name, values in (("seed", seeds), ("limit", limits)):
-            if len(prompts) != len(values):
-                raise InputError(f"every prompt needs one {name}: got {len(prompts)} prompts and {len(values)} {name}s")
-        if wrong := [limit for limit in limits if not 1 <= limit <= longest]:
-            raise InputError(f"a limit must be from 1 to max_new_tokens {longest}, got {wrong[0]}")
-        room = self.max_length - self._sampling.max_new_tokens
-        handles = []
-        for prompt, seed, limit in zip(prompts, seeds, limits, strict=True):
-            prompt = np.asarray(prompt, np.int32)
-            if not 1 <= len(prompt) <= room:
+        sampling = self._sampling
+        limits = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        begun = [None] * len(prompts) if begun is None else begun
+        for name, given in {"seed": seeds, "limit": limits, "begun completion": begun}.items():
+            if len(given) != len(prompts):
+                raise InputError(f"every prompt needs one {name}: got {len(prompts)} prompts and {len(given)} {name}s")
+        room = self.max_length - sampling.max_new_tokens
+        new = []
+        for prompt, seed, limit, earlier in zip(prompts, seeds, limits, begun, strict=True):
+            ids, count = np.asarray(prompt, np.int32).reshape(-1), 0 if earlier is None else len(earlier.tokens)
+            if not 1 <= len(ids) <= room:
                 raise InputError(
-                    f"a prompt of {len(prompt)} tokens and max_new_tokens {self._sampling.max_new_tokens} do not fit "
+                    f"a prompt of {len(ids)} tokens and max_new_tokens {sampling.max_new_tokens} do not fit "
                     f"max_length {self.max_length}: prompts must have 1 to {room} tokens"
                 )
-            self._queue.append(Request(self._handles, prompt, int(seed), int(limit)))
-            handles.append(self._handles)
-            self._handles += 1
-        return handles
+            if not count < limit <= sampling.max_new_tokens:
+                raise InputError(f"a limit must be from {count + 1} to max_new_tokens {sampling.max_new_tokens}, got {limit}")
+            new.append(Request(self._handles + len(new), ids, int(seed), int(limit), earlier if count else None, keep))
+        self._queue.extend(new)
+        self._handles += len(new)
+        return [request.handle for request in new]
 
     @property
     def busy(self) -> bool:
         """Whether any request is queued or running."""
         return bool(self._queue or self._running)
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def prompts_prefilled(self) -> int:
+        """Distinct sequences whose keys and values were computed since ``start``."""
+        return self._prefixes.count
+
+    @property
+    def shapes(self) -> list[str]:
+        """Everything that was compiled for this engine, in words; each is logged when it is first needed."""
+        return list(self._shapes)
+
     def step(self, model: Decoder, version: int = 0) -> int:
-        """Refill free slots, then run one chunk with these weights; returns how many tokens were sampled."""
-        if _shape(model) != self._shape:
-            raise InputError("the engine was built for a model of another structure, shape or dtype: build a new Engine")
-        if self._state is None:
-            self._state = _placed(_empty(self._config, self.slots, self.max_length, self._dtype), self._mesh)
+        """Send one chunk with these weights to the device; returns how many tokens were read meanwhile.
+
+        What the chunk samples is read by the next call, or before it where free slots have to be found.
+        """
+        self._accept(model)
+        count = self._read() if self._queue else 0
         self._refill(model)
-        rule, truncates = as_rule(self._sampling), self._sampling.truncates
-        self._state, out = run_chunk(model, self._state, rule, self.chunk, truncates, self._live())
-        active, out = jax.device_get((self._state.active, out))
-        self.decode_steps += int(out.real.any(axis=1).sum())
-        for slot in list(self._running):
-            self._take(slot, active[slot], Emitted(*(x[:, slot] for x in out)), version)
-        return int(out.real.sum())
+        self._note(f"decode: {self._state.tokens.shape[0]} slots, {self._state.cache.columns} columns, {self.chunk} steps")
+        self._state, told = run_chunk(model, self._state, self._rule, self.chunk, self._sampling.truncates, self._mesh)
+        before, self._flight = self._flight, Flight(told, dict(self._running), version)
+        return count + (self._take(before) if before else 0)
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """End these requests now: ``collect`` returns what they have, which may be nothing, with the reason "aborted"."""
+        self._read()
+        ending = set(handles)
+        gone = {slot: request for slot, request in self._running.items() if request.handle in ending}
+        if gone:
+            idle = np.zeros(self._state.tokens.shape[0], bool)
+            idle[list(gone)] = True
+            self._state = stop_slots(self._state, idle)
+        for request in gone.values():
+            self._end(request, "aborted")
+        waiting = [request for request in self._queue if request.handle in ending]
+        self._finished += [(request.handle, request.completion("aborted")) for request in waiting]
+        self._queue = collections.deque(request for request in self._queue if request.handle not in ending)
 
     def collect(self) -> list[tuple[int, Completion]]:
         """Finished completions since the last call, by handle."""
@@ -233,92 +206,109 @@ class Engine:
         done = dict(self.collect())
         return [done[handle] for handle in handles]
 
-    def _live(self) -> int:
-        """How many columns of the cache the next chunk reads: few sizes, so that few programs are compiled."""
-        longest = max((request.columns for request in self._running.values()), default=0)
-        return self.max_length if self._strict else min(max(_bucket(longest), FEWEST_COLUMNS), self.max_length)
+    def _accept(self, model: Decoder) -> None:
+        """Refuse a model of another shape; what other weights computed of prompts is no good for these."""
+        if _shape(model) != self._shape:
+            raise InputError("the engine was built for a model of another structure, shape or dtype: build a new Engine")
+        leaf = jax.tree.leaves(model)[0]
+        if self._weights is None or self._weights() is not leaf:
+            self._prefixes.clear()
+            self._weights = weakref.ref(leaf)
+
+    def _read(self) -> int:
+        flight, self._flight = self._flight, None
+        return self._take(flight) if flight else 0
+
+    def _take(self, flight: Flight) -> int:
+        """Read a chunk: give its tokens to their requests, and end those that are done; returns the tokens sampled."""
+        out, active = jax.device_get(flight.told)
+        counts = out.real.sum(axis=0)
+        steps = int(counts.max(initial=0))
+        self.decode_steps += steps
+        self.slot_steps += steps * len(counts)
+        for slot, request in flight.running.items():
+            count = int(counts[slot])
+            if not count:  # it had ended in the chunk before, which was not read yet when this one was sent
+                continue
+            tokens, logp = out.token[:count, slot], out.logp[:count, slot]
+            request.add(tokens, logp, {name: values[:count, slot] for name, values in out.extras.items()}, flight.version)
+            if not active[slot]:
+                self._end(request, "stop" if tokens[-1] in self._sampling.stop_ids else "length")
+        return int(counts.sum())
+
+    def _end(self, request: Request, reason: str) -> None:
+        del self._running[request.slot]
+        if request.keep:
+            self._prefixes.keep(request.sequence, self._state.cache, request.slot)
+        self._finished.append((request.handle, request.completion(reason)))
 
     def _refill(self, model: Decoder) -> None:
-        free = [slot for slot in range(self.slots) if slot not in self._running]
-        taken = [self._queue.popleft() for _ in range(min(len(free), len(self._queue)))]
-        if not taken:
+        """Give waiting requests to free slots, in a batch of the size that all of them need."""
+        taken = [self._queue.popleft() for _ in range(min(self.slots - len(self._running), len(self._queue)))]
+        self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken])
+        self._resize(taken)
+        free = [slot for slot in range(self._state.tokens.shape[0]) if slot not in self._running]
+        for slot, request in zip(free, taken, strict=False):
+            request.slot, self._running[slot] = slot, request
+        for cache, begun in self._by_source(taken):
+            self._state = fill_slots(self._state, cache, begun, self._mesh)
+        if taken:
+            self._prefixes.release(request.sequence for request in self._queue)
+
+    def _resize(self, taken: list[Request]) -> None:
+        """Bring the slots to the shape that running and taken requests need."""
+        wanted = self._wanted([*self._running.values(), *taken])
+        if self._state is None:
+            self._state = empty_slots(self._config, *wanted, self._dtype, self._mesh)
+        rows, columns = self._state.tokens.shape[0], self._state.cache.columns
+        if wanted == (rows, columns):
             return
-        new = list(dict.fromkeys(r.prompt.tobytes() for r in taken if r.prompt.tobytes() not in self._prompts))
-        self._prefill(model, [np.frombuffer(key, np.int32) for key in new])
-        self._running |= dict(zip(free, taken, strict=False))
-        for cache, rows in self._by_source(dict(zip(free, taken, strict=False))):
-            self._state = fill_slots(self._state, cache, *rows)
-        waiting = {request.prompt.tobytes() for request in self._queue}
-        self._prompts = {key: value for key, value in self._prompts.items() if key in waiting}
+        order = np.full(wanted[0], -1, np.int32)
+        places = sorted(self._running) if wanted[0] < rows else range(rows)
+        order[: len(places)] = list(places)
+        self._state = rearranged(self._state, order, wanted[1], self._mesh)
+        if wanted[0] < rows:
+            self._running = {new: self._running[old] for new, old in enumerate(places)}
+            for slot, request in self._running.items():
+                request.slot = slot
 
-    def _prefill(self, model: Decoder, prompts: list[np.ndarray]) -> None:
-        """Keys and values of new prompts; a prompt's shapes depend on its own length only, never on its neighbours."""
-        buckets: dict[int, list[np.ndarray]] = {}
-        for prompt in prompts:
-            buckets.setdefault(min(_bucket(len(prompt)), self.max_length), []).append(prompt)
-        for width, members in buckets.items():
-            rows = max(1, min(PREFILL_ROWS, PREFILL_TOKENS // width))
-            for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
-                tokens = np.zeros((rows, width), np.int32)
-                for row, prompt in enumerate(batch):
-                    tokens[row, : len(prompt)] = prompt
-                cache = prefill_cache(model, tokens)
-                self._prompts |= {prompt.tobytes(): (cache, row) for row, prompt in enumerate(batch)}
-        self.prompts_prefilled += len(prompts)
+    def _wanted(self, requests: list[Request]) -> tuple[int, int]:
+        """Slots and columns of the next chunk: few sizes, so that few programs are compiled."""
+        if self._strict:
+            return self.slots, self.max_length + self.chunk
+        parts = 1 if self._mesh is None else batch_parts(self._mesh)
+        part = math.lcm(max(self.slots // SIZES, 1), parts)
+        rows = -(-len(requests) // part) * part if self.slots > FEWEST_SLOTS else self.slots
+        if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * self.chunk:
+            rows = self.slots if self._state is None else max(rows, self._state.tokens.shape[0])
+        # What the chunk before has sampled is not known yet.
+        longest = max(request.columns for request in requests) + self.chunk * (2 if self._flight else 1)
+        columns = max(power_of_two(longest), FEWEST_COLUMNS)
+        return min(rows, self.slots), min(columns, self.max_length + self.chunk)
 
-    def _by_source(self, placed: dict[int, Request]) -> Iterator[tuple[Cache, tuple[np.ndarray, ...]]]:
-        """The arguments of ``fill_slots``, for each prefilled batch that the placed requests come from."""
-        batches: dict[int, tuple[Cache, list[tuple[int, int, Request]]]] = {}
-        for slot, request in placed.items():
-            cache, row = self._prompts[request.prompt.tobytes()]
-            batches.setdefault(id(cache), (cache, []))[1].append((slot, row, request))
+    def _by_source(self, taken: list[Request]) -> Iterator[tuple[Cache, Begun]]:
+        """The arguments of ``fill_slots``, for each prefilled batch that the requests come from."""
+        batches: dict[int, tuple[Cache, list[tuple[int, Request]]]] = {}
+        for request in taken:
+            cache, row = self._prefixes[request.sequence]
+            batches.setdefault(id(cache), (cache, []))[1].append((row, request))
+        rows = self._state.tokens.shape[0]
         for cache, members in batches.values():
-            source, lengths, tokens, limits = np.full(self.slots, -1, np.int32), *np.zeros((3, self.slots), np.int32)
-            seeds = np.zeros((self.slots, 2), np.uint32)
-            for slot, row, request in members:
-                # The last prompt token is decoded again: one path samples the first token and all others.
-                source[slot], lengths[slot], tokens[slot] = row, len(request.prompt) - 1, request.prompt[-1]
-                limits[slot] = request.limit
-                seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
-            yield cache, (source, lengths, tokens, seeds, limits)
+            begun = Begun(np.full(rows, -1, np.int32), *np.zeros((2, rows), np.int32), np.zeros((rows, 2), np.uint32), *np.zeros((2, rows), np.int32))
+            for row, request in members:
+                sequence, slot, seed = request.sequence, request.slot, request.seed
+                # The last token is decoded again: one path samples the first new token and all others.
+                begun.source[slot], begun.lengths[slot], begun.tokens[slot] = row, len(sequence) - 1, sequence[-1]
+                begun.seeds[slot] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+                begun.sampled[slot], begun.limits[slot] = request.earlier, request.limit
+            yield cache, begun
 
-    def _take(self, slot: int, active: bool, out: Emitted, version: int) -> None:
-        request, count = self._running[slot], int(out.real.sum())
-        request.pieces.append((out.token[:count], out.logp[:count], out.entropy[:count], np.full(count, version, np.int32)))
-        if active:
-            return
-        del self._running[slot]
-        tokens, logp, entropy, versions = (np.concatenate(piece) for piece in zip(*request.pieces, strict=True))
-        reason = "stop" if tokens[-1] in self._sampling.stop_ids else "length"
-        mask = np.ones(len(tokens), bool)
-        self._finished.append((request.handle, Completion(tokens, logp, reason, mask, versions, {"entropy": entropy})))
-
-
-def _empty(config: Any, slots: int, length: int, dtype: Any) -> Slots:
-    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-    seeds = jnp.zeros((slots, 2), jnp.uint32)
-    cache = empty_cache(config, slots, length, dtype)
-    return Slots(cache, zeros(slots), zeros(slots), seeds, zeros(slots), zeros(slots), jnp.zeros(slots, bool))
-
-
-def _placed(slots: Slots, mesh: Mesh | None) -> Slots:
-    """The slots on the mesh: B over data and fsdp, key/value heads over tensor."""
-    if mesh is None:
-        return slots
-    specs = jax.tree.map(lambda x: (None, BATCH, "tensor") if x.ndim == 5 else (BATCH,), slots)
-    leaves, treedef = jax.tree.flatten(slots)
-    layouts = [NamedSharding(mesh, fitting(x.shape, s, mesh)) for x, s in zip(leaves, treedef.flatten_up_to(specs), strict=True)]
-    return jax.device_put(slots, treedef.unflatten(layouts))
+    def _note(self, shape: str) -> None:
+        if shape not in self._shapes:
+            self._shapes[shape] = None
+            log.info("compiling %s", shape)
 
 
 def _shape(model: Decoder) -> tuple:
     leaves, structure = jax.tree.flatten(model)
     return structure, tuple((x.shape, np.dtype(x.dtype)) for x in leaves)
-
-
-def _bucket(length: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, ... tokens: few shapes, at most half of one wasted."""
-    size = 16
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size

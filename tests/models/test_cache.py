@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.cache import Cache, decode, empty_cache, flush, insert, prefill
+from jaxrl_llm.models.cache import Cache, decode, empty_cache, extend, flush, insert, take_rows, with_columns
 from jaxrl_llm.models.decoder import causal_rows, forward
 from tiny import KINDS, VOCAB, tiny
 
@@ -33,6 +33,12 @@ def by_position(*caches):
     return [np.swapaxes(c.k, 3, 4) for c in caches], [np.asarray(c.v) for c in caches]
 
 
+@jax.jit
+def prefill(model, tokens):
+    """Keys and values of whole rows."""
+    return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens)
+
+
 full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens))[0])
 
 
@@ -41,7 +47,7 @@ def decoded(model, tokens, cache):
     prompts = np.zeros((3, 6), np.int32)
     for row, length in enumerate(PROMPTS):
         prompts[row, :length] = tokens[row, :length]
-    cache = insert(cache, jax.jit(prefill)(model, prompts)[1], jnp.arange(3))
+    cache = insert(cache, prefill(model, prompts), jnp.arange(3))
     lengths, states = np.array(PROMPTS) - 1, []
     for steps in CHUNKS:
         columns = np.stack([tokens[row, lengths[row] : lengths[row] + steps] for row in range(3)], axis=1)
@@ -74,40 +80,49 @@ def test_prefill_ignores_padding_bit_for_bit():
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 6)).astype(np.int32)
     other = tokens.copy()
     other[:, 4:] = 3
-    for a, b in by_position(jax.jit(prefill)(model, tokens)[1], jax.jit(prefill)(model, other)[1]):
+    for a, b in by_position(prefill(model, tokens), prefill(model, other)):
         np.testing.assert_array_equal(a[:, :, :, :4], b[:, :, :, :4])
 
 
 def test_insert_replaces_the_rows_named_and_no_others():
-    config = KINDS["plain"]
-    old = Cache(
-        *(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 4, 8, jnp.float32)))
-    )
-    new = Cache(
-        *(
-            jax.random.normal(jax.random.key(9 + i), x.shape)
-            for i, x in enumerate(empty_cache(config, 2, 5, jnp.float32))
-        )
-    )
+    old, new = random_cache(4, 8, 0), random_cache(2, 5, 9)
     for got, was, put in by_position(insert(old, new, jnp.array([-1, 1, 0, 1])), old, new):
         np.testing.assert_array_equal(got[:, 0], was[:, 0])
         np.testing.assert_array_equal(got[:, 1:, :, :5], put[:, [1, 0, 1]])
 
 
+def random_cache(rows, columns, seed):
+    shapes = empty_cache(KINDS["plain"], rows, columns, jnp.float32)
+    return Cache(*(jax.random.normal(jax.random.key(seed + i), x.shape) for i, x in enumerate(shapes)))
+
+
 def test_flush_writes_each_row_at_its_own_length():
-    config = KINDS["plain"]
-    old = Cache(
-        *(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(empty_cache(config, 3, 8, jnp.float32)))
-    )
-    chunk = Cache(
-        *(
-            jax.random.normal(jax.random.key(9 + i), x.shape)
-            for i, x in enumerate(empty_cache(config, 3, 2, jnp.float32))
-        )
-    )
-    for got, was, put in by_position(flush(old, chunk, jnp.array([0, 5, 7])), old, chunk):
+    old, chunk = random_cache(3, 8, 0), random_cache(3, 2, 9)
+    for got, was, put in by_position(flush(old, chunk, jnp.array([0, 5, 6])), old, chunk):
         wanted = np.array(was)
-        for row, at in ((0, 0), (1, 5)):
+        for row, at in ((0, 0), (1, 5), (2, 6)):
             wanted[:, row, :, at : at + 2] = put[:, row]
-        wanted[:, 2, :, 7] = put[:, 2, :, 0]  # the last column takes what fits
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows", "gemma"])
+@pytest.mark.parametrize("pieces", [(6,), (2, 4), (1, 3, 2)])
+def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
+    model = tiny(kind)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 6)).astype(np.int32)
+    cache, done = empty_cache(KINDS[kind], 2, 9, jnp.float32), 0
+    for piece in pieces:
+        lengths = jnp.full(2, done, jnp.int32)
+        cache = flush(cache, extend(model, cache, lengths, tokens[:, done : done + piece]), lengths)
+        done += piece
+    for got, wanted in by_position(cache, prefill(model, tokens)):
+        np.testing.assert_allclose(got[:, :, :, :6], wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_rows_and_columns_are_taken_and_added():
+    old = random_cache(3, 8, 0)
+    for got, was in by_position(with_columns(take_rows(old, jnp.array([2, 0])), 5), old):
+        np.testing.assert_array_equal(got, was[:, [2, 0], :, :5])
+    for got, was in by_position(with_columns(old, 11), old):
+        np.testing.assert_array_equal(got[:, :, :, :8], was)
+        assert got.shape[3] == 11 and not got[:, :, :, 8:].any()

@@ -48,7 +48,7 @@ class ToyEngine:
 
     def start(self, sampling):
         self.sampling, self.waiting, self.running, self.finished = sampling, {}, {}, []
-        self.handles = self.decode_steps = 0
+        self.handles = self.slot_steps = 0
 
     def submit(self, prompts, seeds, limits=None, begun=None):
         limits = limits or [self.sampling.max_new_tokens] * len(prompts)
@@ -82,7 +82,7 @@ class ToyEngine:
             if done + new == end:
                 reason = "stop" if end == self.length(request.seed) else "length"
                 self.finished.append((handle, self.running.pop(handle).completion(reason)))
-        self.decode_steps += longest
+        self.slot_steps += longest * self.slots
         return sampled
 
     def abort(self, handles):

@@ -40,14 +40,14 @@ def test_a_strict_engine_gives_the_same_bits_beside_neighbours_of_any_length(mat
         assert found.sampler_logp.tobytes() == sampled(True)[index].sampler_logp.tobytes()
 
 
-def test_few_sizes_are_compiled_and_none_twice():
+def test_chunks_of_few_sizes_are_compiled_and_none_twice():
     fresh = Engine(tiny("windows"), slots=3, max_length=LENGTH, chunk=4)
     with Compilations() as first:
         fresh.generate(tiny("windows"), PROMPTS, SEEDS, RULES)
     assert 2 <= sum("run_chunk" in name for name in first.heard) <= 4
     with Compilations() as again:
         fresh.generate(tiny("windows"), PROMPTS[::-1], SEEDS, RULES)
-    assert not again.heard
+    assert not any("run_chunk" in name for name in again.heard)
 
 
 def test_a_row_that_grows_past_a_size_goes_on():

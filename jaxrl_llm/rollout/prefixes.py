@@ -1,0 +1,136 @@
+"""Keys and values of token sequences, computed once for all requests that begin with them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.cache import Cache, empty_cache, take_rows, with_columns
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rollout.slots import extend_prompts
+
+ROWS, TOKENS = 8, 8192
+"""Sequences in one call, fewer where their tokens would exceed the second number."""
+LONGEST_CALL, PIECE = 1024, 512
+"""Sequences of more tokens than the first number are computed in pieces of the second."""
+
+_some_rows = jax.jit(take_rows)
+_resized = jax.jit(with_columns, static_argnums=1)
+
+
+def bucket(length: int) -> int:
+    """The next of 16, 24, 32, 48, 64, 96, ... tokens: few shapes, at most half of one wasted."""
+    size = 16
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+class Shape(NamedTuple):
+    """How a sequence is computed; it follows from the sequence alone, never from its neighbours in a call.
+
+    Attributes:
+      continues: whether its first tokens are there already.
+      piece: tokens of one call.
+      calls: how many.
+      columns: of the cache that holds all of it.
+    """
+
+    continues: bool
+    piece: int
+    calls: int
+    columns: int
+
+
+class Prefixes:
+    """The sequences at hand: those of waiting requests, and what is kept of earlier ones to go on from.
+
+    Args:
+      config: the model's.
+      dtype: of keys and values.
+      max_length: tokens of a sequence at most.
+    """
+
+    def __init__(self, config: Any, dtype: Any, max_length: int):
+        self._config, self._dtype, self._max_length = config, dtype, max_length
+        self._computed: dict[bytes, tuple[Cache, int]] = {}
+        self._kept: dict[bytes, Cache] = {}
+        self.count = 0
+        self.shapes: dict[Shape, None] = {}
+
+    def clear(self) -> None:
+        """Forget every sequence: the weights are others now."""
+        self._computed, self._kept = {}, {}
+
+    def __getitem__(self, sequence: np.ndarray) -> tuple[Cache, int]:
+        """The cache and its row in which all tokens of a prepared sequence but the last are valid."""
+        return self._computed[sequence.tobytes()]
+
+    def keep(self, sequence: np.ndarray, cache: Cache, row: int) -> None:
+        """Remember the row of a slot's cache, which holds all tokens of the sequence but the last."""
+        one = _resized(_some_rows(cache, jnp.asarray([row])), min(bucket(len(sequence)), cache.columns))
+        self._kept[sequence.tobytes()] = one
+
+    def release(self, waiting: Iterable[np.ndarray]) -> None:
+        """Drop what was computed for requests that wait no more."""
+        needed = {sequence.tobytes() for sequence in waiting}
+        self._computed = {key: value for key, value in self._computed.items() if key in needed}
+
+    def prepare(self, model: Decoder, sequences: Sequence[np.ndarray], resumed: Sequence[bool]) -> None:
+        """Compute the sequences that are not there; a resumed one goes on from the longest kept one that it begins with."""
+        groups: dict[Shape, list[tuple[np.ndarray, int, Cache | None]]] = {}
+        for key, again in dict(zip((s.tobytes() for s in sequences), resumed, strict=True)).items():
+            if key in self._computed:
+                continue
+            sequence = np.frombuffer(key, np.int32)
+            start, base = self._longest(sequence) if again else (0, None)
+            if base is not None and start >= len(sequence) - 1:
+                self._computed[key] = (base, 0)
+                continue
+            groups.setdefault(self._shape(len(sequence), start), []).append((sequence, start, base))
+        for shape, members in groups.items():
+            rows = max(1, min(ROWS, TOKENS // (shape.columns if shape.continues else shape.piece)))
+            for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
+                self._compute(model, shape, rows, batch)
+
+    def _longest(self, sequence: np.ndarray) -> tuple[int, Cache | None]:
+        """How many first tokens of the sequence the best kept one holds."""
+        best: tuple[int, Cache | None] = (0, None)
+        for key, cache in self._kept.items():
+            other = np.frombuffer(key, np.int32)[:-1]
+            size = min(len(other), len(sequence))
+            different = np.flatnonzero(other[:size] != sequence[:size])
+            shared = int(different[0]) if len(different) else size
+            best = (shared, cache) if shared > best[0] else best
+        return best
+
+    def _shape(self, length: int, start: int) -> Shape:
+        rest = bucket(length - start)
+        piece = rest if rest <= LONGEST_CALL else PIECE
+        calls = -(-(length - start) // piece)
+        return Shape(start > 0, piece, calls, bucket(start + calls * piece))
+
+    def _compute(self, model: Decoder, shape: Shape, rows: int, batch: list[tuple[np.ndarray, int, Cache | None]]) -> None:
+        starts, tokens = np.zeros(rows, np.int32), np.zeros((rows, shape.calls * shape.piece), np.int32)
+        for row, (sequence, start, _) in enumerate(batch):
+            starts[row], tokens[row, : len(sequence) - start] = start, sequence[start:]
+        cache = empty_cache(self._config, rows, shape.columns, self._dtype)
+        if shape.continues:
+            bases = [_resized(base, shape.columns) for _, _, base in batch]
+            cache = jax.tree.map(lambda whole, *some: whole.at[:, : len(some)].set(jnp.concatenate(some, 1)), cache, *bases)
+        for call in range(shape.calls):
+            at = call * shape.piece
+            now = tokens[:, at : at + shape.piece]
+            cache = extend_prompts(model, cache, starts + at, now, shape.continues or call > 0)
+        if shape.columns > self._max_length:
+            cache = _resized(cache, self._max_length)
+        self._computed |= {sequence.tobytes(): (cache, row) for row, (sequence, _, _) in enumerate(batch)}
+        self.count += len(batch)
+        self.shapes[shape] = None

@@ -1,0 +1,98 @@
+"""One completion in the making, and what a caller may do with a made one: cut it off, add to it, and go on."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_llm.types import Completion
+
+
+@dataclasses.dataclass
+class Request:
+    """What the engine knows of one completion.
+
+    Attributes:
+      handle: its name.
+      prompt: int32 token ids.
+      seed: decides its random numbers.
+      limit: tokens of the completion at most, those begun with included.
+      begun: what it goes on from; None for a new one.
+      keep: whether its keys and values stay when it ends.
+      slot: where it runs.
+      pieces: what each chunk sampled: tokens, log-probabilities, versions, extras.
+      count: tokens in them.
+    """
+
+    handle: int
+    prompt: np.ndarray
+    seed: int
+    limit: int
+    begun: Completion | None = None
+    keep: bool = False
+    slot: int = -1
+    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]] = dataclasses.field(default_factory=list)
+    count: int = 0
+
+    @property
+    def earlier(self) -> int:
+        """Tokens that it was begun with."""
+        return 0 if self.begun is None else len(self.begun.tokens)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """int32: the prompt and all tokens that follow it so far."""
+        begun = [] if self.begun is None else [self.begun.tokens.astype(np.int32)]
+        return np.concatenate([self.prompt, *begun, *(piece[0] for piece in self.pieces)])
+
+    @property
+    def columns(self) -> int:
+        """Columns of the cache that hold it: all tokens but the newest, which is decoded next."""
+        return len(self.prompt) + self.earlier + self.count - 1
+
+    def add(self, tokens: np.ndarray, logp: np.ndarray, extras: dict[str, np.ndarray], version: int) -> None:
+        """What a chunk sampled."""
+        self.pieces.append((tokens, logp, np.full(len(tokens), version, np.int32), extras))
+        self.count += len(tokens)
+
+    def completion(self, reason: str) -> Completion:
+        """All of it, as it ended."""
+        empty = (np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), {})
+        pieces = self.pieces or [empty]
+        tokens, logp, version = (np.concatenate([piece[i] for piece in pieces]) for i in range(3))
+        extras = {name: np.concatenate([piece[3][name] for piece in pieces]) for name in pieces[0][3]}
+        new = Completion(tokens, logp, reason, np.ones(len(tokens), bool), version, extras)
+        return new if self.begun is None else joined(self.begun, new)
+
+
+def joined(first: Completion, second: Completion) -> Completion:
+    """One completion of two, finished as the second is; an extra that only one of them has is 0 in the other."""
+    names = {**first.extras, **second.extras}
+    extras = {name: np.concatenate([_extra(part, name, other) for part, other in ((first, second), (second, first))]) for name in names}
+    both = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])
+    return Completion(
+        both("tokens"), both("sampler_logp"), second.finish_reason, both("mask"), both("version"), extras
+    )  # fmt: skip
+
+
+def _extra(part: Completion, name: str, other: Completion) -> np.ndarray:
+    if name in part.extras:
+        return part.extras[name]
+    model = other.extras[name]
+    return np.zeros((len(part.tokens), *model.shape[1:]), model.dtype)
+
+
+def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
+    """The completion followed by tokens that no policy sampled (a tool's output): masked, of log-probability 0."""
+    ids = np.asarray(tokens, np.int32).reshape(-1)
+    count = len(ids)
+    given = Completion(ids, np.zeros(count, np.float32), "aborted", np.zeros(count, bool), np.full(count, version, np.int32))
+    return joined(completion, given)
+
+
+def first_tokens(completion: Completion, count: int) -> Completion:
+    """The completion cut off after ``count`` tokens: a branch goes on from there."""
+    extras = {name: values[:count] for name, values in completion.extras.items()}
+    cut = (completion.tokens, completion.sampler_logp, completion.mask, completion.version)
+    tokens, logp, mask, version = (values[:count] for values in cut)
+    return Completion(tokens, logp, "aborted", mask, version, extras)
