@@ -183,11 +183,8 @@ def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Col
     start, demand, engine = time.perf_counter(), sampler.demand, sampler.engine
     first, tokens, cursor = list(backlog.carried[: demand.needed]), 0, backlog.cursor
     requests, tally = Requests(sampler), Tally(backlog.good, backlog.seen)
-    if len(first) < demand.needed:
-        for group in backlog.unfinished:
-            requests.begin(group)
-    else:
-        tally.held = list(backlog.unfinished)
+    for group in backlog.unfinished:
+        requests.begin(group)
     counts = lambda: Counts(len(first) + len(tally.kept), requests.groups, len(tally.held), requests.completions, cursor - backlog.cursor)
     while True:
         while demand.wants(counts(), share_of(tally.good, tally.seen) if demand.filter_groups else 1.0):

@@ -1,5 +1,6 @@
 """A step filled with groups, simulated: order, surplus, interruption, budgets, what is wasted and how busy the slots are."""
 
+import dataclasses
 import json
 import math
 
@@ -138,6 +139,8 @@ def test_an_interrupted_completion_goes_on_as_if_nobody_had_stopped_it():
     groups = [g for step in found for g in step.groups]
     assert sum(len(versions(g)) > 1 for g in groups) > 10 and sum(s.metrics["rollout/interrupted"] for s in found) > 10
     assert [s.metrics["rollout/resumed"] for s in found[1:]] == [s.metrics["rollout/interrupted"] for s in found[:-1]]
+    left = [c for step in found for u in step.backlog.unfinished for c in u.completions]
+    assert None in left and all(len(c.tokens) for c in left if c is not None)
     source = ToySource(4, 0.3)
     for group in groups:
         seeds = source.ask(int(group.problem.id))[2]
@@ -149,6 +152,18 @@ def test_an_interrupted_completion_goes_on_as_if_nobody_had_stopped_it():
 def test_no_group_waits_for_ever():
     found = steps(sampler(4, 64, 0.5, interrupt=True), 30)
     assert max(version - min(versions(g)) for version, step in enumerate(found) for g in step.groups) <= 6
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_what_is_under_way_waits_where_surplus_is_enough(interrupt):
+    before = steps(sampler(4, 24, 0.3, interrupt=True), 1)[0]
+    backlog = dataclasses.replace(before.backlog, carried=(*before.backlog.carried, *before.groups))
+    found = collect(sampler(4, 24, 0.3, interrupt=interrupt), None, 1, backlog)
+    assert found.tokens == 0 == found.metrics["rollout/resumed"] and len(found.groups) == 4
+    assert any(u.begun for u in backlog.unfinished) and found.metrics["rollout/interrupted"] > 0
+    assert [u.place for u in found.backlog.unfinished] == [u.place for u in backlog.unfinished]
+    count = lambda backlog: [[len(c.tokens) if c else 0 for c in u.completions] for u in backlog.unfinished]
+    assert count(found.backlog) == count(backlog)
 
 
 def test_a_completion_samples_no_more_in_a_step_than_its_budget():

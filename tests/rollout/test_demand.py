@@ -48,7 +48,7 @@ def test_rounds_bound_the_prompts_of_a_step():
 def test_what_is_held_counts_for_the_steps_that_it_takes():
     halves = demand(slots=1000, token_budget=50)
     assert (halves.segments, halves.limit(0), halves.limit(50), halves.limit(70)) == (2, 50, 100, 100)
-    assert begun(halves, 0.5, Counts(0, 0, 16, 0, 16)) == 16
+    assert begun(halves, 0.5) == 16 == begun(halves, 0.5, Counts(0, 0, 16, 0, 16))
     assert begun(halves, 0.5, Counts(0, 0, 31, 0, 31)) == 1
     assert begun(halves, 0.5, Counts(0, 0, 32, 0, 32)) == 0
     assert (demand().segments, demand().limit(0), demand(token_budget=30).segments) == (1, LONGEST, 4)
