@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def test_the_signals_came_in_the_middle(folders):
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, PREEMPTED]
     assert 5 <= between < 8
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
+    assert any(row.get("rollout/resumed") for row in rows(whole)), "no group was ever interrupted"
 
 
 def test_arrays_and_host_values_are_the_same_bit_for_bit(folders):
@@ -105,6 +107,20 @@ def test_every_step_stands_once_with_the_same_metrics(folders):
     assert [row["step"] for row in broken if "event/resumed" in row][0] == 1
     assert sum("event/resumed" in row for row in broken) == 3
     assert any(row.get("kl", 0) for row in whole), "the reference was never left behind"
+
+
+def documented():
+    """Patterns of the metrics that docs/metrics.md names."""
+    first_cells = [line.split(" | ")[0] for line in (ROOT / "docs" / "metrics.md").read_text().splitlines()]
+    for name in re.findall(r"`([^`]+)`", " ".join(first_cells)):
+        yield re.sub("<[a-z]+>", "[^/]+", name).replace("@k", "@[0-9]+")
+
+
+def test_every_metric_is_documented(folders):
+    known = list(documented())
+    names = {name for row in rows(folders[0]) for name in row if not name.startswith("event/")}
+    assert {"rollout/resumed", "dynamic_sampling/carried_out", "sampler/logp_abs_diff_max"} <= names
+    assert not [name for name in names if not any(re.fullmatch(pattern, name) for pattern in known)]
 
 
 def test_samples_are_the_same(folders):
