@@ -102,8 +102,12 @@ def draw(logits: jax.Array, u: jax.Array, rule: Rule, asked: Asked = Asked()) ->
     peak = jnp.max(peaks, axis=-1)
     scale = jnp.where(greedy, 1.0, rule.temperature)
     scaled = (blocks - peak[:, None, None]) / scale
-    weights = jnp.exp(scaled)
-    kept = truncated(weights, rule) if asked.truncates else weights
+    weights = kept = jnp.exp(scaled)
+    if asked.truncates:
+        # Computed once: the threshold is one of these very numbers.
+        weights = jax.lax.optimization_barrier(weights)
+        least = least_kept(weights, rule)
+        kept = _at_least(weights, least)
     # An impossible token has logit -inf: it adds nothing to the entropy, and 0 * inf must not become NaN.
     moment = weights * jnp.maximum(scaled, jnp.finfo(jnp.float32).min)
     kept_sums, moments, *whole = block_sums(kept, moment, *([weights] if asked.truncates else []))
@@ -111,7 +115,7 @@ def draw(logits: jax.Array, u: jax.Array, rule: Rule, asked: Asked = Asked()) ->
     index, rest, mass = _enter(kept_sums, u)
     index = jnp.where(greedy, jnp.argmax(peaks, axis=-1), index)
     near = _take(blocks, index) - peak[:, None]
-    near_kept = _take(kept, index) if asked.truncates else jnp.exp(near / scale)
+    near_kept = _at_least(_take(weights, index), least) if asked.truncates else jnp.exp(near / scale)
     inside = _first_above(jnp.cumsum(near_kept, axis=-1), rest)
     inside = jnp.where(greedy, jnp.argmax(near, axis=-1), inside)
     found = jnp.take_along_axis(near, inside[:, None], axis=-1)[:, 0]
@@ -149,12 +153,9 @@ def block_sums(*arrays: jax.Array) -> list[jax.Array]:
     return [jnp.sum(lanes, axis=-1) for lanes in jax.lax.reduce(parts, [jnp.float32(0)] * len(parts), add, (2,))]
 
 
-def truncated(weights: jax.Array, rule: Rule) -> jax.Array:
-    """Weights [B, n, BLOCK], of which the largest of each row is 1, with what the rule cuts off set to 0."""
-    # Computed once: the threshold is one of these very numbers.
-    weights = jax.lax.optimization_barrier(weights)
-    least = least_kept(weights, rule)
-    return jnp.where(weights >= least[:, None, None], weights, 0.0)
+def _at_least(weights: jax.Array, least: jax.Array) -> jax.Array:
+    """Weights [B, ...] with what is smaller than the threshold [B] set to 0."""
+    return jnp.where(weights >= least.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0.0)
 
 
 def least_kept(weights: jax.Array, rule: Rule) -> jax.Array:
