@@ -26,7 +26,7 @@ def completion_logprobs(
     ``batch`` has no microbatch axis here.
     """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
-    hidden, _ = forward(model, rows, remat)
+    hidden = forward(model, rows, remat)
     hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
     values = token_logprobs(model, hidden, batch.target, temperature, kept=batch.kept)
     flat = jnp.zeros(batch.mask.size, jnp.float32)

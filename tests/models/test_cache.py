@@ -39,7 +39,7 @@ def prefill(model, tokens):
     return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens)
 
 
-full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens))[0])
+full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens)))
 
 
 def decoded(model, tokens, cache):
