@@ -29,11 +29,11 @@ def trainer_of(model: Any, work: dict[str, Any]) -> GRPOTrainer:
     """A GRPO trainer on the CPU that never trains: temperature 1, the whole vocabulary."""
     rows = datasets.Dataset.from_dict({"prompt": ["<eos>"] * 2})
     arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], num_generations=2, per_device_train_batch_size=2,
-        max_completion_length=work["completion"], temperature=1.0, top_p=1.0, top_k=0,
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=work["completion"], temperature=1.0, top_p=1.0, top_k=0,
     )  # fmt: skip
-    tokenizer = words(model.config.vocab_size)
-    return GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), arguments, rows, processing_class=tokenizer)
+    reward = lambda completions, **_: [0.0] * len(completions)
+    return GRPOTrainer(model, reward, arguments, rows, processing_class=words(model.config.vocab_size))
 
 
 def fixed_batches(model: Any, work: dict[str, Any]) -> Contestant:
@@ -41,8 +41,8 @@ def fixed_batches(model: Any, work: dict[str, Any]) -> Contestant:
     trainer = trainer_of(model, work)
 
     def greedy() -> Sequence[int]:
-        prompt = torch.tensor(work["prompts"][:1])
-        rule = transformers.GenerationConfig(max_new_tokens=work["completion"], do_sample=False, pad_token_id=model.config.vocab_size)
+        prompt, length = torch.tensor(work["prompts"][:1]), work["completion"]
+        rule = transformers.GenerationConfig(max_new_tokens=length, do_sample=False, pad_token_id=model.config.vocab_size)
         with torch.no_grad():
             return model.generate(prompt, generation_config=rule)[0, prompt.shape[1] :].tolist()
 

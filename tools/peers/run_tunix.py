@@ -66,10 +66,10 @@ def load(directory: str) -> Any:
 
 
 def make(work: dict[str, Any]) -> Contestant:
-    """A cache of exactly the longest request; every batch stops with its longest row; no log-probabilities are asked for."""
+    """A cache of exactly the longest request; every batch stops with its longest row; no log-probabilities."""
     model = load(work["model"])
-    attention = model.config
-    cache = CacheConfig(work["prompt"] + work["completion"], attention.num_layers, attention.num_kv_heads, attention.head_dim)
+    of = model.config
+    cache = CacheConfig(work["prompt"] + work["completion"], of.num_layers, of.num_kv_heads, of.head_dim)
     sampler = Sampler(model, Ids(), cache)
 
     def greedy() -> Sequence[int]:
@@ -78,12 +78,13 @@ def make(work: dict[str, Any]) -> Contestant:
     def generate(seed: int) -> tuple[list[Sequence[int]], int]:
         tokens, computed = [], 0
         for index, (prompts, limits) in enumerate(batches(work)):
-            steps = max(limits)
-            tokens += sampler(prompts, steps, work["prompt"], temperature=1.0, top_p=1.0, seed=1000 * seed + index).tokens
+            steps, draw = max(limits), 1000 * seed + index
+            tokens += sampler(prompts, steps, work["prompt"], temperature=1.0, top_p=1.0, seed=draw).tokens
             computed += steps * len(prompts)
         return tokens, computed
 
-    return Contestant(greedy, generate, ("google-tunix", "jax", "flax"), "cache of the longest request, no log-probabilities")
+    settings = "cache of the longest request, no log-probabilities"
+    return Contestant(greedy, generate, ("google-tunix", "jax", "flax"), settings)
 
 
 if __name__ == "__main__":
