@@ -86,6 +86,17 @@ def test_a_row_holds_medians_and_a_ratio_is_the_peers_time_over_ours():
     assert len({len(line) for line in (header, *lines)}) == 1
 
 
+def test_the_score_is_the_mean_of_single_scores_and_no_prompt_or_padding_counts():
+    model = compare_peers.lively(bench_rollout.Options(model="tiny-random"))
+    prompts, completions = [[1, 2], [3, 4, 5]], [[6, 7, 8, 9], [10]]
+    scores = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        out = np.asarray(compare_peers.logits(model, [prompt + completion]), np.float64)[0]
+        out -= np.log(np.exp(out).sum(axis=-1, keepdims=True))
+        scores += [out[len(prompt) - 1 + i, token] for i, token in enumerate(completion)]
+    assert compare_peers.mean_logp(model, prompts, completions) == pytest.approx(np.mean(scores), abs=1e-5)
+
+
 def test_agreement_ends_where_two_texts_part():
     assert compare_peers.agreement([1, 2, 3, 4], [1, 2, 9, 4]) == 2
     assert compare_peers.agreement([1, 2], [1, 2, 3]) == 2

@@ -2,11 +2,12 @@
 
     python tools/compare_peers.py [--only tunix,trl] [--model 7m] [--lengths long] [--slots 64] [--repeats 3]
 
-Contestants: ``ours``; ``tunix``, Tunix's sampler in the trainer's process; ``trl``, TRL with transformers' ``generate``;
-``batching``, the continuous batching of transformers that TRL offers. Each peer lives in a virtual environment of its
-own, made once from the pins below. All get the same float32 weights, prompts and lengths (``bench_rollout.work_of``),
-sample at temperature 1 from the whole vocabulary, and are checked: their greedy tokens against ours, the mean
-log-probability of what they sampled, and how many tokens came. Ours alone also returns log-probabilities and entropies.
+Contestants: ``ours``; ``tunix``, Tunix's sampler in the trainer's process; ``trl``, TRL with ``generate`` of
+transformers; ``batching``, the continuous batching of transformers that TRL offers. Each peer lives in a virtual
+environment of its own, made once from the pins below. All get the same float32 weights, prompts and lengths
+(``bench_rollout.work_of``), sample at temperature 1 from the whole vocabulary, and are checked: their greedy tokens
+against ours, the mean log-probability of what they sampled, and how many tokens came. Ours alone also returns
+log-probabilities and entropies.
 
 One process for each stays alive; its loading, compiling and first run are left out (``warmup_s``); then they take turns
 while the others wait. Prints a table, then one JSON line with everything. Ratios are of median seconds, the peer's over
@@ -42,7 +43,7 @@ TUNIX = ("google-tunix==0.1.7", "jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8",
 TRL = ("trl==1.16.0", "transformers==5.23.0", "torch==2.13.0", "accelerate==1.15.0", "datasets==5.2.0")
 LIVELY = 0.1
 """Standard deviation of random weights: large enough that the next token depends on more than the last."""
-SCORED_ROWS = 8
+SCORED_ROWS = 16
 
 
 class Peer(NamedTuple):
@@ -152,15 +153,16 @@ def started(name: str, folder: Path) -> Worker:
 
 
 def mean_logp(model: Decoder, prompts: list[list[int]], completions: list[list[int]]) -> float:
-    """Mean log-probability that the model gives to the tokens of the longest few completions."""
+    """Mean log-probability (nats) that the model gives to the tokens of the longest few completions, in order."""
     longest = sorted(range(len(prompts)), key=lambda i: (-len(completions[i]), i))[:SCORED_ROWS]
-    total, count = 0.0, 0
-    for i in longest:
-        tokens = jnp.asarray([prompts[i] + completions[i]])
-        logp = jax.nn.log_softmax(logits(model, tokens)[0, len(prompts[i]) - 1 : -1])
-        total += float(jnp.take_along_axis(logp, tokens[0, len(prompts[i]) :, None], axis=-1).sum())
-        count += len(completions[i])
-    return total / count
+    width = max(len(prompts[i]) + len(completions[i]) for i in longest)
+    tokens, sampled = np.zeros((len(longest), width), np.int32), np.zeros((len(longest), width), bool)
+    for line, i in enumerate(longest):
+        end = len(prompts[i]) + len(completions[i])
+        tokens[line, :end], sampled[line, len(prompts[i]) : end] = prompts[i] + completions[i], True
+    scores = jax.nn.log_softmax(logits(model, tokens))[:, :-1]
+    logp = jnp.take_along_axis(scores, jnp.asarray(tokens[:, 1:, None]), axis=-1)[..., 0]
+    return float(jnp.mean(logp, where=sampled[:, 1:]))
 
 
 def agreement(ours: list[int], theirs: list[int]) -> int:
@@ -201,7 +203,8 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows for people."""
-    columns = ("seconds", "spread", "cpu_s", "tokens_per_s", "useful", "warmup_s", "others", "greedy", "mean_logp", "ratio")
+    measured = ("seconds", "spread", "cpu_s", "tokens_per_s", "useful", "warmup_s", "others")
+    columns = (*measured, "greedy", "mean_logp", "ratio")
     against = ratios(rows) | {"ours": 1.0}
     cells = [("", *columns)]
     cells += [(name, *(str((r | {"ratio": against[name]})[column]) for column in columns)) for name, r in rows.items()]

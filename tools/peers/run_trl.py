@@ -1,8 +1,8 @@
 """TRL's rollouts without a server: GRPOTrainer's own call of transformers' ``generate``, or continuous batching.
 
-``mode`` generate: a trainer made for the purpose is asked for completions by the method that it uses in training; a batch
-runs until its longest row is done. ``mode`` batching: the manager behind ``generate_batch``, which TRL calls with one
-length for all, is given each request with its own.
+``mode`` generate: a trainer made for the purpose is asked for completions by the method that it uses in training; a
+batch runs until its longest row is done. ``mode`` batching: the manager behind ``generate_batch``, which TRL calls with
+one length for all, is given each request with its own.
 """
 
 import os
@@ -41,8 +41,8 @@ def fixed_batches(model: Any, work: dict[str, Any]) -> Contestant:
     trainer = trainer_of(model, work)
 
     def greedy() -> Sequence[int]:
-        prompt, length = torch.tensor(work["prompts"][:1]), work["completion"]
-        rule = transformers.GenerationConfig(max_new_tokens=length, do_sample=False, pad_token_id=model.config.vocab_size)
+        prompt, pad = torch.tensor(work["prompts"][:1]), model.config.vocab_size
+        rule = transformers.GenerationConfig(max_new_tokens=work["completion"], do_sample=False, pad_token_id=pad)
         with torch.no_grad():
             return model.generate(prompt, generation_config=rule)[0, prompt.shape[1] :].tolist()
 
@@ -58,44 +58,43 @@ def fixed_batches(model: Any, work: dict[str, Any]) -> Contestant:
     return Contestant(greedy, generate, ("trl", "transformers", "torch"), "GRPOTrainer's defaults")
 
 
-def main(work: dict[str, Any]) -> Contestant:
-    """The contestant that the mode names, with all cores."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
-    return {"generate": fixed_batches, "batching": continuous_batches}[work["mode"]](model, work)
-
-
 def continuous_batches(model: Any, work: dict[str, Any]) -> Contestant:
-    """A manager that lives on between calls, with pages for as many requests as there are slots."""
-    model.requires_grad_(False)
-    settings = ContinuousBatchingConfig(
-        max_requests_per_batch=int(os.environ.get("CB_MAX", work["slots"])), num_blocks=int(os.environ.get("CB_BLOCKS", work["slots"])), page_size=int(os.environ.get("CB_PAGE",256)), seed=0,
-        max_batch_tokens=int(os.environ["CB_TOK"]) if "CB_TOK" in os.environ else None,
-        default_compile_level=int(os.environ.get("CB_COMPILE","0")),
-    )
+    """A manager for each call, as ``generate_batch`` makes it; as many requests at a time as there are slots.
+
+    Twice the pages that these need: the scheduler starts no request where few are free.
+    """
+    pages = -(-(work["prompt"] + work["completion"]) // ContinuousBatchingConfig.page_size)
+    room = ContinuousBatchingConfig(max_requests_per_batch=work["slots"], num_blocks=2 * pages * work["slots"])
 
     def complete(prompts: list[list[int]], limits: list[int], sample: bool) -> tuple[list[Sequence[int]], int]:
         rule = transformers.GenerationConfig(
-            max_new_tokens=work["completion"], do_sample=sample, temperature=1.0, top_p=1.0, top_k=0,
+            do_sample=sample, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=work["completion"],
             eos_token_id=-1, pad_token_id=model.config.vocab_size,
-        )
-        model.destroy_cached_continuous_batching_manager()
-        with model.continuous_batching_context_manager(rule, continuous_batching_config=settings, warmup=False) as manager:
-            names = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
-            done = {}
-            while len(done) < len(names):
+        )  # fmt: skip
+        done = {}
+        with model.continuous_batching_context_manager(rule, continuous_batching_config=room) as manager:
+            requests = zip(prompts, limits, strict=True)
+            names = [manager.add_request(prompt, max_new_tokens=limit) for prompt, limit in requests]
+            while len(done) < len(names) and manager.is_running():
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     done[result.request_id] = result.generated_tokens
         return [done[name] for name in names], sum(limits)
 
     return Contestant(
-        lambda: complete(work["prompts"][:1], [work["completion"]], False)[0][0],
-        lambda seed: complete(work["prompts"], work["limits"], True),
-        ("transformers", "torch"),
-        "x",
+        lambda: complete(work["prompts"][:1], [work["completion"]], sample=False)[0][0],
+        lambda seed: (transformers.set_seed(seed), complete(work["prompts"], work["limits"], sample=True))[1],
+        ("trl", "transformers", "torch"),
+        "a length for each request, SDPA",
     )
 
 
+def make(work: dict[str, Any]) -> Contestant:
+    """The contestant that the mode names, with all cores."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
+    return {"generate": fixed_batches, "batching": continuous_batches}[work["mode"]](model, work)
+
+
 if __name__ == "__main__":
-    serve(main)
+    serve(make)
