@@ -68,7 +68,7 @@ def test_lengths_are_equal_or_have_a_tail_of_mean_three_tenths():
 
 
 def test_ours_always_takes_part_and_comes_first():
-    assert compare_peers.chosen("batching, tunix") == ["ours", "tunix", "batching"]
+    assert compare_peers.chosen("batching, ours,tunix") == ["ours", "tunix", "batching"]
     assert compare_peers.chosen("") == ["ours"]
 
 
