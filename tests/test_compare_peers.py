@@ -1,4 +1,4 @@
-"""The comparison of samplers, as far as it needs none but our own: a real run of it, and the arithmetic of its table."""
+"""The comparison of samplers, as far as it needs none but our own: a real run, and the table's arithmetic."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ sys.path.insert(0, str(TOOLS))
 import bench_rollout  # noqa: E402
 import compare_peers  # noqa: E402
 
-TINY = ("--model", "tiny-random", "--slots", "4", "--group", "2", "--prompt", "8", "--completion", "8", "--repeats", "2")
+TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 --repeats 2".split())
 
 
 def run(*arguments):
@@ -35,7 +35,8 @@ def test_a_run_with_our_own_sampler_counts_and_checks_its_tokens(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     found = json.loads(lines[-1])
-    _, limits = bench_rollout.work_of(bench_rollout.Options(slots=4, group=2, prompt=8, completion=8, lengths="long"), 259)
+    options = bench_rollout.Options(slots=4, group=2, prompt=8, completion=8, lengths="long")
+    _, limits = bench_rollout.work_of(options, 259)
     ours = found["rows"]["ours"]
     assert found["requests"] == 16 and found["tokens"] == limits.sum()
     assert ours["greedy"] == "8/8" and found["ratios"] == {}
@@ -62,7 +63,8 @@ def test_the_work_is_the_same_each_time_and_comes_group_by_group():
 
 
 def test_lengths_are_equal_or_have_a_tail_of_mean_three_tenths():
-    lengths = [bench_rollout.work_of(bench_rollout.Options(slots=250, lengths=kind), 9)[1] for kind in ("equal", "long")]
+    options = [bench_rollout.Options(slots=250, lengths=kind) for kind in ("equal", "long")]
+    lengths = [bench_rollout.work_of(option, 9)[1] for option in options]
     assert set(lengths[0].tolist()) == {128}
     assert lengths[1].mean() / 128 == pytest.approx(0.3, abs=0.02)
 
