@@ -91,18 +91,27 @@ def least_seconds(model: Decoder, prompt: int, limits: np.ndarray, steps: int, s
     return max((steps * weights + cache) / bandwidth, 2 * size * slots * steps / speed)
 
 
-def run(options: Options) -> dict[str, Any]:
-    """The row."""
+def model_of(options: Options) -> Decoder:
+    """The model that is named: random weights of a shape from the same key always, or a loaded one."""
     if options.model in SHAPES:
-        model = initialise(SHAPES[options.model], jax.random.key(0))
-    else:
-        model, _ = load_pretrained(options.model)
+        return initialise(SHAPES[options.model], jax.random.key(0))
+    return load_pretrained(options.model)[0]
+
+
+def work_of(options: Options, words: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The requests, the same for all samplers: prompts int[prompt] below ``words``, group by group, and a length for each."""
     random, count = np.random.default_rng(0), REQUESTS_PER_SLOT * options.slots
-    words = model.config.vocab_size
     unique = [random.integers(0, words, options.prompt) for _ in range(-(-count // options.group))]
-    prompts = [unique[i // options.group] for i in range(count)]
     share = np.ones(count) if options.lengths == "equal" else random.beta(1, 7 / 3, count)
     limits = np.maximum(1, np.round(share * options.completion)).astype(int)
+    return [unique[i // options.group] for i in range(count)], limits
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The row."""
+    model = model_of(options)
+    prompts, limits = work_of(options, model.config.vocab_size)
+    count = len(prompts)
     engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk)
     seconds = []
     for _ in range(options.repeats + 1):
