@@ -93,8 +93,8 @@ published. Its partial rollouts are a run's: rollout.collect.token_budget. Its c
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
 """DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the unbiased KL,
-and no learning from unlikely failures. Coefficients are not published. Keeping routes and sampling masks is not here: the
-sampler is the learner's own model."""
+and no learning from unlikely failures. Coefficients are not published. Where rollout.top_p or rollout.top_k truncates, set
+learner.keep_sampling_mask. Keeping routes is not here: the sampler is the learner's own model."""
 
 MINIRL = Recipe("minirl", PRESETS["minirl"])
 """Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the least that is stable with Qwen3-30B-A3B; without the

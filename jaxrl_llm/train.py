@@ -191,8 +191,10 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict)
     source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
     demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)
-    sampler = Sampler(engine, source, rollout.sampling(stops), demand, progress.status)
-    answers = dataclasses.replace(rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0)
+    sampler = Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), demand, progress.status)
+    answers = dataclasses.replace(
+        rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0, repetition=None
+    )
 
     def test(weights: Decoder) -> Evaluated | None:
         if not problems:

@@ -61,7 +61,9 @@ class Completion:
       finish_reason: ``stop`` | ``length`` | ``repetition`` | ``aborted``.
       mask: bool[T], True where the policy sampled the token.
       version: int32[T], the policy version (optimiser updates so far) that sampled the token.
-      extras: further per-token arrays by name (``entropy``: float32[T], nats).
+      extras: further arrays by name, one row for each token: ``entropy`` float32[T], nats, of the policy at the sampling
+        temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing cut off, and
+        ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v // 32.
       text: the decoded tokens without special ones; empty until a tokenizer has seen it.
     """
 

@@ -98,13 +98,13 @@ def loop_loss(name, logp, old_logp, advantages, mask, ref_logp, sampler_logp):
     return sum(map(sum, rows)) / len(rows) / (3000 if name == "dr_grpo" else 1)
 
 
-def kept_tokens(probabilities, top_k=0, top_p=1.0):
-    """Which tokens top-k, then top-p (of the mass that top-k left) keep, by walking down the sorted list: bool[V]."""
+def kept_tokens(probabilities, top_k=0, top_p=1.0, min_p=0.0):
+    """Which tokens top-k, then top-p (of the mass that top-k left), then min-p keep, by walking down the sorted list: bool[V]."""
     order = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
     order = order[: top_k or None]
     total, mass, kept = sum(probabilities[v] for v in order), 0.0, set()
     for v in order:
-        if mass >= top_p * total:
+        if mass >= top_p * total or probabilities[v] < min_p * max(probabilities):
             break
         kept.add(v)
         mass += probabilities[v]

@@ -11,7 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DAPO, PRORL_V1, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import Repetition, Rollout
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
 
 TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
@@ -71,6 +71,12 @@ def test_prorl_has_the_numbers_of_its_paper():
     assert run.recipe.reset_optimiser and run.recipe.reset_on_stall
 
 
+def test_a_truncated_sampler_is_fine_where_the_learner_leaves_out_the_same_tokens():
+    rollout = dataclasses.replace(RUN.rollout, temperature=1.0, top_p=0.9)
+    configs.validate(dataclasses.replace(RUN, rollout=rollout, learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True)))
+    assert rollout.sampling((), True).keep_mask and not rollout.sampling(()).keep_mask
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_can_be_chosen_for_a_configuration(name):
     run = dataclasses.replace(configs.with_recipe(RUN, name), evaluation=Evaluation(every=1))
@@ -80,10 +86,11 @@ def test_every_recipe_can_be_chosen_for_a_configuration(name):
 
 def test_every_kind_of_value_survives_its_json():
     rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), Function("os.path:join"))
+    rollout = dataclasses.replace(RUN.rollout, repetition=Repetition(8, 3, 0.9, 100))
     sources = (Table("a.parquet"), HubDataset("a/b", "c"), ReasoningGym("chain_sum", {"min_terms": 2, "x": True}))
     for source in sources:
         run = dataclasses.replace(
-            RUN, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w")
+            RUN, rollout=rollout, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w")
         )
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 
@@ -96,6 +103,9 @@ REFUSED = [
     ("rollout.group", 1, "rollout.group 1 leaves nothing to compare: dapo needs at least 2"),
     ("rollout.temperature", 0.0, "rollout.temperature must be above 0"),
     ("rollout.top_p", 0.9, "set rollout.top_k 0 and rollout.top_p 1"),
+    ("rollout.top_k", 5, "set learner.keep_sampling_mask True, or"),
+    ("rollout.top_p", 1.5, "rollout.top_p must be above 0 and at most 1"),
+    ("learner.keep_sampling_mask", True, "set rollout.top_k or rollout.top_p"),
     ("rollout.top_k", -1, "rollout.top_k must be at least 0"),
     ("learner.minibatches", 9, "learner.minibatches 9 exceeds rollout.prompts 8"),
     ("learner.remat", "some", "none, dots or full"),

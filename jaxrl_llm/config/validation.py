@@ -86,11 +86,17 @@ def _check_rollout(run: Run) -> None:
         f"rollout.group {rollout.group} leaves nothing to compare: {run.recipe.name} needs at least 2 "
         "completions of each prompt",
     )
+    require(0 < rollout.top_p <= 1, f"rollout.top_p must be above 0 and at most 1, got {rollout.top_p}")
+    truncates, kept = rollout.top_k > 0 or rollout.top_p < 1, run.learner.keep_sampling_mask
     require(
-        rollout.top_k == 0 and rollout.top_p == 1,
-        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy "
-        "than the one that learns; "
-        "set rollout.top_k 0 and rollout.top_p 1",
+        kept or not truncates,
+        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy than the one that "
+        "learns; set learner.keep_sampling_mask True, or set rollout.top_k 0 and rollout.top_p 1",
+    )
+    require(
+        truncates or not kept,
+        "learner.keep_sampling_mask True has nothing to keep: set rollout.top_k or rollout.top_p, or "
+        "learner.keep_sampling_mask False",
     )
 
 

@@ -27,6 +27,8 @@ class Sample:
       advantage: a number, or float[t], one for each token.
       fresh: bool[t], or one for all: sampled by the policy that this step updates. For other tokens ``sampler_logp`` stands in
         for ``old_logp``.
+      kept: uint32[t, ceil(V / 32)], the tokens that the sampler's truncation kept at each position, token v as bit v % 32
+        of word v // 32; None where it kept all.
     """
 
     prompt: np.ndarray
@@ -35,6 +37,7 @@ class Sample:
     sampler_logp: np.ndarray
     advantage: float | np.ndarray
     fresh: bool | np.ndarray = True
+    kept: np.ndarray | None = None
 
 
 class Packed(NamedTuple):
@@ -54,6 +57,7 @@ class Packed(NamedTuple):
       sequences: float32[], completions with a valid token.
       old_logp: float32[M, B, T], or None where one update follows the rollout.
       ref_logp: float32[M, B, T], or None without a KL term.
+      kept: uint32[M, N, ceil(V / 32)], kept sets of the predictions, or None where no sample has any.
     """
 
     rows: Rows
@@ -69,6 +73,7 @@ class Packed(NamedTuple):
     sequences: Any
     old_logp: Any = None
     ref_logp: Any = None
+    kept: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +108,12 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     quarter = -(-layout.rows * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
     empty = _arrays(_power_of_two(len(batches)), layout, width, predictions, by_token=np.ndim(samples[0].advantage) == 1)
+    words = {s.kept.shape[1] for s in samples if s.kept is not None}
+    if words:
+        empty = empty._replace(kept=np.zeros((*empty.target.shape, *words), np.uint32))
     for number, batch in enumerate(batches):
-        _write(Packed(Rows(*(x[number] for x in empty.rows)), *(x[number] for x in empty[1:8]), *empty[8:]), batch, samples, layout)
+        one = Packed(Rows(*(x[number] for x in empty.rows)), *(x[number] for x in empty[1:8]), *empty[8:])
+        _write(one._replace(kept=empty.kept[number] if words else None), batch, samples, layout)
     counted = [s.mask.sum() for s in samples]
     return empty._replace(
         count=np.int32(len(batches)), tokens=np.float32(sum(counted)), sequences=np.float32(sum(c > 0 for c in counted))
@@ -183,6 +192,8 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
                 at = slice(used, used + size)
                 out.source[at] = r * layout.row_tokens + np.concatenate([[last], np.arange(column, column + size - 1)])
                 out.target[at] = sample.tokens
+                if sample.kept is not None:
+                    out.kept[at] = sample.kept
                 out.place[at] = sequence * layout.completion_tokens + np.arange(size)
                 out.mask[sequence, :size], out.sampler_logp[sequence, :size] = sample.mask, sample.sampler_logp
                 out.fresh[sequence, :size] = sample.fresh

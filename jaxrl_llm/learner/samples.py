@@ -51,7 +51,7 @@ def _counted(prompt: np.ndarray, completion: Completion, version: int, drop_trun
     """A completion with the tokens that the loss counts; its advantage is not known yet."""
     fresh = completion.version == version
     mask = completion.mask & (fresh | learn_earlier) & (not (drop_truncated and completion.finish_reason == "length"))
-    return Sample(prompt, completion.tokens, mask, completion.sampler_logp, 0.0, fresh)
+    return Sample(prompt, completion.tokens, mask, completion.sampler_logp, 0.0, fresh, completion.extras.get("kept"))
 
 
 @functools.partial(jax.jit, static_argnums=0)

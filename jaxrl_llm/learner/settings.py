@@ -44,6 +44,8 @@ class Learner:
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
       dtype: of the weights that are trained and saved.
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
+      keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k and
+        top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
 
     optimiser: Optimiser = Optimiser()
@@ -55,3 +57,4 @@ class Learner:
     remat: str = "full"
     dtype: str = "float32"
     compute_dtype: str = "float32"
+    keep_sampling_mask: bool = False

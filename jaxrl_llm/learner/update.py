@@ -28,7 +28,7 @@ def completion_logprobs(
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
     hidden, _ = forward(model, rows, remat)
     hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
-    values = token_logprobs(model, hidden, batch.target, temperature)
+    values = token_logprobs(model, hidden, batch.target, temperature, kept=batch.kept)
     flat = jnp.zeros(batch.mask.size, jnp.float32)
     logp, entropy = (flat.at[batch.place].set(x, mode="drop").reshape(batch.mask.shape) for x in values)
     return logp, entropy

@@ -21,9 +21,10 @@ from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.prefixes import Prefixes, power_of_two
 from jaxrl_llm.rollout.requests import Request
-from jaxrl_llm.rollout.sampling import as_rule
+from jaxrl_llm.rollout.repetition import Tail, tail_of
+from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Sampling
-from jaxrl_llm.rollout.slots import Begun, Emitted, Slots, empty_slots, fill_slots, rearranged, run_chunk, stop_slots
+from jaxrl_llm.rollout.slots import Begun, Emitted, Slots, as_rules, empty_slots, fill_slots, rearranged, run_chunk, stop_slots
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.types import Completion
 
@@ -83,7 +84,7 @@ class Engine:
 
     def start(self, sampling: Sampling) -> None:
         """Forget all requests and sample by these rules from now on."""
-        self._sampling, self._rule = sampling, as_rule(sampling)
+        self._sampling, self._rules = sampling, as_rules(sampling)
         self._state: Slots | None = None
         self._flight: Flight | None = None
         self._weights: Any = None
@@ -167,7 +168,7 @@ class Engine:
         count = self._read() if self._queue else 0
         self._refill(model)
         self._note(f"decode: {self._state.tokens.shape[0]} slots, {self._state.cache.columns} columns, {self.chunk} steps")
-        self._state, told = run_chunk(model, self._state, self._rule, self.chunk, self._sampling.truncates, self._mesh)
+        self._state, told = run_chunk(model, self._state, self._rules, self.chunk, asked(self._sampling), self._mesh)
         before, self._flight = self._flight, Flight(told, dict(self._running), version)
         return count + (self._take(before) if before else 0)
 
@@ -226,15 +227,21 @@ class Engine:
         steps = int(counts.max(initial=0))
         self.decode_steps += steps
         self.slot_steps += steps * len(counts)
+        names = [name for name in out.extras if name != "policy_logp" or self._sampling.alters_policy]
         for slot, request in flight.running.items():
             count = int(counts[slot])
             if not count:  # it had ended in the chunk before, which was not read yet when this one was sent
                 continue
             tokens, logp = out.token[:count, slot], out.logp[:count, slot]
-            request.add(tokens, logp, {name: values[:count, slot] for name, values in out.extras.items()}, flight.version)
+            request.add(tokens, logp, {name: out.extras[name][:count, slot] for name in names}, flight.version)
             if not active[slot]:
-                self._end(request, "stop" if tokens[-1] in self._sampling.stop_ids else "length")
+                self._end(request, self._reason(request, tokens[-1]))
         return int(counts.sum())
+
+    def _reason(self, request: Request, last: int) -> str:
+        if last in self._sampling.stop_ids:
+            return "stop"
+        return "length" if request.earlier + request.count >= request.limit else "repetition"
 
     def _end(self, request: Request, reason: str) -> None:
         del self._running[request.slot]
@@ -259,7 +266,7 @@ class Engine:
         """Bring the slots to the shape that running and taken requests need."""
         wanted = self._wanted([*self._running.values(), *taken])
         if self._state is None:
-            self._state = empty_slots(self._config, *wanted, self._dtype, self._mesh)
+            self._state = empty_slots(self._config, *wanted, self._dtype, self._mesh, self._sampling.repetition)
         rows, columns = self._state.tokens.shape[0], self._state.cache.columns
         if wanted == (rows, columns):
             return
@@ -294,14 +301,24 @@ class Engine:
             batches.setdefault(id(cache), (cache, []))[1].append((row, request))
         rows = self._state.tokens.shape[0]
         for cache, members in batches.values():
-            begun = Begun(np.full(rows, -1, np.int32), *np.zeros((2, rows), np.int32), np.zeros((rows, 2), np.uint32), *np.zeros((2, rows), np.int32))
+            begun = self._idle(rows)
             for row, request in members:
                 sequence, slot, seed = request.sequence, request.slot, request.seed
                 # The last token is decoded again: one path samples the first new token and all others.
                 begun.source[slot], begun.lengths[slot], begun.tokens[slot] = row, len(sequence) - 1, sequence[-1]
                 begun.seeds[slot] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
                 begun.sampled[slot], begun.limits[slot] = request.earlier, request.limit
+                if request.begun is not None and self._sampling.repetition:
+                    tail = tail_of(*request.sampled_before(), self._sampling.repetition)
+                    jax.tree.map(lambda whole, one, at=slot: whole.__setitem__(at, one), begun.tail, tail)
             yield cache, begun
+
+    def _idle(self, rows: int) -> Begun:
+        """What begins no slot."""
+        int32 = lambda *shape: np.zeros(shape, np.int32)
+        period = self._sampling.repetition.longest_period if self._sampling.repetition else 0
+        tail = Tail(int32(rows, period) - 1, int32(rows, period), int32(rows))
+        return Begun(int32(rows) - 1, int32(rows), int32(rows), np.zeros((rows, 2), np.uint32), int32(rows), int32(rows), tail)
 
     def _note(self, shape: str) -> None:
         if shape not in self._shapes:

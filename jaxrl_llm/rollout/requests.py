@@ -50,6 +50,11 @@ class Request:
         """Columns of the cache that hold it: all tokens but the newest, which is decoded next."""
         return len(self.prompt) + self.earlier + self.count - 1
 
+    def sampled_before(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that it was begun with and the policy's log-probability of each; -inf where no policy sampled it."""
+        logp = self.begun.extras.get("policy_logp", self.begun.sampler_logp)
+        return self.begun.tokens, np.where(self.begun.mask, logp, -np.inf).astype(np.float32)
+
     def add(self, tokens: np.ndarray, logp: np.ndarray, extras: dict[str, np.ndarray], version: int) -> None:
         """What a chunk sampled."""
         self.pieces.append((tokens, logp, np.full(len(tokens), version, np.int32), extras))

@@ -10,7 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.cache import Cache, decode, empty_cache, extend, flush, insert, take_rows, with_columns
 from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.rollout.sampling import Rule, draw, uniforms
+from jaxrl_llm.rollout.repetition import Tail, TailRule, extend_tail, fresh_tail, tail_rule
+from jaxrl_llm.rollout.sampling import Asked, Rule, as_rule, draw, uniforms
+from jaxrl_llm.rollout.settings import Repetition, Sampling
 from jaxrl_llm.sharding import BATCH, fitting
 
 
@@ -24,6 +26,7 @@ class Slots(NamedTuple):
       seeds: uint32[B, 2].
       sampled: tokens of the completion so far.
       limits: tokens that it may have at most.
+      tail: what is remembered of them, to notice repetition.
       active: whether the slot is still sampling.
     """
 
@@ -33,7 +36,20 @@ class Slots(NamedTuple):
     seeds: jax.Array
     sampled: jax.Array
     limits: jax.Array
+    tail: Tail
     active: jax.Array
+
+
+class Rules(NamedTuple):
+    """``Sampling`` as arrays: how a token is drawn, and what ends a completion that repeats itself."""
+
+    draw: Rule
+    tail: TailRule
+
+
+def as_rules(sampling: Sampling) -> Rules:
+    """The traced form."""
+    return Rules(as_rule(sampling), tail_rule(sampling.repetition))
 
 
 class Emitted(NamedTuple):
@@ -52,19 +68,21 @@ class Emitted(NamedTuple):
     real: jax.Array
 
 
-def empty_slots(config: Any, rows: int, columns: int, dtype: Any, mesh: Mesh | None) -> Slots:
+def empty_slots(
+    config: Any, rows: int, columns: int, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None
+) -> Slots:
     """Slots of which none is active, on the mesh: B over data and fsdp, key/value heads over tensor."""
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     slots = Slots(
         empty_cache(config, rows, columns, dtype), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows),
-        zeros(rows), jnp.zeros(rows, bool),
+        zeros(rows), fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
     return slots if mesh is None else jax.device_put(slots, _layout(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "truncate", "mesh"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("steps", "asked", "mesh"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rule: Rule, steps: int, truncate: bool, mesh: Mesh | None = None
+    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Asked, mesh: Mesh | None = None
 ) -> tuple[Slots, tuple[Emitted, jax.Array]]:
     """Up to ``steps`` tokens for every active slot; ends early when none is left.
 
@@ -72,7 +90,7 @@ def run_chunk(
     the mesh, what was emitted and which slots go on.
     """
     config, rows = model.config, slots.tokens.shape[0]
-    pick = lambda now, chunk, step: _pick(model, slots, rule, truncate, now, chunk, step)
+    pick = lambda now, chunk, step: _pick(model, slots, rules, asked, now, chunk, step)
     light = slots._replace(cache=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
     shapes = jax.eval_shape(lambda: pick(light, chunk, jnp.int32(0))[2])
@@ -97,15 +115,16 @@ def run_chunk(
 
 
 def _pick(
-    model: Decoder, slots: Slots, rule: Rule, truncate: bool, now: Slots, chunk: Cache, step: jax.Array
+    model: Decoder, slots: Slots, rules: Rules, asked: Asked, now: Slots, chunk: Cache, step: jax.Array
 ) -> tuple[Slots, Cache, Emitted]:
     """One token for every row; ``slots`` as the chunk began, ``now`` without its cache."""
     hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths)
-    drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rule, truncate)
+    drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rules.draw, asked)
     sampled = now.sampled + now.active.astype(jnp.int32)
-    stopped = jnp.any(drawn.token[:, None] == rule.stop_ids[None], axis=1) | (sampled >= now.limits)
-    emitted = Emitted(drawn.token, drawn.logp, {"entropy": drawn.entropy}, now.active)
-    return now._replace(tokens=drawn.token, sampled=sampled, active=now.active & ~stopped), chunk, emitted
+    tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules.tail)
+    stopped = jnp.any(drawn.token[:, None] == rules.draw.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
+    emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active)
+    return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), chunk, emitted
 
 
 class Begun(NamedTuple):
@@ -117,6 +136,7 @@ class Begun(NamedTuple):
     seeds: Any
     sampled: Any
     limits: Any
+    tail: Any
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
@@ -124,7 +144,7 @@ def fill_slots(slots: Slots, prompts: Cache, begun: Begun, mesh: Mesh | None = N
     """Slots with row b begun on row ``begun.source[b]`` of ``prompts``."""
     new = begun.source >= 0
     cache = _on_rows(insert, mesh, slots.cache, prompts, begun.source)
-    choose = lambda given, old: jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), given, old)
+    choose = lambda given, old: jnp.where(new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
     light = jax.tree.map(choose, tuple(begun[1:]), tuple(slots[1:-1]))
     return Slots(cache, *light, new | slots.active)
 

@@ -37,6 +37,21 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(leaf, tree)
 
 
+def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
+    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all of them."""
+
+    def leaf(path: tuple, x: Any) -> NamedSharding:
+        spec = [_without_fsdp(axis) for axis in RULES.get(parameter_path(path), ())]
+        return NamedSharding(mesh, fitting(x.shape, spec, mesh))
+
+    return jax.tree.map_with_path(leaf, tree)
+
+
+def _without_fsdp(axis: Any) -> Any:
+    names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name != "fsdp")
+    return names or None
+
+
 def parameter_path(path: tuple) -> str:
     """``blocks/attn/q`` from the key path of a leaf inside a model; "" outside of one."""
     names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]

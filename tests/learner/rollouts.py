@@ -19,19 +19,25 @@ TEMPERATURE = 0.8
 
 
 @functools.cache
-def rollout(kind="windows", seed=0):
-    """Groups of samples that the tiny model made; advantages are drawn at random, some tokens are not counted."""
+def rollout(kind="windows", seed=0, **rules):
+    """Groups of samples that the tiny model made; advantages are drawn at random, some tokens are not counted.
+
+    ``rules``: more of ``Sampling``.
+    """
     model = tiny(kind, seed)
     engine = Engine(model, slots=8, max_length=WIDTH, chunk=4)
-    rules = Sampling(TEMPERATURE, max_new_tokens=T, stop_ids=(3, 5, 9, 11, 12, 13))
+    rules = Sampling(TEMPERATURE, max_new_tokens=T, stop_ids=(3, 5, 9, 11, 12, 13), **rules)
     found = engine.generate(model, [p for p in PROMPTS for _ in range(G)], range(G * len(PROMPTS)), rules)
     random = np.random.default_rng(0)
     samples = []
     for index, c in enumerate(found):
         mask = c.mask & (random.random(len(c.tokens)) > 0.1) & (index != 5)
         samples.append(
-            Sample(np.asarray(PROMPTS[index // G], np.int32), c.tokens, mask, c.sampler_logp, float(random.normal()))
-        )
+            Sample(
+                np.asarray(PROMPTS[index // G], np.int32), c.tokens, mask, c.sampler_logp, float(random.normal()),
+                kept=c.extras.get("kept"),
+            )
+        )  # fmt: skip
     return tuple(samples)
 
 

@@ -12,9 +12,10 @@ from jax.experimental import topologies
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
-from jaxrl_llm.rollout.sampling import as_rule
+from jaxrl_llm.rollout.repetition import fresh_tail
+from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Sampling
-from jaxrl_llm.rollout.slots import Begun, empty_slots, fill_slots, run_chunk
+from jaxrl_llm.rollout.slots import Begun, as_rules, empty_slots, fill_slots, run_chunk
 
 SLOTS, COLUMNS, STEPS = 32, (1024, 2048), 16
 CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64, bias=True), Norm(1e-6), tied_embeddings=True)
@@ -33,18 +34,18 @@ def abstract(tree):
 
 
 def slots(columns):
-    return abstract(jax.eval_shape(lambda: empty_slots(CONFIG, SLOTS, columns, jnp.bfloat16, None)))
+    return abstract(jax.eval_shape(lambda: empty_slots(CONFIG, SLOTS, columns, jnp.bfloat16)))
 
 
 def chunk(columns):
     make = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialise(CONFIG, key))
     model = abstract(jax.eval_shape(make, jax.random.key(0)))
-    return run_chunk.lower(model, slots(columns), abstract(as_rule(Sampling())), STEPS, False)
+    return run_chunk.lower(model, slots(columns), abstract(as_rules(Sampling())), STEPS, asked(Sampling()))
 
 
 def fill(columns):
     row = np.zeros(SLOTS, np.int32)
-    begun = Begun(row, row, row, np.zeros((SLOTS, 2), np.uint32), row, row)
+    begun = Begun(row, row, row, np.zeros((SLOTS, 2), np.uint32), row, row, fresh_tail(SLOTS, None))
     prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
     return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
 
