@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.groups import Backlog, Unfinished
+from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
@@ -173,6 +173,21 @@ def backlog_from_json(data: dict[str, Any]) -> Backlog:
         for group in data["unfinished"]
     )
     return Backlog(**data | {"carried": tuple(map(group_from_json, data["carried"])), "unfinished": unfinished})
+
+
+def collected_to_json(batch: Collected | None) -> dict[str, Any] | None:
+    """Groups that wait to be learned from, as JSON values; exact. What they left to the next step is saved apart."""
+    if batch is None:
+        return None
+    groups = [group_to_json(g) for g in batch.groups]
+    return {"groups": groups, "tokens": batch.tokens, "version": batch.version, "metrics": batch.metrics}
+
+
+def collected_from_json(data: dict[str, Any] | None, backlog: Backlog) -> Collected | None:
+    """The inverse of ``collected_to_json``, but for the groups sampled, which were looked at already."""
+    if data is None:
+        return None
+    return Collected(**data | {"groups": [group_from_json(g) for g in data["groups"]], "sampled": [], "backlog": backlog})
 
 
 def group_to_json(group: Group) -> dict[str, Any]:

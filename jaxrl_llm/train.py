@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
-from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json
+from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json, collected_from_json, collected_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
@@ -31,8 +32,9 @@ from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
-from jaxrl_llm.rollout.groups import Backlog, Source, describe
-from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.rollout.groups import Backlog, Collected, Source
+from jaxrl_llm.rollout.weights import weights_for_sampling
+from jaxrl_llm.sharding import make_mesh, rollout_mesh
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Group, TrainState
@@ -47,24 +49,27 @@ class Host:
 
     Attributes:
       backlog: what the last step's sampling left to the next: prompts consumed, surplus and unfinished groups.
+      ready: groups that were sampled ahead, for the next step; None where sampling does not run ahead.
       best: the best evaluation so far.
       stalled: evaluations since.
       kl_coef: the KL coefficient of the next step, where a controller moves it; None where none does.
     """
 
     backlog: Backlog = Backlog()
+    ready: Collected | None = None
     best: float = -1.0
     stalled: int = 0
     kl_coef: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; exact."""
-        return {**vars(self), "backlog": backlog_to_json(self.backlog)}
+        return {**vars(self), "backlog": backlog_to_json(self.backlog), "ready": collected_to_json(self.ready)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Host":
         """The inverse of ``to_json``."""
-        return cls(**data | {"backlog": backlog_from_json(data["backlog"])})
+        backlog = backlog_from_json(data["backlog"])
+        return cls(**data | {"backlog": backlog, "ready": collected_from_json(data["ready"], backlog)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Parts:
     update: Callable[..., Any]
     layout: learner.Layout
     sampler: Sampler
+    weights: Callable[[Decoder], Decoder]
     test: Callable[[Decoder], Evaluated | None]
 
 
@@ -112,9 +118,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
         del model  # the state holds its own copy
         if run.recipe.controller is not None and host.kl_coef is None:
             host.kl_coef = run.recipe.algorithm.kl_coef
-        weights = functools.partial(sampling_weights, dtype=jnp.dtype(run.learner.compute_dtype))
         if start == 0:
-            found = parts.test(weights(state.policy))
+            found = parts.test(parts.weights(state.policy))
             host.best = found.accuracy if found else host.best
             record(writer, progress, 0, found, {}, [])
         code = DONE
@@ -122,27 +127,23 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             began = time.perf_counter()
             row: dict[str, Any] = {"event/resumed": True} if resumed and step == start + 1 else {}
 
-            version = int(state.updates)
-            batch = collect(parts.sampler, weights(state.policy), version, host.backlog)
-            host.backlog = batch.backlog
-            row |= batch.metrics | describe(batch.sampled or batch.groups) | {"kl": math.nan}
-            progress.status("updating")
-            updating = time.perf_counter()
-            if batch.groups:
-                samples, measured = to_samples(run, batch.groups, version, state.reference, parts.layout, mesh, host.kl_coef)
-                update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
-                state, metrics = learner.learn(
-                    state, samples, run.learner, parts.layout, update, run.rollout.temperature, run.seed + step, mesh,
-                    run.recipe.algorithm.kl_in_loss,
-                )
-                row |= metrics | measured | control(run, host, metrics | measured, len(batch.groups) * run.rollout.group)
-            else:
-                row["event/no_informative_groups"] = True
-            row["time/update_s"] = time.perf_counter() - updating
-
             last = step == run.steps
+            sample = functools.partial(collect, parts.sampler, parts.weights(state.policy), int(state.updates))
+            batch = host.ready or sample(host.backlog)
+            host.backlog, host.ready = batch.backlog, None
+            row |= batch.metrics | {"kl": math.nan}
+            progress.status("updating")
+            learn = functools.partial(learn_from, run, state, batch, host, parts, mesh, step)
+            if run.rollout.collect.staleness and not last:
+                apart = run.mesh.rollout > 0 or mesh.size == 1
+                (state, measured), host.ready = both(learn, lambda: sample(batch.backlog), apart)
+                host.backlog = host.ready.backlog
+            else:
+                state, measured = learn()
+            row |= measured
+
             if last or (run.evaluation.every and step % run.evaluation.every == 0):
-                found = parts.test(weights(state.policy))
+                found = parts.test(parts.weights(state.policy))
                 state, events = after_evaluation(run, state, host, found, optimiser)
                 row |= events
             else:
@@ -188,7 +189,9 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     rollout, stops = run.rollout, model.config.tokens.eos
     dtype = jnp.dtype(run.learner.compute_dtype)
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict)
+    where = rollout_mesh(run.mesh)
+    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict)
+    weights = weights_for_sampling(model, dtype, mesh, where, keep=rollout.collect.staleness > 0)
     source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
     demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)
     sampler = Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), demand, progress.status)
@@ -207,7 +210,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), dtype, run.learner.remat)
     row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
     layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Parts(update, layout, sampler, test)
+    return Parts(update, layout, sampler, weights, test)
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
@@ -217,10 +220,36 @@ def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> 
     configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: set --rollout.max_prompt_tokens {longest} (now {limit})")
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def sampling_weights(policy: Decoder, dtype: Any) -> Decoder:
-    """The policy in the dtype that it computes in; the engine samples from these."""
-    return cast(policy, dtype)
+def learn_from(
+    run: Run, state: TrainState, batch: Collected, host: Host, parts: Parts, mesh: Any, step: int
+) -> tuple[TrainState, dict[str, Any]]:
+    """Every update that a batch is worth; returns the new state and what was measured."""
+    began = time.perf_counter()
+    if not batch.groups:
+        return state, {"event/no_informative_groups": True, "time/update_s": 0.0}
+    with jax.set_mesh(mesh):  # of this thread
+        samples, measured = to_samples(run, batch.groups, batch.version, state.reference, parts.layout, mesh, host.kl_coef)
+        update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
+        state, metrics = learner.learn(
+            state, samples, run.learner, parts.layout, update, run.rollout.temperature, run.seed + step, mesh,
+            run.recipe.algorithm.kl_in_loss,
+        )
+    measured |= metrics
+    measured |= control(run, host, measured, len(batch.groups) * run.rollout.group)
+    return state, measured | {"time/update_s": time.perf_counter() - began}
+
+
+def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tuple[Any, Any]:
+    """The results of both calls, at the same time where their devices are ``apart``.
+
+    Two threads may start programs in another order on each device of a mesh that they share, and wait for each other.
+    """
+    if not apart:
+        return learn(), sample()
+    with ThreadPoolExecutor(1) as other:
+        learned = other.submit(learn)
+        sampled = sample()
+        return learned.result(), sampled
 
 
 def to_samples(

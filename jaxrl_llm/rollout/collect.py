@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.demand import Counts, Demand, remember, share_of
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.groups import Backlog, Source, Unfinished, informative, tokens_in, whole
+from jaxrl_llm.rollout.groups import Backlog, Collected, Source, Unfinished, describe, informative, tokens_in, whole
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.types import Completion, Group
 
@@ -52,25 +52,6 @@ class Sampler:
     sampling: Sampling
     demand: Demand
     status: Status
-
-
-@dataclasses.dataclass(frozen=True)
-class Collected:
-    """One step's groups.
-
-    Attributes:
-      groups: what the step learns from; each token knows the version of the policy that sampled it.
-      sampled: every group finished in this step, kept or not, by place.
-      backlog: what is left to the next step.
-      tokens: sampled in this step.
-      metrics: seconds and counts.
-    """
-
-    groups: list[Group]
-    sampled: list[Group]
-    backlog: Backlog
-    tokens: int
-    metrics: dict[str, float]
 
 
 class Requests:
@@ -198,11 +179,12 @@ def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Col
         tokens += engine.step(model, version)
         tally.add(sampler, requests.take(), version)
     seconds = {"time/rollout_s": time.perf_counter() - start - tally.seconds, "time/reward_s": tally.seconds}
-    return _collected(sampler, backlog, first, tally, cursor, requests.tokens, seconds)
+    return _collected(sampler, version, backlog, first, tally, cursor, requests.tokens, seconds)
 
 
 def _collected(
-    sampler: Sampler, before: Backlog, first: list[Group], tally: Tally, cursor: int, tokens: int, seconds: dict[str, float]
+    sampler: Sampler, version: int, before: Backlog, first: list[Group], tally: Tally, cursor: int, tokens: int,
+    seconds: dict[str, float],
 ) -> Collected:
     """The step's groups in order, what the next one finds, and what became of the tokens."""
     demand, engine = sampler.demand, sampler.engine
@@ -214,7 +196,8 @@ def _collected(
     after = Backlog(cursor, tuple(carried), tuple(sorted(tally.held, key=lambda g: g.place)), tally.good, tally.seen)
     learned = tokens_in(groups)
     thrown = tokens_in(dropped) + tokens_in([g for place, g in tally.sampled.items() if place not in tally.kept])
-    metrics = seconds | tally.failures | {
+    sampled = [tally.sampled[place] for place in sorted(tally.sampled)]
+    metrics = seconds | tally.failures | describe(sampled or groups) | {
         "prompts": float(cursor),
         "rollout/useful_fraction": learned / (learned + thrown) if learned + thrown else math.nan,
         "rollout/utilisation": tokens / engine.slot_steps if engine.slot_steps else math.nan,
@@ -231,4 +214,4 @@ def _collected(
             "dynamic_sampling/expired": len(dropped),
             "dynamic_sampling/missing": max(demand.needed - len(groups), 0),
         }
-    return Collected(groups, [tally.sampled[place] for place in sorted(tally.sampled)], after, tokens, metrics)
+    return Collected(groups, sampled, after, tokens, version, metrics)

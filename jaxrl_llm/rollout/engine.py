@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -164,6 +165,10 @@ class Engine:
 
         What the chunk samples is read by the next call, or before it where free slots have to be found.
         """
+        with self._on_mesh():
+            return self._step(model, version)
+
+    def _step(self, model: Decoder, version: int) -> int:
         self._accept(model)
         count = self._read() if self._queue else 0
         self._refill(model)
@@ -174,8 +179,11 @@ class Engine:
 
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests now: ``collect`` returns what they have, which may be nothing, with the reason "aborted"."""
+        with self._on_mesh():
+            self._abort(set(handles))
+
+    def _abort(self, ending: set[int]) -> None:
         self._read()
-        ending = set(handles)
         gone = {slot: request for slot, request in self._running.items() if request.handle in ending}
         if gone:
             idle = np.zeros(self._state.tokens.shape[0], bool)
@@ -206,6 +214,9 @@ class Engine:
             self.step(model, version)
         done = dict(self.collect())
         return [done[handle] for handle in handles]
+
+    def _on_mesh(self) -> AbstractContextManager:
+        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _accept(self, model: Decoder) -> None:
         """Refuse a model of another shape; what other weights computed of prompts is no good for these."""

@@ -51,6 +51,27 @@ class Backlog:
 
 
 @dataclasses.dataclass(frozen=True)
+class Collected:
+    """One step's groups.
+
+    Attributes:
+      groups: what the step learns from; each token knows the version of the policy that sampled it.
+      sampled: every group finished in this step, kept or not, by place.
+      backlog: what is left to the next step.
+      tokens: sampled in this step.
+      version: of the policy that sampled them.
+      metrics: seconds and counts, and what the groups sampled were like.
+    """
+
+    groups: list[Group]
+    sampled: list[Group]
+    backlog: Backlog
+    tokens: int
+    version: int
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """What it takes to ask for a group and to score it.
 

@@ -104,12 +104,16 @@ class Collect:
         they are finished, and surplus is carried. Groups that finish early are then learned from first.
       learn_earlier: whether the loss counts tokens that were sampled in earlier steps. If not, only those of the present
         policy count, and no finished group is carried.
+      staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs; every
+        token is then corrected for the one update between. 0 learns from what the present policy sampled. Both run at one
+        time on a single device, or where ``mesh.rollout`` gives sampling devices of its own.
     """
 
     max_rounds: int = 10
     token_budget: int = 0
     interrupt: bool = False
     learn_earlier: bool = True
+    staleness: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
