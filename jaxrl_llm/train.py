@@ -141,6 +141,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             else:
                 state, measured = learn()
             row |= measured
+            if step == start + 1:
+                progress.note("compiled for sampling: " + "; ".join(parts.sampler.engine.shapes))
 
             if last or (run.evaluation.every and step % run.evaluation.every == 0):
                 found = parts.test(parts.weights(state.policy))

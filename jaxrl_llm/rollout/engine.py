@@ -157,7 +157,7 @@ class Engine:
 
     @property
     def shapes(self) -> list[str]:
-        """Everything that was compiled for this engine, in words; each is logged when it is first needed."""
+        """The shapes of all that was compiled for this engine, in words; each is logged once, when it is first needed."""
         return list(self._shapes)
 
     def step(self, model: Decoder, version: int = 0) -> int:
@@ -264,6 +264,8 @@ class Engine:
         """Give waiting requests to free slots, in a batch of the size that all of them need."""
         taken = [self._queue.popleft() for _ in range(min(self.slots - len(self._running), len(self._queue)))]
         self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken])
+        for shape in self._prefixes.shapes:
+            self._note(f"prompts: {shape.calls} x {shape.piece} tokens{', going on' if shape.continues else ''}")
         self._resize(taken)
         free = [slot for slot in range(self._state.tokens.shape[0]) if slot not in self._running]
         for slot, request in zip(free, taken, strict=False):
