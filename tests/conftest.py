@@ -10,6 +10,9 @@ os.environ.update(
     JAX_NUMPY_RANK_PROMOTION="raise",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# 8 devices that share a busy core may wait for each other for long; XLA would end the process after 40 seconds.
+PATIENT = ("--xla_cpu_collective_call_terminate_timeout_seconds=600", "--xla_cpu_collective_timeout_seconds=600")
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT)).strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
