@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.places import cache_directory
+from jaxrl_llm.folders import cache_directory
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""

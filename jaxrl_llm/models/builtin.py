@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.places import cache_directory
+from jaxrl_llm.folders import cache_directory
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 
 
