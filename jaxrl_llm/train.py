@@ -189,7 +189,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     rollout, stops = run.rollout, model.config.tokens.eos
     dtype = jnp.dtype(run.learner.compute_dtype)
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict)
+    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict, rollout.group)
     sampler = Sampler(
         engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops, run.learner.keep_sampling_mask), rollout.group, run.seed,
         run.recipe.shaping, progress.status, progress.note

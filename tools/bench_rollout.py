@@ -103,7 +103,7 @@ def run(options: Options) -> dict[str, Any]:
     prompts = [unique[i // options.group] for i in range(count)]
     share = np.ones(count) if options.lengths == "equal" else random.beta(1, 7 / 3, count)
     limits = np.maximum(1, np.round(share * options.completion)).astype(int)
-    engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk)
+    engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk, group=options.group)
     seconds = []
     for _ in range(options.repeats + 1):
         began = time.perf_counter()

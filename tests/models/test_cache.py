@@ -47,7 +47,7 @@ def decoded(model, tokens, cache):
     prompts = np.zeros((3, 6), np.int32)
     for row, length in enumerate(PROMPTS):
         prompts[row, :length] = tokens[row, :length]
-    cache = insert(cache, prefill(model, prompts), jnp.arange(3))
+    cache = insert(cache, prefill(model, prompts), jnp.arange(3), jnp.zeros(3, jnp.int32))
     lengths, states = np.array(PROMPTS) - 1, []
     for steps in CHUNKS:
         columns = np.stack([tokens[row, lengths[row] : lengths[row] + steps] for row in range(3)], axis=1)
@@ -86,7 +86,7 @@ def test_prefill_ignores_padding_bit_for_bit():
 
 def test_insert_replaces_the_rows_named_and_no_others():
     old, new = random_cache(4, 8, 0), random_cache(2, 5, 9)
-    for got, was, put in by_position(insert(old, new, jnp.array([-1, 1, 0, 1])), old, new):
+    for got, was, put in by_position(insert(old, new, jnp.array([-1, 1, 0, 1]), jnp.zeros(4, jnp.int32)), old, new):
         np.testing.assert_array_equal(got[:, 0], was[:, 0])
         np.testing.assert_array_equal(got[:, 1:, :, :5], put[:, [1, 0, 1]])
 
