@@ -1,7 +1,7 @@
 """Everything that a run needs to continue, written by Orbax in the background.
 
 A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of what lives on the
-host: data cursor, surplus groups, evaluations so far. Random numbers need no state: they are functions of the run's seed
+host: data cursor, surplus and unfinished groups, evaluations so far. Random numbers need no state: they are functions of the run's seed
 and of counters.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
@@ -156,6 +157,39 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
 
 
+def backlog_to_json(backlog: Backlog) -> dict[str, Any]:
+    """What one step leaves to the next, as JSON values; exact."""
+    unfinished = [
+        {"place": group.place, "completions": [None if c is None else _completion_to_json(c) for c in group.completions]}
+        for group in backlog.unfinished
+    ]
+    return {**vars(backlog), "carried": [group_to_json(g) for g in backlog.carried], "unfinished": unfinished}
+
+
+def backlog_from_json(data: dict[str, Any]) -> Backlog:
+    """The inverse of ``backlog_to_json``."""
+    unfinished = tuple(
+        Unfinished(group["place"], tuple(None if c is None else _completion_from_json(c) for c in group["completions"]))
+        for group in data["unfinished"]
+    )
+    return Backlog(**data | {"carried": tuple(map(group_from_json, data["carried"])), "unfinished": unfinished})
+
+
+def collected_to_json(batch: Collected | None) -> dict[str, Any] | None:
+    """Groups that wait to be learned from, as JSON values; exact. What they left to the next step is saved apart."""
+    if batch is None:
+        return None
+    groups = [group_to_json(g) for g in batch.groups]
+    return {"groups": groups, "tokens": batch.tokens, "version": batch.version, "metrics": batch.metrics}
+
+
+def collected_from_json(data: dict[str, Any] | None, backlog: Backlog) -> Collected | None:
+    """The inverse of ``collected_to_json``, but for the groups sampled, which were looked at already."""
+    if data is None:
+        return None
+    return Collected(**data | {"groups": [group_from_json(g) for g in data["groups"]], "sampled": [], "backlog": backlog})
+
+
 def group_to_json(group: Group) -> dict[str, Any]:
     """A group as JSON values; float32 and float64 survive exactly."""
     return {
@@ -193,10 +227,11 @@ def _completion_from_json(data: dict[str, Any]) -> Completion:
 
 
 def _array_to_json(array: np.ndarray) -> dict[str, Any]:
-    """Kind, shape and compressed bytes: a kept set of 49152 tokens would be 1536 numbers for each token sampled."""
-    packed = base64.b64encode(zlib.compress(array.tobytes())).decode()
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "zlib": packed}
+    """Any array, packed: an extra may hold as many bits for each token as the vocabulary has."""
+    data = base64.b85encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
-def _array_from_json(data: dict[str, Any]) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(base64.b64decode(data["zlib"])), data["dtype"]).reshape(data["shape"])
+def _array_from_json(packed: dict[str, Any]) -> np.ndarray:
+    data = zlib.decompress(base64.b85decode(packed["data"]))
+    return np.frombuffer(data, packed["dtype"]).reshape(packed["shape"]).copy()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rollout.collect import Status, complete, request_seed
+from jaxrl_llm.rollout.collect import Status, complete
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.tasks import Task, encode, extract
 from jaxrl_llm.types import Completion, Problem

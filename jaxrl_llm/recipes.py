@@ -89,7 +89,7 @@ first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a ju
 KIMI_K1_5 = Recipe("kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(),), optimiser_reset=1)
 """Kimi k1.5 (arXiv 2501.12599): mirror descent around the policy of each iteration, at which the optimiser begins anew; a
 length reward. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. tau, weight and learning rate are not
-published. Its curriculum, prioritised prompts and partial rollouts are not here."""
+published. Its partial rollouts are a run's: rollout.collect.token_budget. Its curriculum and prioritised prompts are not here."""
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
 """DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the unbiased KL,

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
-from jaxrl_llm.checkpoint import Checkpoints, group_from_json, group_to_json
+from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json, collected_from_json, collected_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
@@ -30,7 +31,10 @@ from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.collect import Sampler, collect
-from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.rollout.demand import Demand
+from jaxrl_llm.rollout.groups import Backlog, Collected, Source
+from jaxrl_llm.rollout.weights import weights_for_sampling
+from jaxrl_llm.sharding import make_mesh, rollout_mesh
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Group, TrainState
@@ -44,27 +48,28 @@ class Host:
     """What lives beside the device state and is saved with it.
 
     Attributes:
-      cursor: prompts consumed.
-      carried: surplus groups for the next step.
+      backlog: what the last step's sampling left to the next: prompts consumed, surplus and unfinished groups.
+      ready: groups that were sampled ahead, for the next step; None where sampling does not run ahead.
       best: the best evaluation so far.
       stalled: evaluations since.
       kl_coef: the KL coefficient of the next step, where a controller moves it; None where none does.
     """
 
-    cursor: int = 0
-    carried: list[Group] = dataclasses.field(default_factory=list)
+    backlog: Backlog = Backlog()
+    ready: Collected | None = None
     best: float = -1.0
     stalled: int = 0
     kl_coef: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; exact."""
-        return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": [group_to_json(g) for g in self.carried]}
+        return {**vars(self), "backlog": backlog_to_json(self.backlog), "ready": collected_to_json(self.ready)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Host":
         """The inverse of ``to_json``."""
-        return cls(**data | {"carried": [group_from_json(g) for g in data["carried"]]})
+        backlog = backlog_from_json(data["backlog"])
+        return cls(**data | {"backlog": backlog, "ready": collected_from_json(data["ready"], backlog)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Parts:
     update: Callable[..., Any]
     layout: learner.Layout
     sampler: Sampler
+    weights: Callable[[Decoder], Decoder]
     test: Callable[[Decoder], Evaluated | None]
 
 
@@ -112,9 +118,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
         del model  # the state holds its own copy
         if run.recipe.controller is not None and host.kl_coef is None:
             host.kl_coef = run.recipe.algorithm.kl_coef
-        weights = functools.partial(sampling_weights, dtype=jnp.dtype(run.learner.compute_dtype))
         if start == 0:
-            found = parts.test(weights(state.policy))
+            found = parts.test(parts.weights(state.policy))
             host.best = found.accuracy if found else host.best
             record(writer, progress, 0, found, {}, [])
         code = DONE
@@ -122,28 +127,25 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             began = time.perf_counter()
             row: dict[str, Any] = {"event/resumed": True} if resumed and step == start + 1 else {}
 
-            sample = functools.partial(parts.sampler, weights(state.policy), int(state.updates))
-            per_round = max(run.rollout.slots // run.rollout.group, 1)
-            batch = collect(sample, run.rollout.prompts, per_round, host.cursor, host.carried, run.recipe.filter_groups, run.rollout.max_rounds)
-            host.cursor, host.carried = batch.cursor, batch.carried
-            row |= batch.metrics | describe(batch.sampled or batch.groups) | {"kl": math.nan}
-            progress.status("updating")
-            updating = time.perf_counter()
-            if batch.groups:
-                samples, measured = to_samples(run, batch.groups, batch.fresh, state.reference, parts.layout, mesh, host.kl_coef)
-                update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
-                state, metrics = learner.learn(
-                    state, samples, run.learner, parts.layout, update, run.rollout.temperature, run.seed + step, mesh,
-                    run.recipe.algorithm.kl_in_loss,
-                )
-                row |= metrics | measured | control(run, host, metrics | measured, len(batch.groups) * run.rollout.group)
-            else:
-                row["event/no_informative_groups"] = True
-            row["time/update_s"] = time.perf_counter() - updating
-
             last = step == run.steps
+            sample = functools.partial(collect, parts.sampler, parts.weights(state.policy), int(state.updates))
+            batch = host.ready or sample(host.backlog)
+            host.backlog, host.ready = batch.backlog, None
+            row |= batch.metrics | {"kl": math.nan}
+            progress.status("updating")
+            learn = functools.partial(learn_from, run, state, batch, host, parts, mesh, step)
+            if run.rollout.collect.staleness and not last:
+                apart = run.mesh.rollout > 0 or mesh.size == 1
+                (state, measured), host.ready = both(learn, lambda: sample(batch.backlog), apart)
+                host.backlog = host.ready.backlog
+            else:
+                state, measured = learn()
+            row |= measured
+            if step == start + 1:
+                progress.note("compiled for sampling: " + "; ".join(parts.sampler.engine.shapes))
+
             if last or (run.evaluation.every and step % run.evaluation.every == 0):
-                found = parts.test(weights(state.policy))
+                found = parts.test(parts.weights(state.policy))
                 state, events = after_evaluation(run, state, host, found, optimiser)
                 row |= events
             else:
@@ -156,7 +158,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             broken = not math.isfinite(row.get("grad_norm", 0.0))
             row |= {"event/not_a_number": True} if broken else {}
             row["time/step_s"] = time.perf_counter() - began
-            row["throughput/sampled_tokens_per_s"] = row.pop("sampled_tokens") / max(row.get("time/rollout_s", 0.0), 1e-9)
+            row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
             record(writer, progress, step, found, row, batch.groups[: run.output.samples])
             if last or broken or stop.asked or step % run.output.checkpoint_every == 0:
                 progress.status("saving")
@@ -189,11 +191,12 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     rollout, stops = run.rollout, model.config.tokens.eos
     dtype = jnp.dtype(run.learner.compute_dtype)
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict, rollout.group)
-    sampler = Sampler(
-        engine, tokenizer, run.task, loaded.train, scorer, rollout.sampling(stops, run.learner.keep_sampling_mask), rollout.group, run.seed,
-        run.recipe.shaping, progress.status, progress.note
-    )
+    where = rollout_mesh(run.mesh)
+    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
+    weights = weights_for_sampling(model, dtype, mesh, where, keep=rollout.collect.staleness > 0)
+    source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
+    demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)
+    sampler = Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), demand, progress.status)
     answers = dataclasses.replace(
         rollout.sampling(stops), temperature=run.evaluation.temperature, top_p=run.evaluation.top_p, top_k=0, repetition=None
     )
@@ -209,7 +212,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), dtype, run.learner.remat)
     row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
     layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Parts(update, layout, sampler, test)
+    return Parts(update, layout, sampler, weights, test)
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
@@ -219,14 +222,40 @@ def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> 
     configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: set --rollout.max_prompt_tokens {longest} (now {limit})")
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def sampling_weights(policy: Decoder, dtype: Any) -> Decoder:
-    """The policy in the dtype that it computes in; the engine samples from these."""
-    return cast(policy, dtype)
+def learn_from(
+    run: Run, state: TrainState, batch: Collected, host: Host, parts: Parts, mesh: Any, step: int
+) -> tuple[TrainState, dict[str, Any]]:
+    """Every update that a batch is worth; returns the new state and what was measured."""
+    began = time.perf_counter()
+    if not batch.groups:
+        return state, {"event/no_informative_groups": True, "time/update_s": 0.0}
+    with jax.set_mesh(mesh):  # of this thread
+        samples, measured = to_samples(run, batch.groups, batch.version, state.reference, parts.layout, mesh, host.kl_coef)
+        update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
+        state, metrics = learner.learn(
+            state, samples, run.learner, parts.layout, update, run.rollout.temperature, run.seed + step, mesh,
+            run.recipe.algorithm.kl_in_loss,
+        )
+    measured |= metrics
+    measured |= control(run, host, measured, len(batch.groups) * run.rollout.group)
+    return state, measured | {"time/update_s": time.perf_counter() - began}
+
+
+def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tuple[Any, Any]:
+    """The results of both calls, at the same time where their devices are ``apart``.
+
+    Two threads may start programs in another order on each device of a mesh that they share, and wait for each other.
+    """
+    if not apart:
+        return learn(), sample()
+    with ThreadPoolExecutor(1) as other:
+        learned = other.submit(learn)
+        sampled = sample()
+        return learned.result(), sampled
 
 
 def to_samples(
-    run: Run, groups: list[Group], fresh: list[bool], reference: Decoder | None, layout: learner.Layout, mesh: Any,
+    run: Run, groups: list[Group], version: int, reference: Decoder | None, layout: learner.Layout, mesh: Any,
     kl_coef: float | None,
 ) -> tuple[list[list[learner.Sample]], dict[str, float]]:
     """Groups as the learner sees them: what each token is worth, and whether the loss counts it."""
@@ -237,7 +266,7 @@ def to_samples(
         rewards = np.stack(parts, axis=-1)
     score = lambda samples: learner.completion_logps(reference, samples, run.learner, layout, run.rollout.temperature, mesh)
     dropped, length = run.recipe.drop_truncated, layout.completion_tokens
-    return learner.to_samples(algorithm, groups, fresh, rewards, dropped, length, score, kl_coef)
+    return learner.to_samples(algorithm, groups, version, rewards, dropped, length, score, kl_coef, run.rollout.collect.learn_earlier)
 
 
 def control(run: Run, host: Host, metrics: dict[str, float], completions: int) -> dict[str, float]:
@@ -249,22 +278,6 @@ def control(run: Run, host: Host, metrics: dict[str, float], completions: int) -
     measured = metrics["kl"] if "kl" in metrics else metrics["policy_kl"]
     host.kl_coef = float(run.recipe.controller(used, measured, completions))
     return {"kl_coef": used}
-
-
-def describe(groups: list[Group]) -> dict[str, float]:
-    """Metrics of the groups sampled in a step, before any filter."""
-    scores = np.stack([g.rewards for g in groups])
-    completions = [c for g in groups for c in g.completions]
-    parts = {f"reward/{name}": float(np.nanmean([g.parts[name] for g in groups])) for name in groups[0].parts}
-    return parts | {
-        "reward/mean": float(np.nanmean(scores)),
-        "reward/std": float(np.nanstd(scores)),
-        "reward/zero_std_fraction": float(np.mean(np.nanmax(scores, axis=1) == np.nanmin(scores, axis=1))),
-        "reward/accuracy": float(np.mean([g.accuracy >= 1 for g in groups])),
-        "completions/mean_length": float(np.mean([len(c.tokens) for c in completions])),
-        "completions/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
-        "sampled_tokens": float(sum(len(c.tokens) for c in completions)),
-    }
 
 
 def after_evaluation(run: Run, state: TrainState, host: Host, found: Evaluated | None, optimiser: Any) -> tuple[TrainState, dict[str, Any]]:

@@ -8,11 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.checkpoint import Checkpoints, flatten, group_from_json, group_to_json, steps_in, unflatten
+from jaxrl_llm.checkpoint import (
+    Checkpoints,
+    backlog_from_json,
+    backlog_to_json,
+    flatten,
+    group_from_json,
+    group_to_json,
+    steps_in,
+    unflatten,
+)
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.epochs import abstract_state
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.rollout.groups import Backlog, Unfinished
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.types import Completion, Group, Problem
 from learner.rollouts import one_device
@@ -123,15 +133,36 @@ def test_another_configuration_is_refused(tmp_path, changed):
     store.close()
 
 
+def completion(size, reason="stop"):
+    random = np.random.default_rng(size)
+    entropy, kept = random.random(size).astype(np.float32), random.integers(0, 1 << 32, (size, 3), np.uint32)
+    return Completion(
+        random.integers(0, 9, size).astype(np.int32), random.normal(size=size).astype(np.float32), reason,
+        random.random(size) < 0.5, np.full(size, 7, np.int32), {"entropy": entropy, "kept": kept}, f"text {size} é",
+    )  # fmt: skip
+
+
+def same(a, b):
+    """Whether two arrays, or two completions, are equal bit for bit."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, Completion):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return {k: same(v, b[k]) for k, v in a.items()} == dict.fromkeys(b, True) if isinstance(a, dict) else a == b
+
+
+def test_what_a_step_leaves_to_the_next_survives_json_exactly():
+    odd = dataclasses.replace(completion(2, "aborted"), extras={"entropy": np.array([np.nan, -0.0], np.float32)})
+    backlog = Backlog(12, (), (Unfinished(3, (completion(4), None, odd)), Unfinished(5, (None, None, None))), 0.1, 1 / 3)
+    again = backlog_from_json(json.loads(json.dumps(backlog_to_json(backlog))))
+    assert [g.place for g in again.unfinished] == [3, 5] and again.unfinished[1] == backlog.unfinished[1]
+    assert all(map(same, again.unfinished[0].completions, backlog.unfinished[0].completions))
+    assert dataclasses.replace(again, unfinished=()) == dataclasses.replace(backlog, unfinished=())
+
+
 def test_a_group_survives_json_exactly():
     random = np.random.default_rng(0)
-    completions = tuple(
-        Completion(
-            random.integers(0, 9, n).astype(np.int32), random.normal(size=n).astype(np.float32), "stop",
-            random.random(n) < 0.5, np.full(n, 7, np.int32),
-            {"entropy": random.random(n).astype(np.float32), "kept": random.integers(0, 2**32, (n, 3), np.uint32)}, f"text {n} é",
-        ) for n in (1, 4)
-    )  # fmt: skip
+    completions = (completion(1), completion(4))
     problem = Problem(
         "a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", {"level": 2, "row": "x:1"}
     )
@@ -145,16 +176,9 @@ def test_a_group_survives_json_exactly():
     )
     again = group_from_json(json.loads(json.dumps(group_to_json(group))))
     assert again.problem == problem
-    same = lambda a, b: a.dtype == b.dtype and a.tobytes() == b.tobytes()
     assert all(same(getattr(group, name), getattr(again, name)) for name in ("prompt", "rewards", "accuracy"))
     assert same(group.parts["accuracy"], again.parts["accuracy"])
-    for a, b in zip(group.completions, again.completions, strict=True):
-        for field in dataclasses.fields(Completion):
-            x, y = getattr(a, field.name), getattr(b, field.name)
-            if field.name == "extras":
-                assert x.keys() == y.keys() and all(same(x[name], y[name]) and x[name].shape == y[name].shape for name in x)
-                continue
-            assert same(x, y) if isinstance(x, np.ndarray) else x == y
+    assert all(map(same, group.completions, again.completions))
 
 
 def test_a_counter_is_an_array_like_any_other():

@@ -10,7 +10,7 @@ from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, evaluate, majority, pass_a
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.rollout.collect import request_seed
+from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Table, Task, load
 from jaxrl_llm.types import Completion, Problem
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,11 +26,11 @@ COMMAND = [sys.executable, "-c", "from jaxrl_llm.cli import main; main()", "trai
 PREEMPTED = 75
 
 
-def start(folder):
-    """The command line, training in ``folder``; on two devices, over which the weights are divided."""
+def start(folder, *flags):
+    """The command line, training in ``folder``; on two devices, over which the weights are divided unless flags say else."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
     with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen([*COMMAND, str(folder)], env=environment, cwd=folder.parent, stdout=log, stderr=log)
+        return subprocess.Popen([*COMMAND, str(folder), *flags], env=environment, cwd=folder.parent, stdout=log, stderr=log)
 
 
 def rows(folder):
@@ -39,17 +40,17 @@ def rows(folder):
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def stop_after(folder, step, number):
+def stop_after(folder, step, number, *flags):
     """Start, send the signal once the step's row is there; returns the exit code."""
-    process = start(folder)
+    process = start(folder, *flags)
     while process.poll() is None and not any(row["step"] >= step for row in rows(folder)):
         time.sleep(0.002)
     process.send_signal(number)
     return process.wait()
 
 
-def finish(folder):
-    process = start(folder)
+def finish(folder, *flags):
+    process = start(folder, *flags)
     assert process.wait() == 0, folder.with_suffix(".log").read_text()
 
 
@@ -63,6 +64,11 @@ def folders(tmp_path_factory):
     between = max(row["step"] for row in rows(folder / "broken"))
     finish(folder / "broken")
     return folder / "whole", folder / "broken", codes, between
+
+
+def plain(row):
+    """A step's metrics but for what the clock decides."""
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/", "event/resumed"))}
 
 
 def restored(folder):
@@ -82,6 +88,7 @@ def test_the_signals_came_in_the_middle(folders):
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, PREEMPTED]
     assert 5 <= between < 8
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
+    assert any(row.get("rollout/resumed") for row in rows(whole)), "no group was ever interrupted"
 
 
 def test_arrays_and_host_values_are_the_same_bit_for_bit(folders):
@@ -97,14 +104,26 @@ def test_arrays_and_host_values_are_the_same_bit_for_bit(folders):
 def test_every_step_stands_once_with_the_same_metrics(folders):
     whole, broken = rows(folders[0]), rows(folders[1])
     assert [row["step"] for row in broken] == [row["step"] for row in whole] == list(range(9))
-    spared = ("time/", "throughput/", "event/resumed")
-    plain = lambda row: {name: value for name, value in row.items() if not name.startswith(spared)}
     for one, other in zip(whole, broken, strict=True):
         assert plain(one) == plain(other)
     assert [row["step"] for row in whole if "event/resumed" in row] == []
     assert [row["step"] for row in broken if "event/resumed" in row][0] == 1
     assert sum("event/resumed" in row for row in broken) == 3
     assert any(row.get("kl", 0) for row in whole), "the reference was never left behind"
+
+
+def documented():
+    """Patterns of the metrics that docs/metrics.md names."""
+    first_cells = [line.split(" | ")[0] for line in (ROOT / "docs" / "metrics.md").read_text().splitlines()]
+    for name in re.findall(r"`([^`]+)`", " ".join(first_cells)):
+        yield re.sub("<[a-z]+>", "[^/]+", name).replace("@k", "@[0-9]+")
+
+
+def test_every_metric_is_documented(folders):
+    known = list(documented())
+    names = {name for row in rows(folders[0]) for name in row if not name.startswith("event/")}
+    assert {"rollout/resumed", "dynamic_sampling/carried_out", "sampler/logp_abs_diff_max"} <= names
+    assert not [name for name in names if not any(re.fullmatch(pattern, name) for pattern in known)]
 
 
 def test_samples_are_the_same(folders):

@@ -4,9 +4,9 @@
 
 Prints one JSON line. Every request has its length forced by a limit of its own, so that all samplers do the same work:
 ``equal`` gives each the longest one, ``long`` a long tail whose mean is 0.3 of it. There are four requests for each slot,
-in groups that share a prompt. ``roofline`` is the share that the least possible time has of the time taken: for each decode
-step the larger of its bytes (weights, and the cache of the live rows) over the memory's bandwidth and its matrix products
-over their speed, both measured here first.
+in groups that share a prompt. ``roofline`` is the share that the least possible time has of the time taken: the larger of the bytes
+read (the weights at each of the fewest steps that will do, and the cache of the live rows) over the memory's bandwidth, and
+the tokens' matrix products over their speed, both measured here first. ``compile_s`` is what the first run took longer.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Options:
     group: int = 8
     prompt: int = 32
     completion: int = 128
-    chunk: int = 16
+    chunk: int = 4
     repeats: int = 3
 
 
@@ -81,28 +81,38 @@ def measured_peaks() -> tuple[float, float]:
     return bandwidth, 2 * 2048**3 / best_seconds(jax.jit(lambda x: x @ x), square)
 
 
-def least_seconds(model: Decoder, prompt: int, limits: np.ndarray, steps: int, slots: int) -> float:
-    """The roofline's time of all decode steps; the embedding table counts as the head's product."""
+def least_seconds(model: Decoder, prompt: int, limits: np.ndarray, slots: int) -> float:
+    """The roofline's time, with every slot in use at every step; the embedding table counts as the head's product."""
+    steps = max(int(limits.max()), -(-int(limits.sum()) // slots))
     bandwidth, speed = measured_peaks()
     attention, leaves = model.config.attention, jax.tree.leaves(model)
     weights, size = sum(x.nbytes for x in leaves), sum(x.size for x in leaves)
     column = 2 * model.config.layers * attention.kv_heads * attention.head_dim * leaves[0].dtype.itemsize
     cache = column * float(np.sum(limits * prompt + limits * (limits + 1) / 2))
-    return max((steps * weights + cache) / bandwidth, 2 * size * slots * steps / speed)
+    return max((steps * weights + cache) / bandwidth, 2 * size * int(limits.sum()) / speed)
+
+
+def model_of(options: Options) -> Decoder:
+    """The model that is named: random weights of a shape from the same key always, or a loaded one."""
+    if options.model in SHAPES:
+        return initialise(SHAPES[options.model], jax.random.key(0))
+    return load_pretrained(options.model)[0]
+
+
+def work_of(options: Options, words: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """The requests, the same for all samplers: prompts int[prompt] below ``words``, group by group, and a length for each."""
+    random, count = np.random.default_rng(0), REQUESTS_PER_SLOT * options.slots
+    unique = [random.integers(0, words, options.prompt) for _ in range(-(-count // options.group))]
+    share = np.ones(count) if options.lengths == "equal" else random.beta(1, 7 / 3, count)
+    limits = np.maximum(1, np.round(share * options.completion)).astype(int)
+    return [unique[i // options.group] for i in range(count)], limits
 
 
 def run(options: Options) -> dict[str, Any]:
     """The row."""
-    if options.model in SHAPES:
-        model = initialise(SHAPES[options.model], jax.random.key(0))
-    else:
-        model, _ = load_pretrained(options.model)
-    random, count = np.random.default_rng(0), REQUESTS_PER_SLOT * options.slots
-    words = model.config.vocab_size
-    unique = [random.integers(0, words, options.prompt) for _ in range(-(-count // options.group))]
-    prompts = [unique[i // options.group] for i in range(count)]
-    share = np.ones(count) if options.lengths == "equal" else random.beta(1, 7 / 3, count)
-    limits = np.maximum(1, np.round(share * options.completion)).astype(int)
+    model = model_of(options)
+    prompts, limits = work_of(options, model.config.vocab_size)
+    count = len(prompts)
     engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk, group=options.group)
     seconds = []
     for _ in range(options.repeats + 1):
@@ -113,7 +123,7 @@ def run(options: Options) -> dict[str, Any]:
             engine.step(model)
         assert sum(len(done.tokens) for _, done in engine.collect()) == limits.sum()
         seconds.append(time.perf_counter() - began)
-    taken, steps = statistics.median(seconds[1:]), engine.decode_steps
+    taken = statistics.median(seconds[1:])
     return dataclasses.asdict(options) | {
         "device": jax.devices()[0].device_kind,
         "parameters_m": round(sum(x.size for x in jax.tree.leaves(model)) / 1e6, 2),
@@ -123,7 +133,7 @@ def run(options: Options) -> dict[str, Any]:
         "tokens_per_s": round(limits.sum() / taken, 1),
         "slot_utilisation": round(float(limits.sum()) / engine.slot_steps, 3),
         "compile_s": round(max(seconds[0] - taken, 0), 1),
-        "roofline": round(least_seconds(model, options.prompt, limits, steps, options.slots) / taken, 3),
+        "roofline": round(least_seconds(model, options.prompt, limits, options.slots) / taken, 3),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
 

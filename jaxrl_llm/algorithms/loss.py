@@ -62,6 +62,11 @@ class Algorithm:
         return self.kl is not None and self.kl_coef != 0
 
     @property
+    def corrects_sampler(self) -> bool:
+        """Whether the policy term is weighted for the gap between the sampler and the learner."""
+        return self.correction is not None or self.surrogate.reads_sampler
+
+    @property
     def kl_in_loss(self) -> bool:
         """Whether ``policy_loss`` reads a KL coefficient."""
         return self.surrogate.reads_kl_coef or (self.kl is not None and self.kl_in == "loss")
@@ -93,7 +98,7 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
     """Refuse pieces that contradict each other, with the reason."""
     ratio, surrogate, kind = algorithm.ratio, algorithm.surrogate, type(algorithm.surrogate).__name__
     mean, total = isinstance(algorithm.reduce, reducers.SequenceMean), isinstance(algorithm.reduce, reducers.SequenceSum)
-    weighted = algorithm.correction is not None or surrogate.reads_sampler
+    weighted = algorithm.corrects_sampler
     in_reward = algorithm.kl_in == "reward"
     takes_steps = estimator.several or "step_rewards" in estimator.needs
     for wrong, reason in (

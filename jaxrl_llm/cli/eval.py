@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, quiet, take
+from jaxrl_llm.cli.flags import first, parse, prepare_libraries, take
 from jaxrl_llm.cli.policy import Policy, find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.settings import Sampling
@@ -50,7 +50,7 @@ def evaluate(arguments: list[str]) -> int:
     name = first(arguments, USAGE, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     if name is None:
         return 0
-    quiet()
+    prepare_libraries()
     run, chosen = find_run(name), take(arguments, "--config", True)
     settings = run if run and chosen is None else configs.load_config(chosen or "quickstart")[1]
     options = parse(

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import first, quiet, status, take, writable
+from jaxrl_llm.cli.flags import first, prepare_libraries, status, take, writable
 from jaxrl_llm.cli.policy import find_run, load_policy
 from jaxrl_llm.errors import InputError
 
@@ -25,7 +25,7 @@ def export(arguments: list[str]) -> int:
         raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN --out DIR")
     if out is None:
         raise InputError(f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
-    quiet()
+    prepare_libraries()
     run = find_run(name)
     if run is None:
         raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")

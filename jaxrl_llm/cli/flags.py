@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.places import cache_directory
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""
@@ -123,9 +124,10 @@ def writable(place: Path, flag: str) -> Iterator[None]:
         ) from error
 
 
-def quiet() -> None:
-    """Keep the libraries' import-time warnings off the terminal."""
+def prepare_libraries() -> None:
+    """Before they are imported: warnings stay off the terminal, and what XLA compiles is kept for the next run."""
     for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": str(cache_directory() / "compiled"),
         "TRANSFORMERS_VERBOSITY": "error",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TOKENIZERS_PARALLELISM": "false",

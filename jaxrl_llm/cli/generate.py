@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl_llm.cli.flags import first, parse, quiet, status
+from jaxrl_llm.cli.flags import first, parse, prepare_libraries, status
 from jaxrl_llm.cli.policy import Policy, find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.settings import Sampling
@@ -26,6 +26,7 @@ class Options:
       max_new_tokens: longest answer, in tokens.
       temperature: 0 takes the most likely token each time.
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      min_p: keep the tokens that are at least this share as likely as the most likely one; 0 keeps all.
       seed: another one gives another answer, unless the temperature is 0.
       system: the system message, in place of the run's own.
     """
@@ -34,6 +35,7 @@ class Options:
     max_new_tokens: int = 256
     temperature: float = 0.7
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     system: str | None = None
 
@@ -43,12 +45,12 @@ def generate(arguments: list[str]) -> int:
     name = first(arguments, USAGE, 'generate needs a model or a run: jaxrl-llm generate smollm2-135m --prompt "Hello"')
     if name is None:
         return 0
-    quiet()
+    prepare_libraries()
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     if options.prompt is not None and not options.prompt.strip():
         raise InputError("--prompt is empty: give it some text")
     # Wrong numbers are refused here, before the model is loaded.
-    sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
+    sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
     run = find_run(name)
     status(f"loading {name}")
     policy = load_policy(name, run)

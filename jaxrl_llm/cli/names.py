@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import quiet, suggest
+from jaxrl_llm.cli.flags import prepare_libraries, suggest
 from jaxrl_llm.errors import InputError
 
 LONGEST_NOTE = 110
@@ -33,7 +33,7 @@ def list_names(arguments: list[str]) -> int:
         raise InputError(f"list takes one of {', '.join(topics)}, got {' '.join(arguments)}")
     if arguments and arguments[0] not in topics:
         raise InputError(f"list does not know {arguments[0]!r}: {suggest(arguments[0], list(topics))}")
-    quiet()
+    prepare_libraries()
     chosen = arguments or list(topics)
     print("\n\n".join("\n".join([name, *(f"  {line}" for line in topics[name](bool(arguments)))]) for name in chosen))
     return 0

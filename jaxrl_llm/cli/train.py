@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
-from jaxrl_llm.cli.flags import first, parse, quiet, take, writable
+from jaxrl_llm.cli.flags import first, parse, prepare_libraries, take, writable
 from jaxrl_llm.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.pretrained import check_name
@@ -38,7 +38,7 @@ def train(arguments: list[str]) -> int:
     given = first(arguments, USAGE, MISSING)
     if given is None:
         return 0
-    quiet()
+    prepare_libraries()
     began = time.monotonic()
     name, settings = configs.load_config(given)
     fresh, recipe = take(arguments, "--fresh", False), take(arguments, "--recipe", True)

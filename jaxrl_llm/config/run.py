@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.recipes import DAPO, Recipe
@@ -102,10 +103,13 @@ class Run:
 
 
 def resolved(run: Run) -> Run:
-    """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant."""
+    """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant, a
+    correction for tokens that an older policy sampled where sampling runs ahead."""
     rollout, algorithm = run.rollout, run.recipe.algorithm
     if rollout.temperature is None:
         rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)
     if algorithm.reduce == ConstantLength(None):
         algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
+    if rollout.collect.staleness and not (algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler"):
+        algorithm = dataclasses.replace(algorithm, correction=TruncatedIS())
     return dataclasses.replace(run, rollout=rollout, recipe=dataclasses.replace(run.recipe, algorithm=algorithm))

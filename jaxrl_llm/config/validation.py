@@ -25,6 +25,7 @@ def validate(run: Run) -> None:
     run = resolved(run)
     _check_counts(run)
     _check_rollout(run)
+    _check_staleness(run)
     _check_learner(run.learner, run.rollout)
     _check_recipe(run)
     _check_evaluation(run)
@@ -48,7 +49,7 @@ def _check_counts(run: Run) -> None:
         "rollout.group": rollout.group,
         "rollout.slots": rollout.slots,
         "rollout.chunk": rollout.chunk,
-        "rollout.max_rounds": rollout.max_rounds,
+        "rollout.collect.max_rounds": rollout.collect.max_rounds,
         "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
         "rollout.max_new_tokens": rollout.max_new_tokens,
         "learner.epochs": learner.epochs,
@@ -65,6 +66,7 @@ def _check_counts(run: Run) -> None:
         "evaluation.limit": run.evaluation.limit,
         "output.samples": run.output.samples,
         "rollout.top_k": rollout.top_k,
+        "rollout.collect.token_budget": rollout.collect.token_budget,
         "learner.row_tokens": learner.row_tokens,
         "recipe.reference_reset": run.recipe.reference_reset,
         "recipe.reset_on_stall": run.recipe.reset_on_stall,
@@ -96,6 +98,15 @@ def _check_rollout(run: Run) -> None:
         truncates or not kept,
         "learner.keep_sampling_mask True has nothing to keep: set rollout.top_k or rollout.top_p, or "
         "learner.keep_sampling_mask False",
+    )
+
+
+def _check_staleness(run: Run) -> None:
+    staleness = run.rollout.collect.staleness
+    require(staleness in (0, 1), f"rollout.collect.staleness must be 0 or 1, got {staleness}")
+    require(
+        not run.mesh.rollout or staleness,
+        f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set rollout.collect.staleness 1",
     )
 
 

@@ -25,7 +25,8 @@ class Sample:
       mask: bool[t], tokens that the loss counts.
       sampler_logp: float32[t], nats.
       advantage: a number, or float[t], one for each token.
-      fresh: sampled by the policy that this step updates; if not, ``sampler_logp`` stands in for ``old_logp``.
+      fresh: bool[t], or one for all: sampled by the policy that this step updates. For other tokens ``sampler_logp`` stands in
+        for ``old_logp``.
       kept: uint32[t, ceil(V / 32)], the tokens that the sampler's truncation kept at each position, token v as bit v % 32
         of word v // 32; None where it kept all.
     """
@@ -35,7 +36,7 @@ class Sample:
     mask: np.ndarray
     sampler_logp: np.ndarray
     advantage: float | np.ndarray
-    fresh: bool = True
+    fresh: bool | np.ndarray = True
     kept: np.ndarray | None = None
 
 
@@ -50,7 +51,7 @@ class Packed(NamedTuple):
       mask: bool[M, B, T].
       advantages: float32[M, B], or [M, B, T] where they differ by token.
       sampler_logp: float32[M, B, T].
-      fresh: bool[M, B].
+      fresh: bool[M, B, T].
       count: int32[], microbatches that hold anything; the rest is padding.
       tokens: float32[], valid tokens of the step.
       sequences: float32[], completions with a valid token.
@@ -169,7 +170,7 @@ def _arrays(count: int, layout: Layout, width: int, predictions: int, by_token: 
     rows = Rows(ints(R, S), ints(R, S), ints(R, S), ints(R, S))
     place = np.full((count, predictions), width * T, np.int32)
     mask, logp = np.zeros((count, width, T), bool), np.zeros((count, width, T), np.float32)
-    fresh = np.ones((count, width), bool)
+    fresh = np.ones((count, width, T), bool)
     advantages = np.zeros_like(logp if by_token else logp[..., 0])
     return Packed(
         rows, ints(predictions), ints(predictions), place, mask, advantages, logp, fresh, np.int32(0), np.float32(0), np.float32(0)
@@ -195,7 +196,7 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
                     out.kept[at] = sample.kept
                 out.place[at] = sequence * layout.completion_tokens + np.arange(size)
                 out.mask[sequence, :size], out.sampler_logp[sequence, :size] = sample.mask, sample.sampler_logp
-                out.fresh[sequence] = sample.fresh
+                out.fresh[sequence, :size] = sample.fresh
                 out.advantages[(sequence, slice(size)) if np.ndim(sample.advantage) else sequence] = sample.advantage
                 column, used, sequence = column + size, used + size, sequence + 1
 

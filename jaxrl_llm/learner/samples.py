@@ -10,36 +10,30 @@ import numpy as np
 
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.learner.batch import Sample
-from jaxrl_llm.types import AdvantageContext, Group
+from jaxrl_llm.types import AdvantageContext, Completion, Group
 
 Reference = Callable[[Sequence[Sample]], list[np.ndarray]]
 """Log-probabilities of each sample's tokens under the frozen reference."""
 
 
 def to_samples(
-    algorithm: Algorithm, groups: Sequence[Group], fresh: Sequence[bool], rewards: np.ndarray, drop_truncated: bool, length: int,
-    reference: Reference, kl_coef: float | None = None,
+    algorithm: Algorithm, groups: Sequence[Group], version: int, rewards: np.ndarray, drop_truncated: bool, length: int,
+    reference: Reference, kl_coef: float | None = None, learn_earlier: bool = True,
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """Groups as the learner sees them, and what was measured on the way.
 
     Args:
       algorithm: its estimator makes the advantages, of the whole batch at once.
       groups: P groups of G completions.
-      fresh: for each group, whether the policy that learns sampled it.
+      version: of the policy that learns; tokens of other versions are not fresh.
       rewards: float[P, G], or [P, G, n] for an estimator of several.
       drop_truncated: leave completions that were cut off out of the loss; their rewards count.
       length: T, the longest completion; the shape of what the estimator sees.
       reference: asked only where the KL is in the reward.
       kl_coef: in place of the algorithm's, where the KL is in the reward.
+      learn_earlier: count tokens of other versions; if not they are left out of the loss, and their rewards count.
     """
-    samples = [
-        Sample(
-            group.prompt, c.tokens, c.mask & (not (drop_truncated and c.finish_reason == "length")), c.sampler_logp, 0.0, new,
-            c.extras.get("kept"),
-        )
-        for group, new in zip(groups, fresh, strict=True)
-        for c in group.completions
-    ]
+    samples = [_counted(group.prompt, c, version, drop_truncated, learn_earlier) for group in groups for c in group.completions]
     estimator = algorithm.advantage
     context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
@@ -53,6 +47,13 @@ def to_samples(
     return [valued[i : i + size] for i in range(0, len(valued), size)], _measured(algorithm, context)
 
 
+def _counted(prompt: np.ndarray, completion: Completion, version: int, drop_truncated: bool, learn_earlier: bool) -> Sample:
+    """A completion with the tokens that the loss counts; its advantage is not known yet."""
+    fresh = completion.version == version
+    mask = completion.mask & (fresh | learn_earlier) & (not (drop_truncated and completion.finish_reason == "length"))
+    return Sample(prompt, completion.tokens, mask, completion.sampler_logp, 0.0, fresh, completion.extras.get("kept"))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _estimate(estimator: Any, rewards: np.ndarray, context: AdvantageContext | None, **coefficient: np.float32) -> jax.Array:
     return estimator(rewards, context, **coefficient)
@@ -61,8 +62,8 @@ def _estimate(estimator: Any, rewards: np.ndarray, context: AdvantageContext | N
 def _context(samples: Sequence[Sample], needs: Sequence[str], length: int, reference: Reference) -> AdvantageContext:
     """What an estimator may need beside rewards, [B, T] each.
 
-    A KL in the reward is that of the policy which sampled: the sampler's own log-probabilities stand for it, for carried
-    groups too.
+    A KL in the reward is that of the policy which sampled: the sampler's own log-probabilities stand for it, for tokens of
+    earlier steps too.
     """
 
     def padded(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

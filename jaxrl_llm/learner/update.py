@@ -26,7 +26,7 @@ def completion_logprobs(
     ``batch`` has no microbatch axis here.
     """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
-    hidden, _ = forward(model, rows, remat)
+    hidden = forward(model, rows, remat)
     hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
     values = token_logprobs(model, hidden, batch.target, temperature, kept=batch.kept)
     flat = jnp.zeros(batch.mask.size, jnp.float32)
@@ -57,14 +57,14 @@ def microbatch_loss(
 ) -> tuple[jax.Array, Metrics]:
     """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
     logp, entropy = completion_logprobs(cast(policy, static["compute_dtype"]), batch, temperature, static["remat"])
-    # On-policy the ratio is 1 by construction; a carried group's old policy is the one that sampled it.
+    # On-policy the ratio is 1 by construction; the old policy of an earlier step's token is the one that sampled it.
     old = jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
-    old = jnp.where(batch.fresh[:, None], old, batch.sampler_logp)
+    old = jnp.where(batch.fresh, old, batch.sampler_logp)
     inputs = PolicyBatch(batch.advantages, batch.mask, old, batch.ref_logp, batch.sampler_logp)
     entropy = entropy if algorithm.entropy_coef else jax.lax.stop_gradient(entropy)
     loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy, kl_coef)
     gap = jnp.abs(logp - batch.sampler_logp)
-    fresh = (batch.mask & batch.fresh[:, None]).astype(jnp.float32)
+    fresh = (batch.mask & batch.fresh).astype(jnp.float32)
     moved = jnp.where(batch.mask, logp - old, 0.0)
     metrics |= {
         "sampler/gap_sum": jnp.sum(gap * fresh),

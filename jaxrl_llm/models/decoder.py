@@ -175,40 +175,34 @@ REMAT = {
 """What the backward pass keeps of a layer: everything, nothing but its input, or the results of its matrix products."""
 
 
-def forward(model: Decoder, rows: Rows, remat: str = "none", keep_cache: bool = False) -> tuple[jax.Array, Any]:
-    """Final hidden states of packed rows.
+def forward(model: Decoder, rows: Rows, remat: str = "none") -> jax.Array:
+    """Normalised final hidden states [R, S, D] of packed rows.
 
     Args:
       model: the decoder.
       rows: R rows of S tokens.
       remat: key of ``REMAT``.
-      keep_cache: also return the keys [L, R, K, H, S] and values [L, R, K, S, H] of every layer.
-
-    Returns:
-      Normalised hidden states [R, S, D], and (keys, values) or None.
     """
     config, positions = model.config, jnp.asarray(rows.positions)
     allowed = row_mask(rows)
     distance = positions[:, :, None] - positions[:, None, :]
 
-    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Any]:
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
         visible = allowed & ((window == 0) | (distance < window))
-        kept = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            kept.append((k, v))
             s = jnp.where(visible[:, None, None], layers.scores(q, k, config.attention), layers.MASKED)
             return layers.mix(jax.nn.softmax(s, axis=-1), v)
 
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
-        return constrain(x, BATCH), (kept[0] if keep_cache else None)
+        return constrain(x, BATCH), None
 
     if REMAT[remat] is not None:
         layer = jax.checkpoint(layer, policy=REMAT[remat])
     x = constrain(embed(model, jnp.asarray(rows.tokens)), BATCH)
-    x, cache = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)))
-    return layers.rms_norm(x, model.weights.final_norm[...], config.norm), cache
+    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)))
+    return layers.rms_norm(x, model.weights.final_norm[...], config.norm)
 
 
 def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -233,4 +227,4 @@ def logits(model: Decoder, tokens: Any) -> jax.Array:
 
 @jax.jit
 def _logits(model: Decoder, tokens: jax.Array) -> jax.Array:
-    return unembed(model, forward(model, causal_rows(tokens))[0])
+    return unembed(model, forward(model, causal_rows(tokens)))

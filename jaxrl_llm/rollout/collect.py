@@ -1,18 +1,19 @@
-"""Groups for one step: sample, score, and keep those that can teach."""
+"""Groups for one step, as a stream: the engine's slots stay full, each group is scored once its last completion is there."""
 
+import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rewards.group_shaping import GroupShaping
+from jaxrl_llm.rollout.demand import Counts, Demand, remember, share_of
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.groups import Backlog, Collected, Source, Unfinished, describe, informative, tokens_in, whole
 from jaxrl_llm.rollout.settings import Sampling
-from jaxrl_llm.tasks import Task, encode, problem_index
-from jaxrl_llm.types import Completion, Group, Problem
+from jaxrl_llm.types import Completion, Group
 
 Status = Callable[[str], None]
 
@@ -36,129 +37,181 @@ def complete(
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """What it takes to turn a position in the stream of prompts into scored groups.
+    """What it takes to fill a step with groups.
 
     Attributes:
       engine: the sampler of tokens.
-      tokenizer: encodes prompts, decodes completions.
-      task: how prompts are templated.
-      problems: the training prompts.
-      scorer: rewards.
+      source: prompts and scores.
       sampling: rules.
-      group: G.
-      seed: the run's; with the prompt's place in the stream it decides every random number.
-      shaping: changes of a group's rewards, in order.
+      demand: what every step wants.
       status: hears what is going on.
-      note: hears what should stay visible.
     """
 
     engine: Engine
-    tokenizer: Any
-    task: Task
-    problems: Sequence[Problem]
-    scorer: Scorer
+    source: Source
     sampling: Sampling
-    group: int
-    seed: int
-    shaping: tuple[GroupShaping, ...]
+    demand: Demand
     status: Status
-    note: Status
-
-    def __call__(self, model: Any, version: int, cursor: int, count: int) -> tuple[list[Group], dict[str, float]]:
-        """Groups of ``count`` prompts from place ``cursor`` of the stream, and the seconds it took."""
-        start = time.perf_counter()
-        numbers = range(cursor, cursor + count)
-        problems = [self.problems[problem_index(self.seed, n, len(self.problems))] for n in numbers]
-        prompts = [encode(problem, self.task, self.tokenizer) for problem in problems]
-        seeds = [request_seed(self.seed, n * self.group + g) for n in numbers for g in range(self.group)]
-        each = [prompt for prompt in prompts for _ in range(self.group)]
-        done = complete(self.engine, model, self.tokenizer, each, seeds, self.sampling, version, self.status)
-        sampled = time.perf_counter()
-        self.status("scoring")
-        scores = self.scorer.score([(problems[i // self.group], c) for i, c in enumerate(done)])
-        if scores.message:
-            self.note(f"{scores.errors} rewards failed, {scores.timeouts} timed out: {scores.message}")
-        groups = [
-            Group(problem, prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
-            for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
-            for at in [slice(i * self.group, (i + 1) * self.group)]
-        ]
-        for shape in self.shaping:
-            groups = [shape(group, version, self.sampling.max_new_tokens) for group in groups]
-        counts = {"reward/errors": scores.errors, "reward/timeouts": scores.timeouts}
-        return groups, {"time/rollout_s": sampled - start, "time/reward_s": time.perf_counter() - sampled} | counts
 
 
-def request_seed(run_seed: int, number: int) -> int:
-    """The 64-bit seed of one completion: no two requests of a run share one."""
-    return (run_seed & 0xFFFFFF) << 40 | number
-
-
-@dataclasses.dataclass(frozen=True)
-class Collected:
-    """One step's groups.
+class Requests:
+    """Owner of the engine's requests in one step: which belongs to which group, and what has come back.
 
     Attributes:
-      groups: what the step learns from.
-      fresh: for each group, whether this step's policy sampled it (if not, the step before did).
-      sampled: every group sampled in this step, kept or not.
-      carried: surplus groups for the next step.
-      cursor: prompts consumed so far.
-      metrics: seconds and counts.
+      tokens: sampled in this step, of what has come back.
     """
 
-    groups: list[Group]
-    fresh: list[bool]
-    sampled: list[Group]
-    carried: list[Group]
-    cursor: int
-    metrics: dict[str, float]
+    def __init__(self, sampler: Sampler):
+        self.tokens = 0
+        self._sampler, self._engine = sampler, sampler.engine
+        self._groups: dict[int, list[Completion | None]] = {}
+        self._asked: dict[int, int] = {}
+        self._owner: dict[int, tuple[int, int]] = {}  # by handle, in the order of the engine's queue
+        self._engine.start(sampler.sampling)
+
+    @property
+    def groups(self) -> int:
+        """Groups with a completion that is not back."""
+        return len(self._groups)
+
+    @property
+    def completions(self) -> int:
+        """Completions that are not back."""
+        return len(self._owner)
+
+    def begin(self, group: Unfinished) -> None:
+        """Ask for what the group lacks."""
+        _, prompt, seeds = self._sampler.source.ask(group.place)
+        demand = self._sampler.demand
+        lacking = [i for i, c in enumerate(group.completions) if not whole(c, demand.longest)]
+        begun = [group.completions[i] for i in lacking]
+        limits = [demand.limit(len(c.tokens) if c else 0) for c in begun]
+        handles = self._engine.submit([prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
+        self._groups[group.place], self._asked[group.place] = list(group.completions), len(lacking)
+        self._owner |= {handle: (group.place, i) for handle, i in zip(handles, lacking, strict=True)}
+
+    def take(self) -> list[Unfinished]:
+        """Groups whose last completion has come back, by place, whole or not."""
+        touched = set()
+        for handle, completion in self._engine.collect():
+            place, index = self._owner.pop(handle)
+            before = self._groups[place][index]
+            self.tokens += len(completion.tokens) - (len(before.tokens) if before else 0)
+            if len(completion.tokens):  # what never began keeps no trace
+                self._groups[place][index] = completion
+            touched.add(place)
+        back = sorted(touched - {place for place, _ in self._owner.values()})
+        return [Unfinished(place, tuple(self._groups.pop(place))) for place in back]
+
+    def stop(self, running: bool) -> list[Unfinished]:
+        """End all groups, or only those of which nothing has run yet; the groups that have come back."""
+        ending = list(self._owner)
+        if not running:
+            queued = list(self._owner.items())[len(self._owner) - self._engine.queued :]
+            waiting = collections.Counter(place for _, (place, _) in queued)
+            ending = [handle for handle, (place, _) in queued if waiting[place] == self._asked[place]]
+        if ending:
+            self._engine.abort(ending)
+        return self.take()
 
 
-def informative(group: Group) -> bool:
-    """Whether some but not all completions are correct: only then do their rewards teach."""
-    return 0 < np.mean(group.accuracy >= 1) < 1
+@dataclasses.dataclass
+class Tally:
+    """What one step has found so far, by place in the stream."""
+
+    good: float
+    seen: float
+    kept: dict[int, Group] = dataclasses.field(default_factory=dict)
+    sampled: dict[int, Group] = dataclasses.field(default_factory=dict)
+    held: list[Unfinished] = dataclasses.field(default_factory=list)
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(self, sampler: Sampler, back: list[Unfinished], version: int) -> None:
+        """Score the groups that are whole and keep what can teach; hold the others for the next step."""
+        demand = sampler.demand
+        ended = [all(whole(c, demand.longest) for c in g.completions) for g in back]
+        done = [g for g, end in zip(back, ended, strict=True) if end]
+        self.held += [g for g, end in zip(back, ended, strict=True) if not end]
+        if not done:
+            return
+        began = time.perf_counter()
+        groups, failures = sampler.source.finish(done, version, demand.longest)
+        self.seconds += time.perf_counter() - began
+        self.failures = {name: self.failures.get(name, 0) + count for name, count in failures.items()}
+        found = {u.place: group for u, group in zip(done, groups, strict=True)}
+        good = {place: group for place, group in found.items() if informative(group)}
+        self.sampled |= found
+        self.kept |= good if demand.filter_groups else found
+        self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
 
 
-def collect(
-    sample: Callable[[int, int], tuple[list[Group], dict[str, float]]],
-    needed: int, per_round: int, cursor: int, carried: Sequence[Group], filter_groups: bool, max_rounds: int,
-) -> Collected:
+def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Collected:
     """Fill a step with groups.
 
-    Without the filter: one round of ``needed`` prompts. With it (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2):
-    what the step before left over comes first, then rounds of ``per_round`` prompts until enough informative groups are
-    there. Surplus is carried to the next step, and dropped after that. When ``max_rounds`` are used up the step learns
-    from the groups it has.
+    What earlier steps left comes first: surplus groups, then those under way. New prompts are begun as ``Demand`` says,
+    with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until enough informative groups are there.
+    What still runs then is finished, or stopped for the next step to go on with. Groups are learned from in the order of
+    their prompts; surplus is carried to the next step, and dropped after that. Groups that still wait for a slot are left
+    to the next step in either case. Where ``max_rounds`` is used up the step learns from the groups it has.
 
     Args:
-      sample: (cursor, count) -> groups of the next ``count`` prompts, and seconds and counts, which are summed.
-      needed: P.
-      per_round: prompts sampled at a time; enough to fill the engine's slots.
-      cursor: prompts consumed before this step.
-      carried: the step before's surplus.
-      filter_groups: whether only informative groups are kept.
-      max_rounds: the budget.
+      sampler: engine, prompts, scores.
+      model: weights to sample from.
+      version: theirs; every token sampled here is marked with it.
+      backlog: what the step before left.
     """
-    kept, fresh = list(carried[:needed]), [False] * min(len(carried), needed)
-    expired, sampled, rounds = len(carried) - len(kept), [], 0
-    sums: dict[str, float] = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
-    while len(kept) < needed and rounds < (max_rounds if filter_groups else 1):
-        count = max(per_round, needed - len(kept)) if filter_groups else needed
-        groups, numbers = sample(cursor, count)
-        cursor, rounds = cursor + count, rounds + 1
-        sampled += groups
-        sums = {name: sums.get(name, 0) + value for name, value in numbers.items()}
-        good = [g for g in groups if informative(g)] if filter_groups else groups
-        kept, fresh = kept + good, fresh + [True] * len(good)
-    metrics = sums | {"prompts": float(cursor)}
-    if filter_groups:
+    start, demand, engine = time.perf_counter(), sampler.demand, sampler.engine
+    first, tokens, cursor = list(backlog.carried[: demand.needed]), 0, backlog.cursor
+    requests, tally = Requests(sampler), Tally(backlog.good, backlog.seen)
+    for group in backlog.unfinished:
+        requests.begin(group)
+    counts = lambda: Counts(len(first) + len(tally.kept), requests.groups, len(tally.held), requests.completions, cursor - backlog.cursor)
+    while True:
+        while demand.wants(counts(), share_of(tally.good, tally.seen) if demand.filter_groups else 1.0):
+            requests.begin(Unfinished(cursor, (None,) * sampler.source.group))
+            cursor += 1
+        if requests.completions and counts().kept >= demand.needed:
+            tally.add(sampler, requests.stop(demand.collect.interrupt), version)
+        if not requests.completions:
+            break
+        sampler.status(f"sampling: {min(counts().kept, demand.needed)}/{demand.needed} groups, {tokens} tokens")
+        tokens += engine.step(model, version)
+        tally.add(sampler, requests.take(), version)
+    seconds = {"time/rollout_s": time.perf_counter() - start - tally.seconds, "time/reward_s": tally.seconds}
+    return _collected(sampler, version, backlog, first, tally, cursor, requests.tokens, seconds)
+
+
+def _collected(
+    sampler: Sampler, version: int, before: Backlog, first: list[Group], tally: Tally, cursor: int, tokens: int,
+    seconds: dict[str, float],
+) -> Collected:
+    """The step's groups in order, what the next one finds, and what became of the tokens."""
+    demand, engine = sampler.demand, sampler.engine
+    found = first + [tally.kept[place] for place in sorted(tally.kept)]
+    groups, spare = found[: demand.needed], found[demand.needed :]
+    # A surplus group would have no token of the next step's policy.
+    carried, dropped = (spare, []) if demand.collect.learn_earlier else ([], spare)
+    dropped += before.carried[demand.needed :]
+    after = Backlog(cursor, tuple(carried), tuple(sorted(tally.held, key=lambda g: g.place)), tally.good, tally.seen)
+    learned = tokens_in(groups)
+    thrown = tokens_in(dropped) + tokens_in([g for place, g in tally.sampled.items() if place not in tally.kept])
+    sampled = [tally.sampled[place] for place in sorted(tally.sampled)]
+    metrics = seconds | tally.failures | describe(sampled or groups) | {
+        "prompts": float(cursor),
+        "rollout/useful_fraction": learned / (learned + thrown) if learned + thrown else math.nan,
+        "rollout/utilisation": tokens / engine.slot_steps if engine.slot_steps else math.nan,
+        "rollout/resumed": sum(g.begun for g in before.unfinished) if len(first) < demand.needed else 0,
+        "rollout/interrupted": sum(g.begun for g in tally.held),
+    }
+    if demand.filter_groups:
+        metrics["dynamic_sampling/kept_fraction"] = len(tally.kept) / len(tally.sampled) if tally.sampled else 0.0
+    if demand.filter_groups or demand.partial:
         metrics |= {
-            "dynamic_sampling/rounds": rounds,
-            "dynamic_sampling/kept_fraction": float(np.mean([informative(g) for g in sampled])) if sampled else 0.0,
-            "dynamic_sampling/carried_in": min(len(carried), needed),
-            "dynamic_sampling/carried_out": len(kept[needed:]),
-            "dynamic_sampling/expired": expired,
-            "dynamic_sampling/missing": max(needed - len(kept), 0),
+            "dynamic_sampling/rounds": (cursor - before.cursor) / demand.needed,
+            "dynamic_sampling/carried_in": len(first),
+            "dynamic_sampling/carried_out": len(carried),
+            "dynamic_sampling/expired": len(dropped),
+            "dynamic_sampling/missing": max(demand.needed - len(groups), 0),
         }
-    return Collected(kept[:needed], fresh[:needed], sampled, kept[needed:], cursor, metrics)
+    return Collected(groups, sampled, after, tokens, version, metrics)

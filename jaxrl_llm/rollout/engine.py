@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.filling import fillings
-from jaxrl_llm.rollout.places import Shape, assign_blocks, blocks_needed, lane_table, moved_blocks, seat
-from jaxrl_llm.rollout.prefixes import Prefixes, power_of_two
+from jaxrl_llm.rollout.places import (
+    SIZES, Shape, assign_blocks, lane_table, moved_blocks, moved_slots, power_of_two, seat, with_blocks_for,
+)  # fmt: skip
+from jaxrl_llm.rollout.prefixes import Prefixes
 from jaxrl_llm.rollout.requests import Request
 from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Sampling
@@ -33,8 +36,6 @@ from jaxrl_llm.types import Completion
 FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEWEST_SLOTS = 64, 32, 16
 """Of the cache, of its prompts and of the batch: what a chunk computes at least, for less would save little."""
 
-SIZES = 8
-"""Of the batch, at most: each is compiled when first needed."""
 WORTH_SHRINKING = 2
 """Chunks that some request may still take for a smaller batch to be worth compiling."""
 
@@ -166,7 +167,7 @@ class Engine:
 
     @property
     def shapes(self) -> list[str]:
-        """Everything that was compiled for this engine, in words; each is logged when it is first needed."""
+        """The shapes of all that was compiled for this engine, in words; each is logged once, when it is first needed."""
         return list(self._shapes)
 
     def step(self, model: Decoder, version: int = 0) -> int:
@@ -174,6 +175,10 @@ class Engine:
 
         What the chunk samples is read by the next call, or before it where free slots have to be found.
         """
+        with self._on_mesh():
+            return self._step(model, version)
+
+    def _step(self, model: Decoder, version: int) -> int:
         self._accept(model)
         count = self._read() if self._queue else 0
         self._refill(model)
@@ -188,8 +193,11 @@ class Engine:
 
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests now: ``collect`` returns what they have, which may be nothing, with the reason "aborted"."""
+        with self._on_mesh():
+            self._abort(set(handles))
+
+    def _abort(self, ending: set[int]) -> None:
         self._read()
-        ending = set(handles)
         gone = {slot: request for slot, request in self._running.items() if request.handle in ending}
         if gone:
             idle = np.zeros(self._state.tokens.shape[0], bool)
@@ -220,6 +228,9 @@ class Engine:
             self.step(model, version)
         done = dict(self.collect())
         return [done[handle] for handle in handles]
+
+    def _on_mesh(self) -> AbstractContextManager:
+        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _accept(self, model: Decoder) -> None:
         """Refuse a model of another shape; what other weights computed of prompts is no good for these."""
@@ -269,10 +280,12 @@ class Engine:
         self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken])
         for request in taken:
             request.block_key = self._prefixes.block_key(request)
+        for form in self._prefixes.shapes:
+            self._note(f"prompts: {form.calls} x {form.piece} tokens{', going on' if form.continues else ''}")
         shape = self._wanted([*self._running.values(), *taken])
         self._resize_slots(shape)
         seat(self._running, taken, shape)
-        shape = self._with_blocks(shape)
+        shape = with_blocks_for(self._running, shape, self.slots, self._strict or self.slots <= FEWEST_SLOTS)
         self._resize_blocks(shape)
         for cache, begun in fillings(taken, self._running, shape, self._prefixes, self._sampling.repetition):
             self._state = fill_slots(self._state, cache, begun, self._mesh)
@@ -283,14 +296,8 @@ class Engine:
         """Bring the slots to this shape, and the running requests with them."""
         if self._state is None or (shape.rows, shape.columns) == (self._held.rows, self._held.columns):
             return
-        order = np.full(shape.rows, -1, np.int32)
-        places = sorted(self._running) if shape.rows < self._held.rows else range(self._held.rows)
-        order[: len(places)] = list(places)
+        order, self._running = moved_slots(self._running, self._held.rows, shape.rows)
         self._state = rearranged(self._state, order, shape.columns, self._mesh)
-        if shape.rows < self._held.rows:
-            self._running = {new: self._running[old] for new, old in enumerate(places)}
-            for slot, request in self._running.items():
-                request.slot = slot
 
     def _resize_blocks(self, shape: Shape) -> None:
         """Bring the blocks to this shape, and give every request a lane of one."""
@@ -306,7 +313,7 @@ class Engine:
         self._held = shape
 
     def _wanted(self, requests: list[Request]) -> Shape:
-        """Slots and columns of the next chunk: few sizes, so that few programs are compiled; no blocks yet."""
+        """Slots and columns of the next chunk: few sizes, so that few programs are compiled; and blocks at least."""
         parts = parts_of(self._mesh, self.slots)
         longest = self._sampling.max_new_tokens + self.chunk
         if self._strict:
@@ -315,22 +322,16 @@ class Engine:
             longest = self.max_length + self.chunk
         part = math.lcm(max(self.slots // SIZES, 1), 1 if self._mesh is None else batch_parts(self._mesh))
         rows = -(-len(requests) // part) * part if self.slots > FEWEST_SLOTS else self.slots
+        blocks = 0
         if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * self.chunk:
             rows = self.slots if self._state is None else max(rows, self._held.rows)
+            blocks = 0 if self._state is None else self._held.blocks
         rows = min(rows, self.slots)
         # What the chunk before has sampled is not known yet.
         columns = max(request.columns for request in requests) + self.chunk * (2 if self._flight else 1)
         columns = min(max(power_of_two(columns), FEWEST_COLUMNS), longest)
         prompt = max(power_of_two(max(request.prompt_columns for request in requests)), FEWEST_PROMPT_COLUMNS)
-        return Shape(rows, columns, 0, min(prompt, self.max_length), parts_of(self._mesh, rows), self._group)
-
-    def _with_blocks(self, shape: Shape) -> Shape:
-        """The shape with as many blocks as the running requests need, in few sizes too."""
-        each = shape.rows // shape.parts
-        if self._group > 1 and not self._strict and self.slots > FEWEST_SLOTS:
-            least = max(self.slots // shape.parts // SIZES, 1)
-            each = min(each, least * power_of_two(-(-blocks_needed(self._running, shape) // least)))
-        return shape._replace(blocks=each * shape.parts)
+        return Shape(rows, columns, blocks, min(prompt, self.max_length), parts_of(self._mesh, rows), self._group)
 
     def _note(self, shape: str) -> None:
         if shape not in self._shapes:

@@ -12,6 +12,15 @@ import numpy as np
 from jaxrl_llm.rollout.requests import Request
 
 
+SIZES = 8
+"""Of the batch and of its blocks, at most: each is compiled when first needed."""
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
 class Shape(NamedTuple):
     """Of what the device holds.
 
@@ -59,6 +68,16 @@ def blocks_needed(running: dict[int, Request], shape: Shape) -> int:
     for slot, request in running.items():
         mates[shape.part(slot)][request.block_key] += 1
     return max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
+
+
+def with_blocks_for(running: dict[int, Request], shape: Shape, slots: int, fixed: bool) -> Shape:
+    """The shape with as many blocks more as these requests need, in few sizes; ``fixed``: as any could need."""
+    each = shape.rows // shape.parts
+    if shape.group > 1 and not fixed:
+        least = max(slots // shape.parts // SIZES, 1)
+        wanted = least * power_of_two(-(-blocks_needed(running, shape) // least))
+        each = min(each, max(wanted, shape.blocks // shape.parts))
+    return shape._replace(blocks=each * shape.parts)
 
 
 def assign_blocks(running: dict[int, Request], shape: Shape, stay: bool) -> bool:
@@ -111,6 +130,16 @@ def lane_table(running: dict[int, Request], shape: Shape) -> np.ndarray:
         block, lane = request.lane
         table[slot] = block * shape.group + lane - shape.part(slot) * count
     return table
+
+
+def moved_slots(running: dict[int, Request], old: int, rows: int) -> tuple[np.ndarray, dict[int, Request]]:
+    """Which of ``old`` slots each of ``rows`` becomes, int32[rows], negative for an idle one; and who runs where then."""
+    order, kept = np.full(rows, -1, np.int32), sorted(running) if rows < old else list(range(old))
+    order[: len(kept)] = kept
+    moved = {new: running[slot] for new, slot in enumerate(kept) if slot in running}
+    for slot, request in moved.items():
+        request.slot = slot
+    return order, moved
 
 
 def moved_blocks(before: dict[int, int], running: dict[int, Request], shape: Shape) -> np.ndarray:

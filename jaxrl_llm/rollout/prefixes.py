@@ -28,11 +28,6 @@ def bucket(length: int) -> int:
     return size
 
 
-def power_of_two(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
-
-
 class Shape(NamedTuple):
     """How a sequence is computed; it follows from the sequence alone, never from its neighbours in a call.
 

@@ -91,6 +91,32 @@ def _refuse_wrong(settings: object, checks: dict[str, tuple[bool, str]]) -> None
 
 
 @dataclasses.dataclass(frozen=True)
+class Collect:
+    """How a step comes by its groups.
+
+    Attributes:
+      max_rounds: prompts that a step may begin, as a multiple of those that it needs, before it learns from the groups it has
+        (dynamic sampling).
+      token_budget: tokens that one completion may sample in one step; 0 for no limit. A group with a completion that
+        reaches it is gone on with in the next step, under that step's policy (partial rollouts: Kimi k1.5, arXiv
+        2501.12599, section 2.6.2).
+      interrupt: stop the groups that still run once the step has enough, and go on with them in the next step; if not
+        they are finished, and surplus is carried. Groups that finish early are then learned from first.
+      learn_earlier: whether the loss counts tokens that were sampled in earlier steps. If not, only those of the present
+        policy count, and no finished group is carried.
+      staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs; every
+        token is then corrected for the one update between. 0 learns from what the present policy sampled. Both run at one
+        time on a single device, or where ``mesh.rollout`` gives sampling devices of its own.
+    """
+
+    max_rounds: int = 10
+    token_budget: int = 0
+    interrupt: bool = False
+    learn_earlier: bool = True
+    staleness: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     """How groups are sampled for training.
 
@@ -105,8 +131,8 @@ class Rollout:
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step, so that no bit of a completion depends on the length of its neighbours.
-      max_rounds: how often a step may sample before it learns from the groups it has (dynamic sampling).
       repetition: ends completions that repeat themselves, in training only.
+      collect: how a step comes by its groups.
     """
 
     prompts: int = 8
@@ -119,8 +145,8 @@ class Rollout:
     slots: int = 64
     chunk: int = 16
     strict: bool = False
-    max_rounds: int = 10
     repetition: Repetition = Repetition()
+    collect: Collect = Collect()
 
     @property
     def max_length(self) -> int:

@@ -21,14 +21,19 @@ class MeshShape:
       data: copies of the weights.
       fsdp: parts of the weights, gathered when used; also divides the batch.
       tensor: parts of every matrix product (heads, MLP width).
+      rollout: devices that only sample, the last ones; 0 samples where it learns.
     """
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+    rollout: int = 0
 
     def sizes(self, devices: int) -> tuple[int, int, int]:
-        """The three axis sizes for this many devices; InputError where they do not multiply to it."""
+        """The three axis sizes for this many devices, those for sampling left out; InputError where they do not fit."""
+        if not 0 <= self.rollout < devices:
+            raise InputError(f"mesh.rollout must be from 0 to {devices - 1} with {devices} devices, got {self.rollout}")
+        devices -= self.rollout
         given = (self.data, self.fsdp, self.tensor)
         known = math.prod(size for size in given if size > 0)
         if given.count(-1) > 1 or any(size == 0 or size < -1 for size in given):
@@ -41,9 +46,21 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape) -> Mesh:
-    """A mesh over all devices of all processes."""
+    """The learner's mesh: all devices of all processes but those that only sample."""
     sizes = shape.sizes(jax.device_count())
-    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return _mesh(sizes, jax.devices()[: math.prod(sizes)])
+
+
+def rollout_mesh(shape: MeshShape) -> Mesh:
+    """The sampler's mesh: the devices set aside for it, or else the learner's. Its heads are divided as the learner's are."""
+    if not shape.rollout:
+        return make_mesh(shape)
+    tensor = math.gcd(shape.sizes(jax.device_count())[2], shape.rollout)
+    return _mesh((shape.rollout // tensor, 1, tensor), jax.devices()[-shape.rollout :])
+
+
+def _mesh(sizes: tuple[int, ...], devices: list[jax.Device]) -> Mesh:
+    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def batch_parts(mesh: Mesh) -> int:

@@ -71,9 +71,9 @@ def padded(samples, name):
 
 
 def unpacked_loss(algorithm, model, samples, old_logp=None, ref_logp=None):
-    """The step's loss without packing and microbatches; carried samples take ``sampler_logp`` as their old policy."""
+    """The step's loss without packing and microbatches; other tokens than fresh ones take ``sampler_logp`` as their old policy."""
     logp = unpacked_logp(model, samples)
-    fresh = np.array([s.fresh for s in samples])[:, None]
+    fresh = padded(samples, "fresh").astype(bool)
     old = jnp.where(
         fresh, jax.lax.stop_gradient(logp) if old_logp is None else old_logp, padded(samples, "sampler_logp")
     )

@@ -23,13 +23,17 @@ LAYOUT = Layout(2, 22, T)
 REWARDS = np.random.default_rng(3).normal(size=(3, G))
 
 
+def versions(group, index, size):
+    return np.full(size, 6) if group == 1 else np.where(np.arange(size) < index, 5, 7)
+
+
 def made():
-    """Groups whose completions are those of the tiny model's rollout; the third was cut off."""
+    """Groups of the tiny model's rollout; the third was cut off. Version 7 sampled all but the second and some first tokens."""
     found = []
     for p, rewards in enumerate(REWARDS):
         members = rollout()[p * G : (p + 1) * G]
         completions = tuple(
-            Completion(s.tokens, s.sampler_logp, "length" if (p, i) == (0, 2) else "stop", s.mask, np.zeros(len(s.tokens), int))
+            Completion(s.tokens, s.sampler_logp, "length" if (p, i) == (0, 2) else "stop", s.mask, versions(p, i, len(s.tokens)))
             for i, s in enumerate(members)
         )
         found.append(Group(PROBLEM, members[0].prompt, completions, rewards, rewards))
@@ -40,8 +44,8 @@ def reference(samples):
     return completion_logps(REFERENCE, samples, Learner(remat="none"), LAYOUT, TEMPERATURE, one_device())
 
 
-def samples_of(algorithm, rewards=REWARDS, drop=False, score=reference):
-    groups, measured = to_samples(algorithm, made(), [True, False, True], rewards, drop, T, score)
+def samples_of(algorithm, rewards=REWARDS, drop=False, score=reference, earlier=True):
+    groups, measured = to_samples(algorithm, made(), 7, rewards, drop, T, score, learn_earlier=earlier)
     return [s for group in groups for s in group], measured
 
 
@@ -53,7 +57,17 @@ def test_an_outcome_advantage_is_one_number():
     samples, measured = samples_of(PRESETS["dr_grpo"], score=refuse)
     wanted = REWARDS - REWARDS.mean(axis=1, keepdims=True)
     np.testing.assert_allclose([s.advantage for s in samples], wanted.reshape(-1), rtol=1e-5, atol=1e-6)
-    assert [s.fresh for s in samples] == [True] * G + [False] * G + [True] * G and not measured
+    assert not measured
+    for number, s in enumerate(samples):
+        np.testing.assert_array_equal(s.fresh, versions(*divmod(number, G), len(s.tokens)) == 7)
+
+
+def test_tokens_of_earlier_policies_are_counted_unless_they_are_not_to_be():
+    counted, left_out = (samples_of(PRESETS["dr_grpo"], earlier=earlier)[0] for earlier in (True, False))
+    for s, kept, present in zip(rollout(), counted, left_out, strict=True):
+        assert kept.mask.tobytes() == s.mask.tobytes() and kept.advantage == present.advantage
+        np.testing.assert_array_equal(present.mask, s.mask & present.fresh)
+    assert sum(s.mask.sum() for s in left_out) < sum(s.mask.sum() for s in counted)
 
 
 def test_what_was_cut_off_is_not_counted_where_the_recipe_says_so():

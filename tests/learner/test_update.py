@@ -14,7 +14,7 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
 from jaxrl_llm.learner.epochs import place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate, score
-from learner.rollouts import TEMPERATURE, T, one_device, rollout, unpacked_logp, unpacked_loss
+from learner.rollouts import TEMPERATURE, T, one_device, padded, rollout, unpacked_logp, unpacked_loss
 from tiny import Compilations, largest_difference, tiny
 
 LAYOUTS = {
@@ -96,15 +96,37 @@ def test_on_policy_the_learner_agrees_with_the_sampler():
     assert other["sampler/logp_abs_diff_max"] > 1e-2
 
 
-def test_carried_samples_take_the_sampler_as_their_old_policy():
-    carried = [dataclasses.replace(s, fresh=i >= 4) for i, s in enumerate(rollout())]
+def resumed(samples):
+    """Four samples are of an earlier policy, others from their third token on are of the present one."""
+    return [dataclasses.replace(s, fresh=(np.arange(len(s.tokens)) >= 2) & (i >= 4)) for i, s in enumerate(samples)]
+
+
+def test_tokens_of_earlier_steps_take_the_sampler_as_their_old_policy():
+    carried = resumed(rollout())
     found, metrics = packed_gradient(OLD, pack(carried, LAYOUTS["two rows"][0]), PRESETS["dapo"])
     wanted, _ = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, carried), has_aux=True)(OLD)
     assert largest_difference(found, wanted) < 1e-5
     assert metrics["policy_kl"] > 0 and abs(metrics["ratio"] - 1) > 1e-4
+    np.testing.assert_allclose(metrics["sampler/logp_abs_diff_mean"], fresh_gap(OLD, carried), rtol=1e-4)
     stale = [dataclasses.replace(s, fresh=False) for s in rollout()]
     _, none = packed_gradient(OLD, pack(stale, LAYOUTS["two rows"][0]), PRESETS["dapo"])
     assert none["sampler/logp_abs_diff_max"] == 0 == none["sampler/logp_abs_diff_mean"]
+
+
+def fresh_gap(model, samples):
+    """Mean |learner - sampler| over the fresh tokens that the loss counts."""
+    counted = (padded(samples, "mask") * padded(samples, "fresh")).astype(bool)
+    return np.abs(np.asarray(unpacked_logp(model, samples)) - padded(samples, "sampler_logp"))[counted].mean()
+
+
+def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
+    samples = resumed(rollout())
+    packed = pack(samples, LAYOUTS["two rows"][0])
+    packed = packed._replace(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
+    found, _ = packed_gradient(MODEL, packed, PRESETS["dapo"])
+    old = unpacked_logp(OLD, samples)
+    wanted, _ = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, samples, old), has_aux=True)(MODEL)
+    assert largest_difference(found, wanted) < 1e-5
 
 
 def test_a_moved_kl_coefficient_is_used_and_compiles_nothing_anew():

@@ -26,7 +26,7 @@ TREE = {
 }
 """Two groups: a prompt, and the completions that share it."""
 
-hidden = jax.jit(lambda model, rows: forward(model, rows)[0])
+hidden = jax.jit(lambda model, rows: forward(model, rows))
 
 
 def packed_row(width):
@@ -117,7 +117,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 
     @functools.partial(jax.jit, static_argnums=1)
     def graded(model, how):
-        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, how)[0])))(model)
+        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, how))))(model)
 
     plain, again = graded(model, "none"), graded(model, remat)
     np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
@@ -127,9 +127,9 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_bfloat16(kind):
     model, rows = tiny(kind, dtype="bfloat16"), packed_row(24)[0]
-    traced = jax.make_jaxpr(lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, "full")[0])))(m))(model)
+    traced = jax.make_jaxpr(lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, "full"))))(m))(model)
     products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
-    forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)[0]))(model)
+    forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)))(model)
     for equation in equations(forward_only.jaxpr):
         if equation.primitive.name == "dot_general":
             assert {v.aval.dtype for v in equation.invars} == {jnp.dtype(jnp.bfloat16)}, equation
@@ -146,7 +146,7 @@ def test_the_gradient_is_the_slope(kind):
     model = tiny(kind)
     rows = causal_rows(np.random.default_rng(0).integers(0, VOCAB, (2, 6)))
     weights = jax.random.normal(jax.random.key(1), (2, 6, VOCAB))
-    loss = jax.jit(lambda m: jnp.mean(weights * jax.nn.log_softmax(unembed(m, forward(m, rows)[0]))))
+    loss = jax.jit(lambda m: jnp.mean(weights * jax.nn.log_softmax(unembed(m, forward(m, rows)))))
     grad = jax.jit(jax.grad(loss))(model)
     # Along the gradient itself the slope is the largest that there is, so float32 can see it.
     norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grad)))
@@ -159,7 +159,7 @@ def test_every_parameter_gets_a_gradient():
     for kind in KINDS:
         model, rows = tiny(kind), causal_rows(np.arange(12).reshape(2, 6))
         weights = jax.random.normal(jax.random.key(1), (2, 6, VOCAB))
-        grad = jax.jit(jax.grad(lambda m, r=rows, w=weights: jnp.sum(w * unembed(m, forward(m, r)[0]))))(model)
+        grad = jax.jit(jax.grad(lambda m, r=rows, w=weights: jnp.sum(w * unembed(m, forward(m, r)))))(model)
         for path, leaf in jax.tree.leaves_with_path(grad):
             assert np.any(leaf), (kind, path)
 

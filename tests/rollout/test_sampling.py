@@ -164,6 +164,14 @@ def test_top_p_stops_as_soon_as_the_mass_is_reached(top_p, kept):
     np.testing.assert_array_equal(found, np.arange(4)[None] < kept)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.6)])
+def test_a_hair_less_likely_than_the_last_one_kept_is_cut_off(sampling):
+    """The two in the middle differ by a few units in the last place; the first two hold 0.62 of the mass."""
+    logits = jnp.array([[1.0, 0.5, 0.5 - 3e-7, -2.0]])
+    found = drawn(logits, jnp.full(1, 0.5), as_rule(sampling), EVERYTHING)
+    np.testing.assert_array_equal(unpacked(found.extras["kept"], 4), [[True, True, False, False]])
+
+
 @pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.5), Sampling(top_k=3, top_p=0.5)])
 def test_ties_at_the_border_are_all_kept(sampling):
     assert kept_of([[0.4, 0.2, 0.2, 0.2]], sampling)[0].all()

@@ -1,0 +1,142 @@
+"""A sampler without a model, for what depends on lengths and luck alone: slots, refill, resumption, abort, as the engine has."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl_llm.rollout import Collect, Sampling
+from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.demand import Demand
+from jaxrl_llm.rollout.groups import Backlog, request_seed
+from jaxrl_llm.types import Completion, Group, Problem
+
+LONGEST = 128
+
+
+def drawn(seed, salt, high):
+    """A number below ``high`` that depends on seed and salt alone."""
+    x = (seed * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03 + 1) % 2**64
+    for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        x = (x ^ x >> 30) * factor % 2**64
+    return (x >> 31) % high
+
+
+def long_tailed(seed):
+    """Lengths of mean 0.3 of the longest: most are short, some reach the limit."""
+    return int(np.clip(-38.0 * np.log(1 - drawn(seed, 1, 1 << 20) / (1 << 20)), 1, LONGEST))
+
+
+@dataclasses.dataclass
+class Request:
+    prompt: tuple
+    seed: int
+    limit: int
+    tokens: list
+    versions: list
+
+    def completion(self, reason):
+        tokens, versions = np.asarray(self.tokens, np.int32), np.asarray(self.versions, np.int32)
+        count = len(tokens)
+        return Completion(tokens, -tokens.astype(np.float32), reason, np.ones(count, bool), versions)
+
+
+class ToyEngine:
+    """A token is a function of (seed, position); a completion's length one of its seed."""
+
+    def __init__(self, slots, chunk=8, length=long_tailed):
+        self.slots, self.chunk, self.length = slots, chunk, length
+
+    def start(self, sampling):
+        self.sampling, self.waiting, self.running, self.finished = sampling, {}, {}, []
+        self.handles = self.slot_steps = 0
+
+    def submit(self, prompts, seeds, limits=None, begun=None):
+        limits = limits or [self.sampling.max_new_tokens] * len(prompts)
+        begun = begun or [None] * len(prompts)
+        handles = list(range(self.handles, self.handles + len(prompts)))
+        self.handles += len(prompts)
+        for handle, prompt, seed, limit, old in zip(handles, prompts, seeds, limits, begun, strict=True):
+            assert limit <= self.sampling.max_new_tokens and (old is None or len(old.tokens) < limit)
+            tokens, versions = ([], []) if old is None else (old.tokens.tolist(), old.version.tolist())
+            self.waiting[handle] = Request(tuple(prompt), seed, limit, tokens, versions)
+        return handles
+
+    @property
+    def busy(self):
+        return bool(self.waiting or self.running)
+
+    @property
+    def queued(self):
+        return len(self.waiting)
+
+    def step(self, model, version=0):
+        for handle in list(self.waiting)[: self.slots - len(self.running)]:
+            self.running[handle] = self.waiting.pop(handle)
+        sampled, longest = 0, 0
+        for handle, request in list(self.running.items()):
+            done, end = len(request.tokens), min(request.limit, self.length(request.seed))
+            new = min(self.chunk, end - done)
+            request.tokens += [(request.seed + 7 * position) % 1000 for position in range(done, done + new)]
+            request.versions += [version] * new
+            sampled, longest = sampled + new, max(longest, new)
+            if done + new == end:
+                reason = "stop" if end == self.length(request.seed) else "length"
+                self.finished.append((handle, self.running.pop(handle).completion(reason)))
+        self.slot_steps += longest * self.slots
+        return sampled
+
+    def abort(self, handles):
+        for handle in handles:
+            request = self.running.pop(handle, None) or self.waiting.pop(handle)
+            self.finished.append((handle, request.completion("aborted")))
+
+    def collect(self):
+        done, self.finished = self.finished, []
+        return done
+
+
+@dataclasses.dataclass(frozen=True)
+class ToySource:
+    """Prompt n is degenerate with the given chance; an informative group has right and wrong answers."""
+
+    group: int
+    degenerate: float
+
+    def informative(self, place):
+        return drawn(place, 7, 1000) >= 1000 * self.degenerate
+
+    def ask(self, place):
+        problem = Problem(str(place), ({"role": "user", "content": "?"},), "1", "toy")
+        seeds = [request_seed(1, place * self.group + g) for g in range(self.group)]
+        return problem, np.asarray([1 + place], np.int32), seeds
+
+    def finish(self, whole, version, budget):
+        found = []
+        for group in whole:
+            problem, prompt, _ = self.ask(group.place)
+            right = np.ones(self.group)
+            right[0] = not self.informative(group.place)
+            found.append(Group(problem, prompt, group.completions, right, right))
+        return found, {"reward/errors": 1, "reward/timeouts": 0}
+
+
+def sampler(needed, slots, degenerate=0.0, group=4, filter_groups=True, engine=None, **settings):
+    """The toys, ready for ``collect``."""
+    settings = Collect(**settings)
+    demand = Demand(needed, slots, LONGEST, filter_groups, settings)
+    rules = Sampling(max_new_tokens=LONGEST)
+    return Sampler(engine or ToyEngine(slots), ToySource(group, degenerate), rules, demand, lambda text: None)
+
+
+def steps(made, count, backlog=Backlog()):
+    """``count`` steps one after the other; the version grows by one with each."""
+    out = []
+    for version in range(count):
+        out.append(collect(made, None, version, backlog))
+        backlog = out[-1].backlog
+    return out
+
+
+def places(groups):
+    """Where the groups stand in the stream."""
+    return [int(g.problem.id) for g in groups]

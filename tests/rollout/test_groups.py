@@ -1,0 +1,128 @@
+"""Groups from their place in the stream: prompts, seeds, texts and scores by the real engine; what is whole, what teaches."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rollout import Collect, Engine, Sampling
+from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.demand import Demand
+from jaxrl_llm.rollout.groups import Backlog, Source, describe, informative, request_seed, whole
+from jaxrl_llm.tasks import Table, Task, load
+from jaxrl_llm.types import Completion, Group, Problem
+
+LONGEST = 5
+
+
+def group(accuracy, rewards=None):
+    problem = Problem("0", ({"role": "user", "content": "?"},), "1", "test")
+    rewards = np.asarray(rewards if rewards is not None else accuracy, float)
+    return Group(problem, np.array([1]), (), rewards, np.asarray(accuracy, float))
+
+
+def test_the_filter_looks_at_accuracy_and_not_at_the_reward():
+    assert not informative(group([1, 1], rewards=[1.0, 0.4]))
+    assert informative(group([1, 0], rewards=[0.5, 0.5]))
+    assert not informative(group([0.5, 0.0], rewards=[0.5, 0.0]))
+    assert informative(group([0, 0, 0, 1.5]))
+
+
+def test_request_seeds_are_unique_within_a_run_and_between_runs():
+    numbers = [0, 1, 2, (1 << 39), (1 << 39) + 1, (1 << 40) - 1]
+    seeds = {request_seed(run, n) for run in (0, 1, 2, (1 << 24) - 1) for n in numbers}
+    assert len(seeds) == 4 * len(numbers) and all(0 <= seed < 1 << 64 for seed in seeds)
+
+
+@pytest.mark.parametrize(("reason", "size", "ends"), [
+    ("stop", 1, True), ("repetition", 2, True), ("length", 5, True), ("length", 4, False), ("aborted", 4, False),
+])  # fmt: skip
+def test_a_completion_is_whole_unless_a_budget_or_an_interruption_ended_it(reason, size, ends):
+    tokens = np.zeros(size, np.int32)
+    completion = Completion(tokens, tokens.astype(np.float32), reason, tokens == 0, tokens)
+    assert whole(completion, LONGEST) == ends
+    assert not whole(None, LONGEST)
+
+
+def test_a_step_without_a_finished_group_has_no_reward():
+    assert np.isnan(describe([])["reward/mean"])
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory):
+    path = tmp_path_factory.mktemp("task") / "letters.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Say {c}", "answer": c}) + "\n" for c in "abcdefgh"))
+    task = Task(Table(str(path)), extractor="whole", template="chatml")
+    model, tokenizer = load_pretrained("tiny-random")
+    engine = Engine(model, slots=4, max_length=64, chunk=4)
+    quiet = lambda text: None
+    with Scorer((Accuracy(),), 1) as scorer:
+        source = Source(tokenizer, task, load(task).train, scorer, 3, 7, (), quiet)
+        demand = Demand(4, 4, LONGEST, False, Collect())
+        yield model, Sampler(engine, source, Sampling(max_new_tokens=LONGEST), demand, quiet)
+
+
+def needing(made, needed, collect=Collect(), **source):
+    """The sampler for steps of another size."""
+    demand = dataclasses.replace(made.demand, needed=needed, collect=collect)
+    return dataclasses.replace(made, demand=demand, source=dataclasses.replace(made.source, **source))
+
+
+def test_groups_depend_on_their_place_in_the_stream_only(sampler):
+    model, made = sampler
+    together = collect(made, model, 2, Backlog(5)).groups
+    apart = [g for cursor in (5, 7) for g in collect(needing(made, 2), model, 2, Backlog(cursor)).groups]
+    assert [g.problem.id for g in together] == [g.problem.id for g in apart]
+    for a, b in zip(together, apart, strict=True):
+        for x, y in zip(a.completions, b.completions, strict=True):
+            assert x.tokens.tobytes() == y.tokens.tobytes() and x.sampler_logp.tobytes() == y.sampler_logp.tobytes()
+            assert x.text == y.text and x.version.tolist() == [2] * len(x.tokens)
+
+
+def test_groups_hold_their_prompts_completions_and_scores(sampler):
+    model, made = sampler
+    found = collect(made, model, 0, Backlog())
+    assert len(found.groups) == 4 and {len(g.completions) for g in found.groups} == {3}
+    for g in found.groups:
+        assert g.rewards.shape == g.accuracy.shape == g.parts["accuracy"].shape == (3,)
+        assert len({c.tokens.tobytes() for c in g.completions}) == 3
+        assert g.problem.prompt[-1]["content"] in bytes(g.prompt[g.prompt < 256].astype(np.uint8)).decode()
+        assert {c.text for c in g.completions} == set(made.source.tokenizer.batch_decode([c.tokens for c in g.completions], skip_special_tokens=True))
+    assert found.metrics["time/rollout_s"] > 0 and found.metrics["reward/errors"] == 0
+    assert 0.5 < found.metrics["rollout/utilisation"] <= 1 and found.metrics["rollout/useful_fraction"] == 1
+
+
+def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sampler):
+    model, made = sampler
+    wanted, backlog = collect(needing(made, 2), model, 0, Backlog()).groups, Backlog()
+    short = needing(made, 2, Collect(token_budget=2))
+    for version in (5, 6, 7):
+        found = collect(short, model, version, backlog)
+        backlog = found.backlog
+        assert len(found.groups) == (2 if version == 7 else 0)
+    assert [g.problem.id for g in found.groups] == [g.problem.id for g in wanted]
+    for a, b in zip(found.groups, wanted, strict=True):
+        for x, y in zip(a.completions, b.completions, strict=True):
+            assert x.tokens.tolist() == y.tokens.tolist() and x.text == y.text
+            np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
+            assert x.version.tolist() == [5, 5, 6, 6, 7][: len(x.tokens)] and x.extras["entropy"].shape == x.tokens.shape
+
+
+def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sampler):
+    model, made = sampler
+    seen = []
+
+    def note(name):
+        def shape(group, updates, budget):
+            seen.append((name, updates, budget))
+            return dataclasses.replace(group, rewards=group.rewards * 2 + (name == "second"))
+
+        return shape
+
+    shaped = collect(needing(made, 1, shaping=(note("first"), note("second"))), model, 7, Backlog()).groups
+    plain = collect(needing(made, 1), model, 7, Backlog()).groups
+    assert seen == [("first", 7, LONGEST), ("second", 7, LONGEST)]
+    np.testing.assert_array_equal(shaped[0].rewards, plain[0].rewards * 4 + 1)

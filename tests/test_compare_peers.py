@@ -1,0 +1,126 @@
+"""The comparison of samplers, as far as it needs none but our own: a real run, and the table's arithmetic."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+import bench_rollout  # noqa: E402
+import compare_peers  # noqa: E402
+
+TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 --repeats 2".split())
+
+
+def run(*arguments):
+    command = [sys.executable, str(TOOLS / "compare_peers.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent)
+
+
+def answer(seconds, computed=100, others=0.0):
+    return {"seconds": seconds, "cpu_s": 2 * seconds, "computed": computed, "others": others}
+
+
+def first_answer(**fields):
+    return {"warmup_s": 9.04, "settings": "as it comes", "versions": {"peer": "1.0"}, **fields}
+
+
+def test_a_run_with_our_own_sampler_counts_and_checks_its_tokens(tmp_path):
+    done = run("--only", "ours", "--lengths", "long", "--folder", str(tmp_path / "peers"), *TINY)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    found = json.loads(lines[-1])
+    options = bench_rollout.Options(slots=4, group=2, prompt=8, completion=8, lengths="long")
+    _, limits = bench_rollout.work_of(options, 259)
+    ours = found["rows"]["ours"]
+    assert found["requests"] == 16 and found["tokens"] == limits.sum()
+    assert ours["greedy"] == "8/8" and found["ratios"] == {}
+    assert ours["tokens_per_s"] == pytest.approx(found["tokens"] / ours["seconds"], rel=0.1)
+    # A draw from 259 nearly equal words scores about -log(259); any truncation would score higher.
+    assert ours["mean_logp"] == pytest.approx(-np.log(259), abs=0.3)
+    assert lines[0].split()[0] == "seconds" and lines[1].split()[0] == "ours"
+
+
+def test_an_unknown_contestant_is_one_line():
+    done = run("--only", "ours,nobody")
+    assert done.returncode == 1
+    assert done.stderr == "compare_peers: no contestant 'nobody': there are ours, tunix, trl, batching\n"
+
+
+def test_the_work_is_the_same_each_time_and_comes_group_by_group():
+    options = bench_rollout.Options(slots=4, group=4, prompt=5, completion=20, lengths="long")
+    (prompts, limits), (again, same) = (bench_rollout.work_of(options, 50) for _ in range(2))
+    assert len(prompts) == len(limits) == 16
+    assert all((a == b).all() for a, b in zip(prompts, again, strict=True)) and (limits == same).all()
+    assert len({prompt.tobytes() for prompt in prompts}) == 4
+    assert all((prompts[i] == prompts[i - i % 4]).all() for i in range(16))
+    assert 1 <= limits.min() and limits.max() <= 20
+
+
+def test_lengths_are_equal_or_have_a_tail_of_mean_three_tenths():
+    options = [bench_rollout.Options(slots=250, lengths=kind) for kind in ("equal", "long")]
+    lengths = [bench_rollout.work_of(option, 9)[1] for option in options]
+    assert set(lengths[0].tolist()) == {128}
+    assert lengths[1].mean() / 128 == pytest.approx(0.3, abs=0.02)
+
+
+def test_ours_always_takes_part_and_comes_first():
+    assert compare_peers.chosen("batching, ours,tunix") == ["ours", "tunix", "batching"]
+    assert compare_peers.chosen("") == ["ours"]
+
+
+def test_a_row_holds_medians_and_a_ratio_is_the_peers_time_over_ours():
+    ours = compare_peers.row(first_answer(), [answer(2.0), answer(1.0, others=0.25), answer(9.0)], 100)
+    peer = compare_peers.row(first_answer(), [answer(5.0, 400), answer(4.0, 400), answer(6.0, 400)], 100)
+    assert ours["seconds"] == 2.0 and ours["tokens_per_s"] == 50.0 and ours["useful"] == 1.0
+    assert ours["spread"] == 4.0 and ours["others"] == 0.25 and ours["warmup_s"] == 9.0
+    assert ours["cpu_s"] == 4.0
+    assert peer["useful"] == 0.25
+    assert compare_peers.ratios({"ours": ours, "peer": peer}) == {"peer": 2.5}
+    checks = {"greedy": "8/8", "mean_logp": -1.0}
+    header, *lines = compare_peers.table({"ours": ours | checks, "peer": peer | checks}).splitlines()
+    assert [line.split()[-1] for line in (header, *lines)] == ["ratio", "1.0", "2.5"]
+    assert len({len(line) for line in (header, *lines)}) == 1
+
+
+def test_the_score_is_the_mean_of_single_scores_and_no_prompt_or_padding_counts():
+    model = compare_peers.lively(bench_rollout.Options(model="tiny-random"))
+    prompts, completions = [[1, 2], [3, 4, 5]], [[6, 7, 8, 9], [10]]
+    scores = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        out = np.asarray(compare_peers.logits(model, [prompt + completion]), np.float64)[0]
+        out -= np.log(np.exp(out).sum(axis=-1, keepdims=True))
+        scores += [out[len(prompt) - 1 + i, token] for i, token in enumerate(completion)]
+    assert compare_peers.mean_logp(model, prompts, completions) == pytest.approx(np.mean(scores), abs=1e-5)
+
+
+def test_agreement_ends_where_two_texts_part():
+    assert compare_peers.agreement([1, 2, 3, 4], [1, 2, 9, 4]) == 2
+    assert compare_peers.agreement([1, 2], [1, 2, 3]) == 2
+    assert compare_peers.agreement([5], [6]) == 0
+
+
+def test_completions_of_other_lengths_are_refused():
+    compare_peers.checked("peer", {"completions": [[1], [2, 3]]}, [1, 2])
+    with pytest.raises(SystemExit, match="compare_peers: peer returned 3 tokens in wrong lengths; 3 were asked for"):
+        compare_peers.checked("peer", {"completions": [[1, 2], [3]]}, [1, 2])
+
+
+def test_every_peer_has_exact_versions_and_ours_has_no_environment(tmp_path):
+    for name, peer in compare_peers.PEERS.items():
+        assert (TOOLS / "peers" / peer.script).is_file()
+        assert bool(peer.pins) == (name != "ours")
+        assert all(len(pin.split("==")) == 2 and pin.split("==")[1][0].isdigit() for pin in peer.pins)
+    assert compare_peers.python_of((), tmp_path) == Path(sys.executable) and not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_dies_is_told_with_the_end_of_its_log(tmp_path):
+    worker = compare_peers.started("ours", tmp_path)
+    with pytest.raises(SystemExit, match="(?s)compare_peers: ours ended without an answer.*KeyError: 'model'"):
+        worker.ask({"mode": ""})
+    worker.close()

@@ -1,0 +1,104 @@
+"""Sampling one step ahead of learning: what it learns from, on which devices, and what a resumed run makes of it."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.ratios import TruncatedIS
+from jaxrl_llm.checkpoint import collected_from_json, collected_to_json
+from jaxrl_llm.config import load_config, resolved, validate
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rollout import Collect
+from jaxrl_llm.rollout.groups import Backlog, Collected
+from jaxrl_llm.rollout.weights import weights_for_sampling
+from jaxrl_llm.sharding import MeshShape, make_mesh, rollout_mesh, shardings
+from test_checkpoint import completion, same
+from test_resume import CONFIG, finish, plain, rows, stop_after
+from tiny import tiny
+
+STEPS = "--steps 3 --recipe grpo --rollout.prompts 8 --rollout.collect.token_budget 0 --rollout.collect.no-interrupt".split()
+AHEAD, APART = ["--rollout.collect.staleness", "1"], ["--mesh.rollout", "1"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Ahead on devices apart, the same killed and resumed, ahead on the learner's devices: the rows of each."""
+    folder = tmp_path_factory.mktemp("runs")
+    finish(folder / "apart", *STEPS, *AHEAD, *APART)
+    stop_after(folder / "broken", 1, signal.SIGTERM, *STEPS, *AHEAD, *APART)
+    between = max(row["step"] for row in rows(folder / "broken"))
+    finish(folder / "broken", *STEPS, *AHEAD, *APART)
+    finish(folder / "shared", *STEPS, *AHEAD)
+    return {name: rows(folder / name) for name in ("apart", "broken", "shared")}, between
+
+
+def test_a_resumed_run_goes_on_with_what_was_sampled_ahead(runs):
+    found, between = runs
+    assert 1 <= between < 3
+    for one, other in zip(found["apart"], found["broken"], strict=True):
+        assert plain(one) == plain(other)
+
+
+def test_only_the_first_step_learns_from_its_own_policy(runs):
+    gaps = [row["sampler/logp_abs_diff_mean"] for row in runs[0]["apart"][1:]]
+    assert gaps[0] < 1e-5 < 1e-3 < min(gaps[1:])
+
+
+def test_where_it_samples_changes_nothing_but_rounding(runs):
+    for one, other in zip(runs[0]["apart"][:3], runs[0]["shared"][:3], strict=True):
+        for name in ("reward/mean", "completions/mean_length", "prompts"):
+            if one["step"]:
+                np.testing.assert_allclose(one[name], other[name], rtol=1e-6, err_msg=name)
+
+
+def test_groups_sampled_ahead_survive_json_exactly():
+    batch = Collected([], [], Backlog(3), 7, 5, {"reward/mean": 1 / 3, "rollout/useful_fraction": float("nan")})
+    again = collected_from_json(json.loads(json.dumps(collected_to_json(batch))), Backlog(3))
+    assert same(again.metrics | {"rollout/useful_fraction": 0}, batch.metrics | {"rollout/useful_fraction": 0})
+    assert (again.tokens, again.version, again.backlog, again.groups) == (7, 5, Backlog(3), [])
+    assert collected_from_json(collected_to_json(None), Backlog()) is None
+    assert len(completion(2).tokens) == 2
+
+
+def run_with(collect=None, rollout=0, **changes):
+    _, run = load_config(str(CONFIG))
+    stale = dataclasses.replace(run.rollout, collect=collect or Collect())
+    return dataclasses.replace(run, rollout=stale, mesh=MeshShape(rollout=rollout), **changes)
+
+
+def test_every_recipe_corrects_for_the_step_between():
+    for recipe in RECIPES.values():
+        algorithm = resolved(run_with(Collect(staleness=1), recipe=recipe)).recipe.algorithm
+        assert algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler", recipe.name
+        assert resolved(run_with(recipe=recipe)).recipe.algorithm.correction == recipe.algorithm.correction
+    assert resolved(run_with(Collect(staleness=1))).recipe.algorithm.correction == TruncatedIS()
+
+
+def test_what_cannot_run_ahead_is_refused():
+    with pytest.raises(InputError, match="rollout.collect.staleness must be 0 or 1, got 2"):
+        validate(run_with(Collect(staleness=2)))
+    with pytest.raises(InputError, match="mesh.rollout 1 sets devices aside .*: set rollout.collect.staleness 1"):
+        validate(run_with(rollout=1))
+    for devices in (0, 8):
+        with pytest.raises(InputError, match="mesh.rollout must be from 0 to"):
+            MeshShape(rollout=devices or -1).sizes(8)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(1, 2, 2), MeshShape(1, 2, 2, rollout=4), MeshShape(1, 5, 1, rollout=3)])
+def test_weights_that_sample_outlive_the_policy_and_lie_whole_over_fsdp(shape):
+    learner, sampler = (make(shape) if shape.rollout else make(MeshShape(2, 2, 2)) for make in (make_mesh, rollout_mesh))
+    assert not shape.rollout or not set(learner.devices.flat) & set(sampler.devices.flat)
+    model, plain_copy = tiny("windows"), jax.device_get(tiny("windows"))
+    policy = jax.device_put(model, shardings(model, learner))
+    weights = weights_for_sampling(model, "float32", learner, sampler, keep=True)(policy)
+    for leaf in jax.tree.leaves(policy):
+        leaf.delete()
+    for found, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(plain_copy), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+        assert found.sharding.mesh.devices.tolist() == sampler.devices.tolist()
+        assert sampler.size == 1 or "fsdp" not in str(found.sharding.spec)
