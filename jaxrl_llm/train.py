@@ -192,7 +192,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     dtype = jnp.dtype(run.learner.compute_dtype)
     shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
     where = rollout_mesh(run.mesh)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict)
+    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
     weights = weights_for_sampling(model, dtype, mesh, where, keep=rollout.collect.staleness > 0)
     source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
     demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)

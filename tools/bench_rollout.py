@@ -113,7 +113,7 @@ def run(options: Options) -> dict[str, Any]:
     model = model_of(options)
     prompts, limits = work_of(options, model.config.vocab_size)
     count = len(prompts)
-    engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk)
+    engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk, group=options.group)
     seconds = []
     for _ in range(options.repeats + 1):
         began = time.perf_counter()

@@ -1,8 +1,9 @@
-"""The key/value cache of the sampler: a part that is only read, and a short chunk that decode steps write.
+"""The key/value cache of the sampler: parts that are only read, and a short chunk that decode steps write.
 
 A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
 so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call, row by row and in place. A row's
-columns are its positions, whatever slot or time it was filled at: its numbers never depend on its neighbours.
+columns are its positions, whatever slot or time it was filled at: its numbers never depend on its neighbours. Rows that
+begin alike may read their beginning from one block: its keys and values then pass through memory once for all of them.
 
 Keys lie with their columns last, so that the scores of one query are plain matrix products: on CPUs twice as fast.
 """
@@ -51,6 +52,35 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
     return Cache(jnp.take(cache.k, rows, axis=1), jnp.take(cache.v, rows, axis=1))
 
 
+class Beginnings(NamedTuple):
+    """Blocks that rows read what comes before their own columns from; none crosses the parts that a mesh divides rows into.
+
+    Attributes:
+      cache: one row for each of U blocks.
+      lengths: int32[B], columns of its block that a row begins with; its own column 0 holds that position.
+      rows: int32[parts, U / parts * lanes], which row of its part a lane of a block serves; any, where it serves none.
+      lanes: int32[parts, B / parts], the lane of each row, counted through the blocks of its part.
+    """
+
+    cache: Cache
+    lengths: jax.Array
+    rows: jax.Array
+    lanes: jax.Array
+
+
+def beginnings(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> Beginnings:
+    """Beginnings in blocks of ``width`` lanes; ``lanes`` int32[B] as above, beyond the last lane for a row that reads none."""
+    lanes, count = lanes.reshape(parts, -1), cache.v.shape[1] // parts * width
+    put = lambda of_part: jnp.zeros(count, jnp.int32).at[of_part].set(jnp.arange(len(of_part)), mode="drop")
+    return Beginnings(cache, lengths, jax.vmap(put)(lanes), jnp.minimum(lanes, count - 1))
+
+
+def _moved(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """x [rows, ...] as [count, ..., ...]: entries ``index`` [parts, ...] of each part of the rows, in their order."""
+    parts = x.reshape(len(index), -1, *x.shape[1:])
+    return jax.vmap(lambda part, at: part[at])(parts, index).reshape(count, -1, *x.shape[1:])
+
+
 def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array) -> Cache:
     """Keys and values of the next C tokens of every row.
 
@@ -92,7 +122,13 @@ def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.
 
 
 def decode(
-    model: Decoder, cache: Cache, chunk: Cache, step: jax.Array, tokens: jax.Array, lengths: jax.Array
+    model: Decoder,
+    cache: Cache,
+    chunk: Cache,
+    step: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    before: Beginnings | None = None,
 ) -> tuple[jax.Array, Cache]:
     """One token for every row.
 
@@ -101,20 +137,23 @@ def decode(
       cache: read only; row b is valid below ``lengths[b]``.
       chunk: a cache of C columns, of which those below ``step`` are valid; this step writes column ``step``.
       step: int32[], 0 <= step < C.
-      tokens: int32[B], each row's newest token, at position ``lengths + step``.
+      tokens: int32[B], each row's newest token, at position ``lengths + step`` after its beginning.
       lengths: int32[B].
+      before: what comes before column 0; None for nothing.
 
     Returns:
       Final hidden states [B, D] and the chunk with the new column.
     """
-    config, positions, rows = model.config, lengths + step, tokens.shape[0]
-    columns, steps = jnp.arange(cache.columns), jnp.arange(chunk.columns)
+    config, rows = model.config, tokens.shape[0]
+    positions = lengths + step + (0 if before is None else before.lengths)
+    steps, columns = jnp.arange(chunk.columns), jnp.arange(cache.columns)
     since = jnp.broadcast_to((step - steps)[None], (rows, len(steps)))
-    distance = jnp.concatenate([positions[:, None] - columns[None], since], 1)
-    valid = jnp.concatenate([columns[None] < lengths[:, None], since >= 0], 1)
+    begun = jnp.zeros((rows, 0 if before is None else 1), jnp.int32)
+    distance = jnp.concatenate([(lengths + step)[:, None] - columns[None], since, begun], 1)
+    valid = jnp.concatenate([columns[None] < lengths[:, None], since >= 0, begun == 0], 1)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
-        w, frequencies, window, main, new = per_layer
+        w, frequencies, window, main, new, first = per_layer
         visible = valid & ((window == 0) | (distance < window))
         written = []
 
@@ -122,17 +161,48 @@ def decode(
             put = jax.lax.dynamic_update_slice
             fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
             written.append(fresh)
-            parts = [layers.scores_of_one(q[:, 0], keys, config.attention) for keys in (main.k, fresh.k)]
-            s = jnp.where(visible[:, None, None], jnp.concatenate(parts, -1), layers.MASKED)
-            far, near = jnp.split(jax.nn.softmax(s, axis=-1), [len(columns)], axis=-1)
-            return (layers.mix_for_one(far, main.v) + layers.mix_for_one(near, fresh.v))[:, None]
+            s = [layers.scores_of_one(q[:, 0], keys, config.attention) for keys in (main.k, fresh.k)]
+            if before is not None:
+                mixed, total = _begun(config, q[:, 0], first, before, positions, window)
+                s.append(total)
+            weights = jax.nn.softmax(jnp.where(visible[:, None, None], jnp.concatenate(s, -1), layers.MASKED), axis=-1)
+            own, near, share = jnp.split(weights, [len(columns), len(columns) + len(steps)], axis=-1)
+            out = layers.mix_for_one(own, main.v) + layers.mix_for_one(near, fresh.v)
+            return (out if before is None else out + share.astype(q.dtype) * mixed)[:, None]
 
         angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
         return block(w, config, x, angles, attend), written[0]
 
     x = embed(model, tokens)[:, None]
-    x, chunk = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config), cache, chunk))
+    blocks = None if before is None else before.cache
+    x, chunk = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config), cache, chunk, blocks))
     return layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm), chunk
+
+
+def _begun(
+    config: ModelConfig, q: jax.Array, blocks: Cache, before: Beginnings, positions: jax.Array, window: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each row over its beginning alone: the queries go to the blocks and the results come back, all small.
+
+    q: [B, K, N / K, H]. Returns the values mixed, like q, and the log of the summed weights [B, K, N / K, 1]: as the score of
+    one more column, with the mixture as its value, that stands for the whole beginning.
+    """
+    count, (_, heads, queries, width) = blocks.v.shape[0], q.shape
+    there = lambda x: _moved(x, before.rows, count)
+    columns = jnp.arange(blocks.v.shape[2])[None, None]
+    distance = there(positions)[..., None] - columns
+    visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))
+    visible = jnp.repeat(visible, queries, axis=1)[:, None]
+    asked = there(q).swapaxes(1, 2).reshape(count, heads, -1, width)
+    s = jnp.where(visible, layers.scores_of_one(asked, blocks.k, config.attention), layers.MASKED)
+    top = jnp.max(s, axis=-1, keepdims=True)
+    weights = jnp.exp(s - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = layers.mix_for_one(weights, blocks.v).astype(jnp.float32) / total
+    found = jnp.concatenate([mixed, top + jnp.log(total)], axis=-1)
+    found = found.reshape(count, heads, -1, queries, width + 1).swapaxes(1, 2).reshape(-1, heads, queries, width + 1)
+    found = _moved(found, before.lanes, len(positions))[:, 0]
+    return found[..., :-1].astype(q.dtype), found[..., -1:]
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
@@ -140,13 +210,26 @@ def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     return _write_rows(cache, cache.v.shape[1], lambda i: (i, _row(chunk, i), lengths[i]))
 
 
-def insert(cache: Cache, prompts: Cache, source: jax.Array) -> Cache:
-    """The cache with row b begun by row ``source[b]`` of ``prompts``, or kept where that is negative.
+def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:
+    """The cache with row b begun by row ``source[b]`` of ``given`` from column ``start[b]`` on, or kept where source is negative.
 
-    prompts: has no more columns than the cache; columns beyond keep what they hold (they are invalid until written).
+    Columns beyond those given hold anything: they are invalid until written.
     """
     first = jnp.argsort(source < 0, stable=True)
-    return _write_rows(cache, jnp.sum(source >= 0), lambda i: (first[i], _row(prompts, source[first[i]]), 0))
+
+    def writing(i: jax.Array) -> tuple[Any, Cache, Any]:
+        row = _row(given, source[first[i]])
+        back = -start[first[i]]
+        moved = Cache(jnp.roll(row.k, back, axis=4), jnp.roll(row.v, back, axis=3))
+        return first[i], with_columns(moved, min(given.columns, cache.columns)), 0
+
+    return _write_rows(cache, jnp.sum(source >= 0), writing)
+
+
+def sequence_of(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
+    """One row of all the positions of a sequence: ``length`` columns of a block, then a row's own."""
+    begun = with_columns(_row(blocks, block), blocks.columns + cache.columns)
+    return _write_rows(begun, 1, lambda i: (0, _row(cache, row), length))
 
 
 def _row(cache: Cache, row: jax.Array) -> Cache:

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,22 +18,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.prefixes import Prefixes, power_of_two
+from jaxrl_llm.rollout.filling import fillings
+from jaxrl_llm.rollout.places import (
+    SIZES, Shape, assign_blocks, lane_table, moved_blocks, moved_slots, power_of_two, seat, with_blocks_for,
+)  # fmt: skip
+from jaxrl_llm.rollout.prefixes import Prefixes
 from jaxrl_llm.rollout.requests import Request
-from jaxrl_llm.rollout.repetition import Tail, tail_of
 from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Sampling
-from jaxrl_llm.rollout.slots import Begun, Emitted, Slots, as_rules, empty_slots, fill_slots, rearranged, run_chunk, stop_slots
+from jaxrl_llm.rollout.slots import (
+    Emitted, Slots, as_rules, empty_slots, fill_slots, parts_of, rearranged, run_chunk, stop_slots, with_blocks,
+)  # fmt: skip
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.types import Completion
 
-FEWEST_COLUMNS, FEWEST_SLOTS = 128, 16
-"""Of the cache and of the batch: what a chunk computes at least, for less would save little."""
+FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEWEST_SLOTS = 64, 32, 16
+"""Of the cache, of its prompts and of the batch: what a chunk computes at least, for less would save little."""
 
-SIZES = 8
-"""Of the batch, at most: each is compiled when first needed."""
 WORTH_SHRINKING = 2
 """Chunks that some request may still take for a smaller batch to be worth compiling."""
 
@@ -69,17 +71,19 @@ class Engine:
       mesh: where the weights are; slots are divided over data and fsdp, heads over tensor. None for one device.
       strict: always compute all slots and the whole cache, so that no bit of a completion depends on how many and how long
         its neighbours are. If not, a chunk has as many slots and columns as it needs, in buckets; rounding may then differ.
+      group: requests of one prompt whose prompt is stored and read once, at most; a strict engine stores it for each.
     """
 
     def __init__(
-        self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None, strict: bool = False
-    ):
-        if slots < 1 or max_length < 2:
+        self, model: Decoder, slots: int = 16, max_length: int = 512, chunk: int = 16, mesh: Mesh | None = None,
+        strict: bool = False, group: int = 1,
+    ):  # fmt: skip
+        if slots < 1 or max_length < 2 or group < 1:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         self._shape = _shape(model)
         self._config, self._dtype = model.config, jax.tree.leaves(model)[0].dtype
-        self._mesh, self._strict = mesh, strict
+        self._mesh, self._strict, self._group = mesh, strict, 1 if strict else min(group, slots)
         self._shapes: dict[str, None] = {}
         self.start(Sampling())
 
@@ -87,6 +91,7 @@ class Engine:
         """Forget all requests and sample by these rules from now on."""
         self._sampling, self._rules = sampling, as_rules(sampling)
         self._state: Slots | None = None
+        self._held: Shape | None = None
         self._flight: Flight | None = None
         self._weights: Any = None
         self._prefixes = Prefixes(self._config, self._dtype, self.max_length)
@@ -124,7 +129,7 @@ class Engine:
         for name, given in {"seed": seeds, "limit": limits, "begun completion": begun}.items():
             if len(given) != len(prompts):
                 raise InputError(f"every prompt needs one {name}: got {len(prompts)} prompts and {len(given)} {name}s")
-        room = self.max_length - sampling.max_new_tokens
+        room = self._room
         new = []
         for prompt, seed, limit, earlier in zip(prompts, seeds, limits, begun, strict=True):
             ids, count = np.asarray(prompt, np.int32).reshape(-1), 0 if earlier is None else len(earlier.tokens)
@@ -139,6 +144,11 @@ class Engine:
         self._queue.extend(new)
         self._handles += len(new)
         return [request.handle for request in new]
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a prompt at most."""
+        return self.max_length - self._sampling.max_new_tokens
 
     @property
     def busy(self) -> bool:
@@ -172,8 +182,12 @@ class Engine:
         self._accept(model)
         count = self._read() if self._queue else 0
         self._refill(model)
-        self._note(f"decode: {self._state.tokens.shape[0]} slots, {self._state.cache.columns} columns, {self.chunk} steps")
-        self._state, told = run_chunk(model, self._state, self._rules, self.chunk, asked(self._sampling), self._mesh)
+        self._note(
+            f"decode: {self._held.rows} slots of {self._held.columns} columns, {self._held.blocks} prompts of "
+            f"{self._held.prompt_columns}, {self.chunk} steps"
+        )
+        rules = asked(self._sampling)
+        self._state, told = run_chunk(model, self._state, self._rules, self.chunk, rules, self._group, self._mesh)
         before, self._flight = self._flight, Flight(told, dict(self._running), version)
         return count + (self._take(before) if before else 0)
 
@@ -257,81 +271,67 @@ class Engine:
     def _end(self, request: Request, reason: str) -> None:
         del self._running[request.slot]
         if request.keep:
-            self._prefixes.keep(request.sequence, self._state.cache, request.slot)
+            self._prefixes.keep(request, self._state)
         self._finished.append((request.handle, request.completion(reason)))
 
     def _refill(self, model: Decoder) -> None:
         """Give waiting requests to free slots, in a batch of the size that all of them need."""
         taken = [self._queue.popleft() for _ in range(min(self.slots - len(self._running), len(self._queue)))]
         self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken])
-        for shape in self._prefixes.shapes:
-            self._note(f"prompts: {shape.calls} x {shape.piece} tokens{', going on' if shape.continues else ''}")
-        self._resize(taken)
-        free = [slot for slot in range(self._state.tokens.shape[0]) if slot not in self._running]
-        for slot, request in zip(free, taken, strict=False):
-            request.slot, self._running[slot] = slot, request
-        for cache, begun in self._by_source(taken):
+        for request in taken:
+            request.block_key = self._prefixes.block_key(request)
+        for form in self._prefixes.shapes:
+            self._note(f"prompts: {form.calls} x {form.piece} tokens{', going on' if form.continues else ''}")
+        shape = self._wanted([*self._running.values(), *taken])
+        self._resize_slots(shape)
+        seat(self._running, taken, shape)
+        shape = with_blocks_for(self._running, shape, self.slots, self._strict or self.slots <= FEWEST_SLOTS)
+        self._resize_blocks(shape)
+        for cache, begun in fillings(taken, self._running, shape, self._prefixes, self._sampling.repetition):
             self._state = fill_slots(self._state, cache, begun, self._mesh)
         if taken:
             self._prefixes.release(request.sequence for request in self._queue)
 
-    def _resize(self, taken: list[Request]) -> None:
-        """Bring the slots to the shape that running and taken requests need."""
-        wanted = self._wanted([*self._running.values(), *taken])
-        if self._state is None:
-            self._state = empty_slots(self._config, *wanted, self._dtype, self._mesh, self._sampling.repetition)
-        rows, columns = self._state.tokens.shape[0], self._state.cache.columns
-        if wanted == (rows, columns):
+    def _resize_slots(self, shape: Shape) -> None:
+        """Bring the slots to this shape, and the running requests with them."""
+        if self._state is None or (shape.rows, shape.columns) == (self._held.rows, self._held.columns):
             return
-        order = np.full(wanted[0], -1, np.int32)
-        places = sorted(self._running) if wanted[0] < rows else range(rows)
-        order[: len(places)] = list(places)
-        self._state = rearranged(self._state, order, wanted[1], self._mesh)
-        if wanted[0] < rows:
-            self._running = {new: self._running[old] for new, old in enumerate(places)}
-            for slot, request in self._running.items():
-                request.slot = slot
+        order, self._running = moved_slots(self._running, self._held.rows, shape.rows)
+        self._state = rearranged(self._state, order, shape.columns, self._mesh)
 
-    def _wanted(self, requests: list[Request]) -> tuple[int, int]:
-        """Slots and columns of the next chunk: few sizes, so that few programs are compiled."""
+    def _resize_blocks(self, shape: Shape) -> None:
+        """Bring the blocks to this shape, and give every request a lane of one."""
+        if self._state is None:
+            self._state = empty_slots(self._config, shape, self._dtype, self._mesh, self._sampling.repetition)
+            self._held = shape
+        stay = self._held._replace(columns=shape.columns) == shape
+        before = {request.handle: request.lane[0] for request in self._running.values() if request.lane}
+        stayed = assign_blocks(self._running, shape, stay)
+        if not stayed:
+            order, lanes = moved_blocks(before, self._running, shape), lane_table(self._running, shape)
+            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, self._mesh)
+        self._held = shape
+
+    def _wanted(self, requests: list[Request]) -> Shape:
+        """Slots and columns of the next chunk: few sizes, so that few programs are compiled; and blocks at least."""
+        parts = parts_of(self._mesh, self.slots)
+        longest = self._sampling.max_new_tokens + self.chunk
         if self._strict:
-            return self.slots, self.max_length + self.chunk
-        parts = 1 if self._mesh is None else batch_parts(self._mesh)
-        part = math.lcm(max(self.slots // SIZES, 1), parts)
+            return Shape(self.slots, longest, 0, self._room, parts, self._group)
+        if self.slots <= FEWEST_SLOTS:  # where it saves little, no setting of the sampler compiles anything
+            longest = self.max_length + self.chunk
+        part = math.lcm(max(self.slots // SIZES, 1), 1 if self._mesh is None else batch_parts(self._mesh))
         rows = -(-len(requests) // part) * part if self.slots > FEWEST_SLOTS else self.slots
+        blocks = 0
         if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * self.chunk:
-            rows = self.slots if self._state is None else max(rows, self._state.tokens.shape[0])
+            rows = self.slots if self._state is None else max(rows, self._held.rows)
+            blocks = 0 if self._state is None else self._held.blocks
+        rows = min(rows, self.slots)
         # What the chunk before has sampled is not known yet.
-        longest = max(request.columns for request in requests) + self.chunk * (2 if self._flight else 1)
-        columns = max(power_of_two(longest), FEWEST_COLUMNS)
-        return min(rows, self.slots), min(columns, self.max_length + self.chunk)
-
-    def _by_source(self, taken: list[Request]) -> Iterator[tuple[Cache, Begun]]:
-        """The arguments of ``fill_slots``, for each prefilled batch that the requests come from."""
-        batches: dict[int, tuple[Cache, list[tuple[int, Request]]]] = {}
-        for request in taken:
-            cache, row = self._prefixes[request.sequence]
-            batches.setdefault(id(cache), (cache, []))[1].append((row, request))
-        rows = self._state.tokens.shape[0]
-        for cache, members in batches.values():
-            begun = self._idle(rows)
-            for row, request in members:
-                sequence, slot, seed = request.sequence, request.slot, request.seed
-                # The last token is decoded again: one path samples the first new token and all others.
-                begun.source[slot], begun.lengths[slot], begun.tokens[slot] = row, len(sequence) - 1, sequence[-1]
-                begun.seeds[slot] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
-                begun.sampled[slot], begun.limits[slot] = request.earlier, request.limit
-                if request.begun is not None and self._sampling.repetition:
-                    tail = tail_of(*request.sampled_before(), self._sampling.repetition)
-                    jax.tree.map(lambda whole, one, at=slot: whole.__setitem__(at, one), begun.tail, tail)
-            yield cache, begun
-
-    def _idle(self, rows: int) -> Begun:
-        """What begins no slot."""
-        int32 = lambda *shape: np.zeros(shape, np.int32)
-        period = self._sampling.repetition.longest_period if self._sampling.repetition else 0
-        tail = Tail(int32(rows, period) - 1, int32(rows, period), int32(rows))
-        return Begun(int32(rows) - 1, int32(rows), int32(rows), np.zeros((rows, 2), np.uint32), int32(rows), int32(rows), tail)
+        columns = max(request.columns for request in requests) + self.chunk * (2 if self._flight else 1)
+        columns = min(max(power_of_two(columns), FEWEST_COLUMNS), longest)
+        prompt = max(power_of_two(max(request.prompt_columns for request in requests)), FEWEST_PROMPT_COLUMNS)
+        return Shape(rows, columns, blocks, min(prompt, self.max_length), parts_of(self._mesh, rows), self._group)
 
     def _note(self, shape: str) -> None:
         if shape not in self._shapes:

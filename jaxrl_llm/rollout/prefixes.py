@@ -1,22 +1,22 @@
 """Keys and values of token sequences, computed once for all requests that begin with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.cache import Cache, empty_cache, take_rows, with_columns
+from jaxrl_llm.models.cache import Cache, empty_cache, with_columns
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.slots import extend_prompts
+from jaxrl_llm.rollout.requests import Request
+from jaxrl_llm.rollout.slots import Slots, extend_prompts, kept_sequence
 
 ROWS, TOKENS = 8, 8192
 """Sequences in one call, fewer where their tokens would exceed the second number."""
 LONGEST_CALL, PIECE = 1024, 512
 """Sequences of more tokens than the first number are computed in pieces of the second."""
 
-_some_rows = jax.jit(take_rows)
 _resized = jax.jit(with_columns, static_argnums=1)
 
 
@@ -26,11 +26,6 @@ def bucket(length: int) -> int:
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
-
-
-def power_of_two(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
 
 
 class Shape(NamedTuple):
@@ -49,6 +44,22 @@ class Shape(NamedTuple):
     columns: int
 
 
+class Held(NamedTuple):
+    """Where the keys and values of a sequence are: all its tokens but the last are valid.
+
+    Attributes:
+      cache: of several sequences.
+      row: the sequence's.
+      origin: by what computation; the same origin and tokens give the same bits.
+      exact: of how many first columns that is so.
+    """
+
+    cache: Cache
+    row: int
+    origin: Hashable
+    exact: int
+
+
 class Prefixes:
     """The sequences at hand: those of waiting requests, and what is kept of earlier ones to go on from.
 
@@ -60,23 +71,32 @@ class Prefixes:
 
     def __init__(self, config: Any, dtype: Any, max_length: int):
         self._config, self._dtype, self._max_length = config, dtype, max_length
-        self._computed: dict[bytes, tuple[Cache, int]] = {}
-        self._kept: dict[bytes, Cache] = {}
-        self.count = 0
+        self._computed: dict[bytes, Held] = {}
+        self._kept: dict[bytes, Held] = {}
+        self.count = self._weights = 0
         self.shapes: dict[Shape, None] = {}
 
     def clear(self) -> None:
         """Forget every sequence: the weights are others now."""
         self._computed, self._kept = {}, {}
+        self._weights += 1
 
-    def __getitem__(self, sequence: np.ndarray) -> tuple[Cache, int]:
-        """The cache and its row in which all tokens of a prepared sequence but the last are valid."""
+    def __getitem__(self, sequence: np.ndarray) -> Held:
+        """Where a prepared sequence is."""
         return self._computed[sequence.tobytes()]
 
-    def keep(self, sequence: np.ndarray, cache: Cache, row: int) -> None:
-        """Remember the row of a slot's cache, which holds all tokens of the sequence but the last."""
-        one = _resized(_some_rows(cache, jnp.asarray([row])), min(bucket(len(sequence)), cache.columns))
-        self._kept[sequence.tobytes()] = one
+    def block_key(self, request: Request) -> Hashable:
+        """What the columns of a prepared request's prompt hold: its tokens, and by what computation."""
+        sequence = request.sequence.tobytes()
+        held, prompt = self._computed[sequence], request.prompt.tobytes()
+        return (held.origin, prompt) if request.prompt_columns <= held.exact else (held.origin, prompt, sequence)
+
+    def keep(self, request: Request, slots: Slots) -> None:
+        """Remember the columns of a request that still has its slot."""
+        sequence = request.sequence
+        columns = min(bucket(len(sequence)), slots.blocks.columns + slots.cache.columns)
+        one = kept_sequence(slots, request.slot, request.lane[0], columns)
+        self._kept[sequence.tobytes()] = Held(one, 0, request.block_key[0], request.prompt_columns)
 
     def release(self, waiting: Iterable[np.ndarray]) -> None:
         """Drop what was computed for requests that wait no more."""
@@ -85,14 +105,14 @@ class Prefixes:
 
     def prepare(self, model: Decoder, sequences: Sequence[np.ndarray], resumed: Sequence[bool]) -> None:
         """Compute the sequences that are not there; a resumed one goes on from the longest kept one that it begins with."""
-        groups: dict[Shape, list[tuple[np.ndarray, int, Cache | None]]] = {}
+        groups: dict[Shape, list[tuple[np.ndarray, int, Held | None]]] = {}
         for key, again in dict(zip((s.tobytes() for s in sequences), resumed, strict=True)).items():
             if key in self._computed:
                 continue
             sequence = np.frombuffer(key, np.int32)
             start, base = self._longest(sequence) if again else (0, None)
             if base is not None and start >= len(sequence) - 1:
-                self._computed[key] = (base, 0)
+                self._computed[key] = base
                 continue
             groups.setdefault(self._shape(len(sequence), start), []).append((sequence, start, base))
         for shape, members in groups.items():
@@ -100,15 +120,15 @@ class Prefixes:
             for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
                 self._compute(model, shape, rows, batch)
 
-    def _longest(self, sequence: np.ndarray) -> tuple[int, Cache | None]:
+    def _longest(self, sequence: np.ndarray) -> tuple[int, Held | None]:
         """How many first tokens of the sequence the best kept one holds."""
-        best: tuple[int, Cache | None] = (0, None)
-        for key, cache in self._kept.items():
+        best: tuple[int, Held | None] = (0, None)
+        for key, held in self._kept.items():
             other = np.frombuffer(key, np.int32)[:-1]
             size = min(len(other), len(sequence))
             different = np.flatnonzero(other[:size] != sequence[:size])
             shared = int(different[0]) if len(different) else size
-            best = (shared, cache) if shared > best[0] else best
+            best = (shared, held) if shared > best[0] else best
         return best
 
     def _shape(self, length: int, start: int) -> Shape:
@@ -117,13 +137,13 @@ class Prefixes:
         calls = -(-(length - start) // piece)
         return Shape(start > 0, piece, calls, bucket(start + calls * piece))
 
-    def _compute(self, model: Decoder, shape: Shape, rows: int, batch: list[tuple[np.ndarray, int, Cache | None]]) -> None:
+    def _compute(self, model: Decoder, shape: Shape, rows: int, batch: list[tuple[np.ndarray, int, Held | None]]) -> None:
         starts, tokens = np.zeros(rows, np.int32), np.zeros((rows, shape.calls * shape.piece), np.int32)
         for row, (sequence, start, _) in enumerate(batch):
             starts[row], tokens[row, : len(sequence) - start] = start, sequence[start:]
         cache = empty_cache(self._config, rows, shape.columns, self._dtype)
         if shape.continues:
-            bases = [_resized(base, shape.columns) for _, _, base in batch]
+            bases = [_resized(base.cache, shape.columns) for _, _, base in batch]
             cache = jax.tree.map(lambda whole, *some: whole.at[:, : len(some)].set(jnp.concatenate(some, 1)), cache, *bases)
         for call in range(shape.calls):
             at = call * shape.piece
@@ -131,6 +151,9 @@ class Prefixes:
             cache = extend_prompts(model, cache, starts + at, now, shape.continues or call > 0)
         if shape.columns > self._max_length:
             cache = _resized(cache, self._max_length)
-        self._computed |= {sequence.tobytes(): (cache, row) for row, (sequence, _, _) in enumerate(batch)}
+        for row, (sequence, start, base) in enumerate(batch):
+            origin = (self._weights, shape) if base is None else base.origin
+            exact = len(sequence) if base is None else min(base.exact, start)
+            self._computed[sequence.tobytes()] = Held(cache, row, origin, exact)
         self.count += len(batch)
         self.shapes[shape] = None

@@ -1,7 +1,7 @@
 """One completion in the making, and what a caller may do with a made one: cut it off, add to it, and go on."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,9 @@ class Request:
       limit: tokens of the completion at most, those begun with included.
       begun: what it goes on from; None for a new one.
       keep: whether its keys and values stay when it ends.
+      block_key: what its block of prompt columns holds, to the bit; requests of one key may share a block.
       slot: where it runs.
+      lane: its block, and its number among those that the block serves; None until it has one.
       pieces: what each chunk sampled: tokens, log-probabilities, versions, extras.
       count: tokens in them.
     """
@@ -30,7 +32,9 @@ class Request:
     limit: int
     begun: Completion | None = None
     keep: bool = False
+    block_key: Hashable = None
     slot: int = -1
+    lane: tuple[int, int] | None = None
     pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]] = dataclasses.field(default_factory=list)
     count: int = 0
 
@@ -47,8 +51,13 @@ class Request:
 
     @property
     def columns(self) -> int:
-        """Columns of the cache that hold it: all tokens but the newest, which is decoded next."""
-        return len(self.prompt) + self.earlier + self.count - 1
+        """Columns of its slot: all tokens but those in its block and the newest, which is decoded next."""
+        return self.earlier + self.count
+
+    @property
+    def prompt_columns(self) -> int:
+        """Columns of its block: the prompt but its last token, so that one path samples the first new token and all others."""
+        return len(self.prompt) - 1
 
     def sampled_before(self) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that it was begun with and the policy's log-probability of each; -inf where no policy sampled it."""

@@ -8,19 +8,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.models.cache import Cache, decode, empty_cache, extend, flush, insert, take_rows, with_columns
+from jaxrl_llm.models.cache import (
+    Beginnings, Cache, beginnings, decode, empty_cache, extend, flush, insert, sequence_of, take_rows, with_columns,
+)  # fmt: skip
 from jaxrl_llm.models.decoder import Decoder, unembed
+from jaxrl_llm.rollout.places import Shape
 from jaxrl_llm.rollout.repetition import Tail, TailRule, extend_tail, fresh_tail, tail_rule
 from jaxrl_llm.rollout.sampling import Asked, Rule, as_rule, draw, uniforms
 from jaxrl_llm.rollout.settings import Repetition, Sampling
-from jaxrl_llm.sharding import BATCH, fitting
+from jaxrl_llm.sharding import BATCH, batch_parts, fitting
 
 
 class Slots(NamedTuple):
     """What the device holds between calls; [B] for each slot unless said.
 
     Attributes:
-      cache: keys and values of what is done.
+      cache: keys and values of what follows the prompt.
+      blocks: those of prompts, [U].
+      lanes: which lane of the blocks each slot reads, as ``beginnings`` takes them.
+      before: columns of its block that a slot begins with.
       lengths: valid columns of the cache.
       tokens: the newest token, not in the cache yet.
       seeds: uint32[B, 2].
@@ -31,6 +37,9 @@ class Slots(NamedTuple):
     """
 
     cache: Cache
+    blocks: Cache
+    lanes: jax.Array
+    before: jax.Array
     lengths: jax.Array
     tokens: jax.Array
     seeds: jax.Array
@@ -68,30 +77,30 @@ class Emitted(NamedTuple):
     real: jax.Array
 
 
-def empty_slots(
-    config: Any, rows: int, columns: int, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None
-) -> Slots:
-    """Slots of which none is active, on the mesh: B over data and fsdp, key/value heads over tensor."""
-    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+def empty_slots(config: Any, shape: Shape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None) -> Slots:
+    """Slots of which none is active, on the mesh: B and U over data and fsdp, key/value heads over tensor."""
+    rows, zeros = shape.rows, functools.partial(jnp.zeros, dtype=jnp.int32)
     slots = Slots(
-        empty_cache(config, rows, columns, dtype), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows),
-        zeros(rows), fresh_tail(rows, repetition), jnp.zeros(rows, bool),
+        empty_cache(config, rows, shape.columns, dtype), empty_cache(config, shape.blocks, shape.prompt_columns, dtype),
+        zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
+        fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
     return slots if mesh is None else jax.device_put(slots, _layout(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "asked", "mesh"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Asked, mesh: Mesh | None = None
+    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Asked, group: int = 1, mesh: Mesh | None = None
 ) -> tuple[Slots, tuple[Emitted, jax.Array]]:
     """Up to ``steps`` tokens for every active slot; ends early when none is left.
 
-    The cache needs ``steps`` columns beyond the longest active row. Returns the slots, and for the host, on every device of
-    the mesh, what was emitted and which slots go on.
+    The cache needs ``steps`` columns beyond the longest active row; ``group`` slots at most read one block. Returns the
+    slots, and for the host, on every device of the mesh, what was emitted and which slots go on.
     """
     config, rows = model.config, slots.tokens.shape[0]
-    pick = lambda now, chunk, step: _pick(model, slots, rules, asked, now, chunk, step)
-    light = slots._replace(cache=None)
+    before = beginnings(slots.blocks, slots.before, slots.lanes, parts_of(mesh, rows), group)
+    pick = lambda now, chunk, step: _pick(model, slots, before, rules, asked, now, chunk, step)
+    light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
     shapes = jax.eval_shape(lambda: pick(light, chunk, jnp.int32(0))[2])
     out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
@@ -108,18 +117,25 @@ def run_chunk(
     # The cache is read, never carried: only the small chunk travels through the loop.
     _, now, chunk, out = jax.lax.while_loop(more, one, (jnp.int32(0), light, chunk, out))
     cache = _on_rows(flush, mesh, slots.cache, chunk, slots.lengths)
+    lengths = slots.lengths + now.sampled - slots.sampled
     told = (out, now.active)
     if mesh is not None:
         told = jax.lax.with_sharding_constraint(told, NamedSharding(mesh, PartitionSpec()))
-    return now._replace(cache=cache, lengths=slots.lengths + now.sampled - slots.sampled), told
+    return now._replace(cache=cache, blocks=slots.blocks, lengths=lengths), told
+
+
+def parts_of(mesh: Mesh | None, rows: int) -> int:
+    """Into how many parts the mesh divides the slots and the blocks that they read."""
+    parts = 1 if mesh is None else batch_parts(mesh)
+    return parts if rows % parts == 0 else 1
 
 
 def _pick(
-    model: Decoder, slots: Slots, rules: Rules, asked: Asked, now: Slots, chunk: Cache, step: jax.Array
+    model: Decoder, slots: Slots, before: Beginnings, rules: Rules, asked: Asked, now: Slots, chunk: Cache, step: jax.Array
 ) -> tuple[Slots, Cache, Emitted]:
-    """One token for every row; ``slots`` as the chunk began, ``now`` without its cache."""
-    hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths)
-    drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.lengths + step + 1), rules.draw, asked)
+    """One token for every row; ``slots`` as the chunk began, ``now`` without its caches."""
+    hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before)
+    drawn = draw(unembed(model, hidden), uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules.draw, asked)
     sampled = now.sampled + now.active.astype(jnp.int32)
     tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules.tail)
     stopped = jnp.any(drawn.token[:, None] == rules.draw.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
@@ -128,9 +144,20 @@ def _pick(
 
 
 class Begun(NamedTuple):
-    """How slots begin, [B] each: the prefilled row (negative leaves the slot alone) and the fields of ``Slots``."""
+    """How slots begin, [B] each.
 
+    Attributes:
+      blocks: [U], the prefilled row that a block is made of; negative leaves it alone.
+      source: that which a slot's own columns are made of, from its column ``before`` on; negative for none.
+      new: which slots begin; the other fields of these are those of ``Slots``.
+      lanes: of all slots, new or not.
+    """
+
+    blocks: Any
     source: Any
+    new: Any
+    lanes: Any
+    before: Any
     lengths: Any
     tokens: Any
     seeds: Any
@@ -140,22 +167,37 @@ class Begun(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
-def fill_slots(slots: Slots, prompts: Cache, begun: Begun, mesh: Mesh | None = None) -> Slots:
-    """Slots with row b begun on row ``begun.source[b]`` of ``prompts``."""
-    new = begun.source >= 0
-    cache = _on_rows(insert, mesh, slots.cache, prompts, begun.source)
-    choose = lambda given, old: jnp.where(new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
-    light = jax.tree.map(choose, tuple(begun[1:]), tuple(slots[1:-1]))
-    return Slots(cache, *light, new | slots.active)
+def fill_slots(slots: Slots, given: Cache, begun: Begun, mesh: Mesh | None = None) -> Slots:
+    """Slots and blocks begun with rows of ``given``."""
+    cache = _on_rows(insert, mesh, slots.cache, given, begun.source, begun.before)
+    blocks = _on_rows(insert, mesh, slots.blocks, given, begun.blocks, jnp.zeros_like(begun.blocks))
+    choose = lambda given, old: jnp.where(begun.new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
+    light = jax.tree.map(choose, tuple(begun[4:]), tuple(slots[3:-1]))
+    filled = Slots(cache, blocks, begun.lanes, *light, begun.new | slots.active)
+    return filled if mesh is None else jax.lax.with_sharding_constraint(filled, _layout(filled, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "mesh"))
 def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None = None) -> Slots:
     """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative; the cache gets ``columns`` columns."""
     rows = jnp.maximum(order, 0)
-    moved = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), slots._replace(cache=None))
-    moved = moved._replace(cache=with_columns(take_rows(slots.cache, rows), columns), active=moved.active & (order >= 0))
+    moved = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), slots._replace(cache=None, blocks=None))
+    cache = with_columns(take_rows(slots.cache, rows), columns)
+    moved = moved._replace(cache=cache, blocks=slots.blocks, active=moved.active & (order >= 0))
     return moved if mesh is None else jax.lax.with_sharding_constraint(moved, _layout(moved, mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "mesh"))
+def with_blocks(slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None) -> Slots:
+    """The slots with block i made of what block ``order[i]`` was, of ``columns`` columns, and read by other lanes."""
+    moved = slots._replace(blocks=with_columns(take_rows(slots.blocks, order), columns), lanes=lanes)
+    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, _layout(moved, mesh))
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def kept_sequence(slots: Slots, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
+    """One row with the keys and values of a slot's whole sequence, in ``columns`` columns."""
+    return with_columns(sequence_of(slots.cache, slot, slots.blocks, block, slots.before[slot]), columns)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -178,15 +220,15 @@ def _layout(slots: Slots, mesh: Mesh) -> Slots:
     return jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, spec(x), mesh)), slots)
 
 
-def _on_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Cache, index: jax.Array) -> Cache:
-    """``change(cache, new, index)`` on every device's own rows and heads.
+def _on_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Cache, *index: jax.Array) -> Cache:
+    """``change(cache, new, *index)`` on every device's own rows and heads; ``index`` has an entry for each row.
 
     ``new`` has a row for each slot (a chunk), or any rows (prompts), which every device then sees all of.
     """
     if mesh is None:
-        return change(cache, new, index)
+        return change(cache, new, *index)
     spec = lambda x, axes: fitting(x.shape, axes, mesh)
     rows = spec(cache.k, (None, BATCH, "tensor"))
     own = BATCH if change is flush else None
-    inside = Cache(rows, rows), jax.tree.map(lambda x: spec(x, (None, own, "tensor")), new), spec(index, (BATCH,))
-    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(cache, new, index)
+    inside = Cache(rows, rows), jax.tree.map(lambda x: spec(x, (None, own, "tensor")), new), *(spec(x, (BATCH,)) for x in index)
+    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(cache, new, *index)

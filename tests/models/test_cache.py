@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.cache import Cache, decode, empty_cache, extend, flush, insert, take_rows, with_columns
+from jaxrl_llm.models.cache import (
+    Cache, beginnings, decode, empty_cache, extend, flush, insert, sequence_of, take_rows, with_columns,
+)  # fmt: skip
 from jaxrl_llm.models.decoder import causal_rows, forward
 from tiny import KINDS, VOCAB, tiny
 
@@ -47,7 +49,7 @@ def decoded(model, tokens, cache):
     prompts = np.zeros((3, 6), np.int32)
     for row, length in enumerate(PROMPTS):
         prompts[row, :length] = tokens[row, :length]
-    cache = insert(cache, prefill(model, prompts), jnp.arange(3))
+    cache = insert(cache, prefill(model, prompts), jnp.arange(3), jnp.zeros(3, jnp.int32))
     lengths, states = np.array(PROMPTS) - 1, []
     for steps in CHUNKS:
         columns = np.stack([tokens[row, lengths[row] : lengths[row] + steps] for row in range(3)], axis=1)
@@ -84,9 +86,44 @@ def test_prefill_ignores_padding_bit_for_bit():
         np.testing.assert_array_equal(a[:, :, :, :4], b[:, :, :, :4])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "windows", "gemma"])
+def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_get(kind, parts):
+    """Rows 0, 1 and 3 begin with one sequence and row 2 with another; the blocks of two parts hold the first twice."""
+    model, tokens = tiny(kind), np.random.default_rng(2).integers(0, VOCAB, (4, 9)).astype(np.int32)
+    tokens[[1, 3], :5] = tokens[0, :5]
+    lengths, last = jnp.array([5, 5, 3, 5]), jnp.full(4, 7)
+    whole, chunk = prefill(model, tokens), empty_cache(model.config, 4, 2, jnp.float32)
+    step = functools.partial(decode, model, chunk=chunk, step=jnp.int32(0), tokens=last)
+    wanted, new = jax.jit(lambda: step(whole, lengths=lengths + 4))()
+
+    own = insert(empty_cache(model.config, 4, 6, jnp.float32), whole, jnp.arange(4), lengths)
+    blocks = with_columns(take_rows(whole, jnp.array([2, 0, 2, 0])), 8)
+    lanes = jnp.array([4, 3, 1, 5] if parts == 1 else [4, 3, 1, 3])
+    before = beginnings(blocks, lengths, lanes, parts, 3)
+    found, same = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+    for a, b in zip(same, new, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_a_sequence_is_put_together_from_its_block_and_its_row():
+    own, blocks = random_cache(3, 4, 0), random_cache(2, 5, 9)
+    for got, row, block in by_position(sequence_of(own, 2, blocks, 1, 3), own, blocks):
+        np.testing.assert_array_equal(got[:, 0, :, :3], block[:, 1, :, :3])
+        np.testing.assert_array_equal(got[:, 0, :, 3:7], row[:, 2])
+
+
+def test_insert_takes_columns_from_the_start_named():
+    old, new = random_cache(2, 4, 0), random_cache(2, 7, 9)
+    for got, was, put in by_position(insert(old, new, jnp.array([1, -1]), jnp.array([5, 2])), old, new):
+        np.testing.assert_array_equal(got[:, 0, :, :2], put[:, 1, :, 5:])
+        np.testing.assert_array_equal(got[:, 1], was[:, 1])
+
+
 def test_insert_replaces_the_rows_named_and_no_others():
     old, new = random_cache(4, 8, 0), random_cache(2, 5, 9)
-    for got, was, put in by_position(insert(old, new, jnp.array([-1, 1, 0, 1])), old, new):
+    for got, was, put in by_position(insert(old, new, jnp.array([-1, 1, 0, 1]), jnp.zeros(4, jnp.int32)), old, new):
         np.testing.assert_array_equal(got[:, 0], was[:, 0])
         np.testing.assert_array_equal(got[:, 1:, :, :5], put[:, [1, 0, 1]])
 

@@ -28,14 +28,14 @@ def model(kind="plain"):
 
 
 @functools.cache
-def engine(kind="plain"):
-    return Engine(model(kind), slots=SLOTS, max_length=LENGTH, chunk=3)
+def engine(kind="plain", group=1):
+    return Engine(model(kind), slots=SLOTS, max_length=LENGTH, chunk=3, group=group)
 
 
 @functools.cache
-def expected():
+def expected(group=1):
     """All requests in one call."""
-    return engine().generate(model(), PROMPTS, SEEDS, RULES)
+    return engine(group=group).generate(model(), PROMPTS, SEEDS, RULES)
 
 
 def distributions(kind, prompt, tokens, temperature=1.0):
@@ -94,13 +94,14 @@ def test_what_a_completion_holds():
     assert reasons == {"stop", "length"}
 
 
+@pytest.mark.parametrize("group", [1, 4])
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(range(len(PROMPTS))), st.integers(1, len(PROMPTS)))
-def test_a_completion_does_not_depend_on_mates_order_slots_or_refill(order, count):
+def test_a_completion_does_not_depend_on_mates_order_slots_or_refill(group, order, count):
     chosen = order[:count]
-    found = engine().generate(model(), [PROMPTS[i] for i in chosen], [SEEDS[i] for i in chosen], RULES)
+    found = engine(group=group).generate(model(), [PROMPTS[i] for i in chosen], [SEEDS[i] for i in chosen], RULES)
     for index, completion in zip(chosen, found, strict=True):
-        same(completion, expected()[index])
+        same(completion, expected(group)[index])
 
 
 def test_a_request_that_comes_while_others_run_is_the_same():

@@ -12,12 +12,13 @@ from jax.experimental import topologies
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.rollout.places import Shape
 from jaxrl_llm.rollout.repetition import fresh_tail
 from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.rollout.slots import Begun, as_rules, empty_slots, fill_slots, run_chunk
 
-SLOTS, COLUMNS, STEPS = 32, (1024, 2048), 16
+SLOTS, GROUP, COLUMNS, STEPS = 32, 4, (1024, 2048), 16
 CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64, bias=True), Norm(1e-6), tied_embeddings=True)
 
 
@@ -34,18 +35,21 @@ def abstract(tree):
 
 
 def slots(columns):
-    return abstract(jax.eval_shape(lambda: empty_slots(CONFIG, SLOTS, columns, jnp.bfloat16)))
+    """As many columns in slots as in the blocks of prompts."""
+    shape = Shape(SLOTS, columns, SLOTS // GROUP, columns, 1, GROUP)
+    return abstract(jax.eval_shape(lambda: empty_slots(CONFIG, shape, jnp.bfloat16)))
 
 
 def chunk(columns):
     make = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialise(CONFIG, key))
     model = abstract(jax.eval_shape(make, jax.random.key(0)))
-    return run_chunk.lower(model, slots(columns), abstract(as_rules(Sampling())), STEPS, asked(Sampling()))
+    return run_chunk.lower(model, slots(columns), abstract(as_rules(Sampling())), STEPS, asked(Sampling()), GROUP)
 
 
 def fill(columns):
     row = np.zeros(SLOTS, np.int32)
-    begun = Begun(row, row, row, np.zeros((SLOTS, 2), np.uint32), row, row, fresh_tail(SLOTS, None))
+    blocks, seeds = np.zeros(SLOTS // GROUP, np.int32), np.zeros((SLOTS, 2), np.uint32)
+    begun = Begun(blocks, row, row > 0, row, row, row, row, seeds, row, row, fresh_tail(SLOTS, None))
     prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
     return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
 
@@ -53,7 +57,7 @@ def fill(columns):
 @pytest.mark.parametrize("call", [chunk, fill])
 def test_memory_beside_the_cache_does_not_grow_with_it(call):
     found = [call(columns).compile().memory_analysis() for columns in COLUMNS]
-    small, large = (sum(x.size * x.dtype.itemsize for x in slots(columns).cache) for columns in COLUMNS)
+    small, large = (sum(x.size * x.dtype.itemsize for x in [*slots(columns).cache, *slots(columns).blocks]) for columns in COLUMNS)
     assert found[0].alias_size_in_bytes >= small and found[1].alias_size_in_bytes >= large
     assert found[1].temp_size_in_bytes - found[0].temp_size_in_bytes < 0.01 * (large - small)
     assert found[1].temp_size_in_bytes < 0.1 * large
