@@ -240,6 +240,8 @@ class Engine:
         if self._weights is None or self._weights() is not leaf:
             self._prefixes.clear()
             self._weights = weakref.ref(leaf)
+            for request in self._running.values():  # what these have in the cache is of other weights
+                request.keep = False
 
     def _read(self) -> int:
         flight, self._flight = self._flight, None

@@ -101,6 +101,17 @@ def test_other_weights_never_meet_keys_and_values_that_were_kept():
     same(finished(e, [handle], other)[0], kept)
 
 
+def test_a_request_that_met_two_weights_is_not_kept():
+    e, other = engine(), tiny(seed=9)
+    e.start(RULES)
+    (handle,) = e.submit(PROMPTS[:1], SEEDS[:1], [6], keep=True)
+    e.step(model())
+    (mixed,) = finished(e, [handle], other)
+    before = e.prompts_prefilled
+    finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[mixed]), other)
+    assert e.prompts_prefilled == before + 1
+
+
 def full_logp(prompt, found):
     everything = distributions("plain", prompt, found.tokens)
     return everything[np.arange(len(found.tokens)), found.tokens]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
@@ -52,6 +53,17 @@ def fill(columns):
     begun = Begun(blocks, row, row > 0, row, row, row, row, seeds, row, row, fresh_tail(SLOTS, None))
     prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
     return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_read_from_the_compilation_cache():
+    """A cached program of a TPU that is not there cannot be loaded."""
+    on = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", on)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("call", [chunk, fill])
