@@ -232,7 +232,7 @@ def compare(comparison: Comparison) -> dict[str, Any]:
     model = lively(options)
     drawn, limits = work_of(options, model.config.vocab_size)
     prompts = [[int(token) for token in np.asarray(prompt)] for prompt in drawn]
-    question = {"prompts": prompts, "limits": limits.tolist(), "slots": options.slots, "chunk": options.chunk}
+    question = {"prompts": prompts, "limits": limits.tolist(), "slots": options.slots, "chunk": options.chunk, "group": options.group}
     question |= {"prompt": options.prompt, "completion": options.completion}
     workers: list[Worker] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ random numbers are folded from (seed, position), and chunks begin where it begin
 
 import collections
 import dataclasses
+import itertools
 import logging
 import math
 import weakref
@@ -33,11 +34,12 @@ from jaxrl_llm.rollout.slots import (
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.types import Completion
 
-FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEWEST_SLOTS = 64, 32, 16
-"""Of the cache, of its prompts and of the batch: what a chunk computes at least, for less would save little."""
-
+FEWEST_SLOTS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEW_SLOTS_COLUMNS = 16, 64, 32, 256
+"""What a chunk computes at least of batch, cache and prompts, for less saves little; the last: of both, with so few slots."""
 WORTH_SHRINKING = 2
 """Chunks that some request may still take for a smaller batch to be worth compiling."""
+LOOK_AHEAD = 256
+"""Waiting requests among which prompts are looked for that may be computed with those needed now."""
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +281,8 @@ class Engine:
     def _refill(self, model: Decoder) -> None:
         """Give waiting requests to free slots, in a batch of the size that all of them need."""
         taken = [self._queue.popleft() for _ in range(min(self.slots - len(self._running), len(self._queue)))]
-        self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken])
+        upcoming = (request.sequence for request in itertools.islice(self._queue, LOOK_AHEAD) if request.begun is None)
+        self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken], upcoming)
         for request in taken:
             request.block_key = self._prefixes.block_key(request)
         for form in self._prefixes.shapes:
@@ -320,10 +323,11 @@ class Engine:
         longest = self._sampling.max_new_tokens + self.chunk
         if self._strict:
             return Shape(self.slots, longest, 0, self._room, parts, self._group)
-        if self.slots <= FEWEST_SLOTS:  # where it saves little, no setting of the sampler compiles anything
-            longest = self.max_length + self.chunk
+        few, least = self.slots <= FEWEST_SLOTS, (FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS)
+        if few:  # where it saves little, no setting of the sampler compiles anything, and neighbours hardly ever do
+            longest, least = self.max_length + self.chunk, (FEW_SLOTS_COLUMNS, FEW_SLOTS_COLUMNS)
         part = math.lcm(max(self.slots // SIZES, 1), 1 if self._mesh is None else batch_parts(self._mesh))
-        rows = -(-len(requests) // part) * part if self.slots > FEWEST_SLOTS else self.slots
+        rows = -(-len(requests) // part) * part if not few else self.slots
         blocks = 0
         if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * self.chunk:
             rows = self.slots if self._state is None else max(rows, self._held.rows)
@@ -331,8 +335,8 @@ class Engine:
         rows = min(rows, self.slots)
         # What the chunk before has sampled is not known yet.
         columns = max(request.columns for request in requests) + self.chunk * (2 if self._flight else 1)
-        columns = min(max(power_of_two(columns), FEWEST_COLUMNS), longest)
-        prompt = max(power_of_two(max(request.prompt_columns for request in requests)), FEWEST_PROMPT_COLUMNS)
+        columns = min(max(power_of_two(columns), least[0]), longest)
+        prompt = max(power_of_two(max(request.prompt_columns for request in requests)), least[1])
         return Shape(rows, columns, blocks, min(prompt, self.max_length), parts_of(self._mesh, rows), self._group)
 
     def _note(self, shape: str) -> None:

@@ -103,8 +103,13 @@ class Prefixes:
         needed = {sequence.tobytes() for sequence in waiting}
         self._computed = {key: value for key, value in self._computed.items() if key in needed}
 
-    def prepare(self, model: Decoder, sequences: Sequence[np.ndarray], resumed: Sequence[bool]) -> None:
-        """Compute the sequences that are not there; a resumed one goes on from the longest kept one that it begins with."""
+    def prepare(
+        self, model: Decoder, sequences: Sequence[np.ndarray], resumed: Sequence[bool], upcoming: Iterable[np.ndarray] = ()
+    ) -> None:
+        """Compute the sequences that are not there; a resumed one goes on from the longest kept one that it begins with.
+
+        Rows that a call would leave empty take new sequences of the same shape that are needed next.
+        """
         groups: dict[Shape, list[tuple[np.ndarray, int, Held | None]]] = {}
         for key, again in dict(zip((s.tobytes() for s in sequences), resumed, strict=True)).items():
             if key in self._computed:
@@ -117,8 +122,22 @@ class Prefixes:
             groups.setdefault(self._shape(len(sequence), start), []).append((sequence, start, base))
         for shape, members in groups.items():
             rows = max(1, min(ROWS, TOKENS // (shape.columns if shape.continues else shape.piece)))
+            if not shape.continues:
+                there = {sequence.tobytes() for sequence, _, _ in members} | self._computed.keys()
+                next_ones = self._next(upcoming, shape, there, -len(members) % rows)
+                members = members + [(sequence, 0, None) for sequence in next_ones]
             for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
                 self._compute(model, shape, rows, batch)
+
+    def _next(self, upcoming: Iterable[np.ndarray], shape: Shape, there: set[bytes], room: int) -> list[np.ndarray]:
+        """The first ``room`` distinct sequences of this shape that are not there."""
+        found: dict[bytes, np.ndarray] = {}
+        for sequence in upcoming:
+            if len(found) == room:
+                break
+            if sequence.tobytes() not in there and self._shape(len(sequence), 0) == shape:
+                found[sequence.tobytes()] = sequence
+        return list(found.values())
 
     def _longest(self, sequence: np.ndarray) -> tuple[int, Held | None]:
         """How many first tokens of the sequence the best kept one holds."""

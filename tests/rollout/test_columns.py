@@ -41,7 +41,7 @@ def test_a_strict_engine_gives_the_same_bits_beside_neighbours_of_any_length(mat
 
 
 def test_chunks_of_few_sizes_are_compiled_and_none_twice():
-    fresh = Engine(tiny("windows"), slots=3, max_length=LENGTH, chunk=4)
+    fresh = Engine(tiny("windows"), slots=17, max_length=LENGTH, chunk=4)
     with Compilations() as first:
         fresh.generate(tiny("windows"), PROMPTS[:2], SEEDS[:2], RULES)
         fresh.generate(tiny("windows"), PROMPTS, SEEDS, RULES)

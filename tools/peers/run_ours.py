@@ -13,7 +13,7 @@ def make(work: dict[str, Any]) -> Contestant:
     """One engine for all the work, by the calls that the trainer makes."""
     model, _ = load_pretrained(work["model"])
     length = work["prompt"] + work["completion"]
-    engine = Engine(model, work["slots"], length, work["chunk"])
+    engine = Engine(model, work["slots"], length, work["chunk"], group=work["group"])
 
     def greedy() -> Sequence[int]:
         rule = Sampling(temperature=0.0, max_new_tokens=work["completion"])
@@ -26,7 +26,7 @@ def make(work: dict[str, Any]) -> Contestant:
         while engine.busy:
             engine.step(model)
         done = dict(engine.collect())
-        return [done[handle].tokens for handle in handles], engine.decode_steps * work["slots"]
+        return [done[handle].tokens for handle in handles], engine.slot_steps
 
     return Contestant(greedy, generate, ("jax", "flax"), f"slots refilled every {work['chunk']} steps")
 
