@@ -36,7 +36,7 @@ from jaxrl_llm.types import Completion
 
 FEWEST_SLOTS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEW_SLOTS_COLUMNS = 16, 64, 32, 256
 """What a chunk computes at least of batch, cache and prompts, for less saves little; the last: of both, with so few slots."""
-WORTH_SHRINKING = 2
+WORTH_SHRINKING = 4
 """Chunks that some request may still take for a smaller batch to be worth compiling."""
 LOOK_AHEAD = 256
 """Waiting requests among which prompts are looked for that may be computed with those needed now."""
