@@ -136,6 +136,8 @@ class _Worker:
 
     def send(self, index: int, call: Call) -> bool:
         """Hands a call over; False where the process is gone."""
+        if self.process.poll() is not None:  # its end of the pipe may stay open for a moment longer
+            return False
         try:
             self.connection.send(call)
         except OSError:
