@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError
@@ -40,6 +41,20 @@ class Sample:
     kept: np.ndarray | None = None
 
 
+class Totals(NamedTuple):
+    """What an optimiser step holds, over all its microbatches.
+
+    Attributes:
+      microbatches: int32[], those that hold anything; the rest is padding.
+      tokens: float32[], valid tokens.
+      sequences: float32[], completions with a valid token.
+    """
+
+    microbatches: Any
+    tokens: Any
+    sequences: Any
+
+
 class Packed(NamedTuple):
     """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens, N predictions.
 
@@ -52,9 +67,7 @@ class Packed(NamedTuple):
       advantages: float32[M, B], or [M, B, T] where they differ by token.
       sampler_logp: float32[M, B, T].
       fresh: bool[M, B, T].
-      count: int32[], microbatches that hold anything; the rest is padding.
-      tokens: float32[], valid tokens of the step.
-      sequences: float32[], completions with a valid token.
+      totals: of the step; None where the microbatch axis is gone.
       old_logp: float32[M, B, T], or None where one update follows the rollout.
       ref_logp: float32[M, B, T], or None without a KL term.
       kept: uint32[M, N, ceil(V / 32)], kept sets of the predictions, or None where no sample has any.
@@ -68,9 +81,7 @@ class Packed(NamedTuple):
     advantages: Any
     sampler_logp: Any
     fresh: Any
-    count: Any
-    tokens: Any
-    sequences: Any
+    totals: Totals | None
     old_logp: Any = None
     ref_logp: Any = None
     kept: Any = None
@@ -112,12 +123,10 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     if words:
         empty = empty._replace(kept=np.zeros((*empty.target.shape, *words), np.uint32))
     for number, batch in enumerate(batches):
-        one = Packed(Rows(*(x[number] for x in empty.rows)), *(x[number] for x in empty[1:8]), *empty[8:])
-        _write(one._replace(kept=empty.kept[number] if words else None), batch, samples, layout)
+        _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
     counted = [s.mask.sum() for s in samples]
-    return empty._replace(
-        count=np.int32(len(batches)), tokens=np.float32(sum(counted)), sequences=np.float32(sum(c > 0 for c in counted))
-    )
+    totals = Totals(np.int32(len(batches)), np.float32(sum(counted)), np.float32(sum(c > 0 for c in counted)))
+    return empty._replace(totals=totals)
 
 
 def places(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
@@ -172,9 +181,7 @@ def _arrays(count: int, layout: Layout, width: int, predictions: int, by_token: 
     mask, logp = np.zeros((count, width, T), bool), np.zeros((count, width, T), np.float32)
     fresh = np.ones((count, width, T), bool)
     advantages = np.zeros_like(logp if by_token else logp[..., 0])
-    return Packed(
-        rows, ints(predictions), ints(predictions), place, mask, advantages, logp, fresh, np.int32(0), np.float32(0), np.float32(0)
-    )
+    return Packed(rows, ints(predictions), ints(predictions), place, mask, advantages, logp, fresh, None)
 
 
 def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:

@@ -36,8 +36,8 @@ def completion_logprobs(
 
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
     """Microbatch ``index``, without the leading axis."""
-    whole = packed._replace(count=None, tokens=None, sequences=None)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), whole)
+    take = lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return jax.tree.map(take, packed._replace(totals=None))
 
 
 @functools.partial(jax.jit, static_argnames=("compute_dtype", "remat"))
@@ -48,7 +48,7 @@ def score(model: Decoder, packed: Packed, temperature: jax.Array, compute_dtype:
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
         return out.at[index].set(completion_logprobs(model, microbatch(packed, index), temperature, remat)[0])
 
-    return jax.lax.fori_loop(0, packed.count, body, jnp.zeros(packed.mask.shape, jnp.float32))
+    return jax.lax.fori_loop(0, packed.totals.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
 
 
 def microbatch_loss(
@@ -86,11 +86,11 @@ def accumulate(
 ) -> tuple[Decoder, Metrics]:
     """Gradient and metrics of a whole optimiser step, summed over its microbatches.
 
-    The loop runs ``packed.count`` times: ragged steps of one padded shape share one compiled program.
+    The loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
     loss = functools.partial(
-        microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.tokens, sequences=packed.sequences,
-        kl_coef=kl_coef, **static,
+        microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.totals.tokens,
+        sequences=packed.totals.sequences, kl_coef=kl_coef, **static,
     )
     gradient = jax.grad(loss, has_aux=True)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0))))
@@ -99,7 +99,7 @@ def accumulate(
         grads, metrics = gradient(policy, microbatch(packed, index))
         return jax.tree.map(jnp.add, total[0], grads), combine(total[1], metrics)
 
-    grads, metrics = jax.lax.fori_loop(0, packed.count, body, zeros)
+    grads, metrics = jax.lax.fori_loop(0, packed.totals.microbatches, body, zeros)
     fresh = metrics.pop("sampler/fresh_tokens")
     metrics["sampler/logp_abs_diff_mean"] = metrics.pop("sampler/gap_sum") / jnp.maximum(fresh, 1)
     return grads, metrics

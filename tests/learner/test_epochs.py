@@ -73,8 +73,8 @@ def test_each_update_divides_by_its_own_counts():
     record = Record()
     run(Learner(minibatches=3), record)
     for packed, group in zip(record.seen, groups(rollout()), strict=True):
-        assert float(packed.tokens) == sum(s.mask.sum() for s in group)
-        assert float(packed.sequences) == sum(s.mask.any() for s in group)
+        assert float(packed.totals.tokens) == sum(s.mask.sum() for s in group)
+        assert float(packed.totals.sequences) == sum(s.mask.any() for s in group)
 
 
 def test_one_update_needs_no_old_policy_and_no_coefficient_no_reference():

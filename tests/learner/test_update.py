@@ -66,7 +66,7 @@ def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
 
 
 def test_the_layouts_above_really_differ():
-    one, two, four = (int(pack(rollout(), layout).count) for layout, _ in LAYOUTS.values())
+    one, two, four = (int(pack(rollout(), layout).totals.microbatches) for layout, _ in LAYOUTS.values())
     assert one > two > four == 1
 
 
@@ -76,7 +76,7 @@ def test_scores_of_a_packed_step_are_those_of_single_rows():
     wanted = np.asarray(unpacked_logp(MODEL, rollout()))
     numbers = {s.advantage: i for i, s in enumerate(rollout())}
     seen = 0
-    for m in range(int(packed.count)):
+    for m in range(int(packed.totals.microbatches)):
         for b in range(packed.mask.shape[1]):
             index = next((i for a, i in numbers.items() if np.float32(a) == packed.advantages[m, b]), None)
             if index is not None:
