@@ -4,13 +4,16 @@ Arrays travel by JAX's collectives. What only a host knows (scores, signals, fil
 JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must keep.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import re
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,9 +23,12 @@ FOREVER_MS = 7 * 24 * 3600 * 1000
 """Waiting ends when a process dies, which the coordination service notices; not by the clock."""
 PARTING_MS = 5000
 """For the others to hear why this process stops."""
-LAST_WORDS_S = 3.0
-"""For a process that fails to say so, after its connections are seen to close."""
+LAST_WORDS_S, SERVICE_S = 3.0, 1.0
+"""For a process that fails to say so, after its connections are seen to close; and that process 0 stays for others to hear."""
 LOST = "another process of this run died or cannot be reached: run the same command again, on fewer if need be, to go on"
+KILLED = "this process was killed, or lost another one of its run: run the same command again, on fewer if need be, to go on"
+WITNESS = 'read farewell || echo "$0" >&2'
+"""A shell that speaks for a process which ends without a word: JAX aborts those that lose process 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +123,8 @@ class Peers:
         self._rounds, self._leaving = itertools.count(), threading.Lock()
         self._watch = threading.Thread(target=self._hear, daemon=True)
         if client is not None:
+            command = ["/bin/sh", "-c", WITNESS, f"jaxrl-llm: {KILLED}"]
+            self._witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             self._watch.start()
 
     @property
@@ -167,21 +175,20 @@ class Peers:
         if self.leads:
             self._client.key_value_set("stopped", "null")
         self._watch.join()
+        self._take_leave()
 
     def lost(self) -> None:
         """End this process, whose collectives fail; the one that ended first may still say why, which is then what is told."""
-        self._watch.join(LAST_WORDS_S)
-        self.stop(1, LOST)
+        self._watch.join(LAST_WORDS_S + SERVICE_S * self.leads)
+        with self._leaving:
+            self._exit(1, LOST)
 
     def stop(self, code: int, line: str) -> None:
         """End this process at once, and the others with it: they print ``line`` too and exit with ``code``."""
         with self._leaving:  # for good: the first thread to know of an end speaks alone
-            say(line)
-            try:
+            with contextlib.suppress(Exception):  # another was faster, or nobody is there to hear it
                 self._client.key_value_set("stopped", json.dumps([self.index, code, line]))
-            except Exception:  # another was faster, or nobody is there to hear it
-                pass
-            self._part(code)
+            self._part(code, line)
 
     def _hear(self) -> None:
         """Wait, in a thread of its own, for one process to say why it stops, or for the service to miss one."""
@@ -189,27 +196,30 @@ class Peers:
             said = json.loads(self._client.blocking_key_value_get("stopped", FOREVER_MS))
         except Exception:  # of JAX's own kinds; whatever it is, the others are out of reach
             with self._leaving:
-                say(LOST)
-                os._exit(1)  # before JAX aborts the process, which it does on the same news
+                self._exit(1, LOST)  # before JAX aborts the process, which it does on the same news
         if said is None or said[0] == self.index:
             return
         with self._leaving:
             number, code, line = said
-            say(f"process {number} stopped: {line}")
-            self._part(code)
+            self._part(code, f"process {number} stopped: {line}")
 
-    def _part(self, code: int) -> None:
-        """Exit without Python's farewells, which wait for every process; the service, process 0's, outlives all others."""
-        try:
+    def _part(self, code: int, line: str) -> None:
+        """Exit once all have heard; process 0 last, since the others are aborted when its service goes."""
+        with contextlib.suppress(Exception):  # some are gone already
             self._client.wait_at_barrier("stopped", PARTING_MS)
-        except Exception:  # some are gone already
-            pass
+        time.sleep(SERVICE_S * self.leads)
+        self._exit(code, line)
+
+    def _exit(self, code: int, line: str) -> None:
+        """Without Python's farewells, which would wait for every process."""
+        self._take_leave()
+        # Past Python's buffers, and in one write, which no other thread's splits.
+        os.write(2, f"jaxrl-llm: {' '.join(line.split())}\n".encode())
         os._exit(code)
 
-
-def say(line: str) -> None:
-    """One line on stderr that no other thread's splits; os._exit would lose what is only buffered."""
-    os.write(2, f"jaxrl-llm: {' '.join(line.split())}\n".encode())
+    def _take_leave(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._witness.communicate(b"\n")
 
 
 ALONE = Peers()
