@@ -281,8 +281,8 @@ class Engine:
     def _refill(self, model: Decoder) -> None:
         """Give waiting requests to free slots, in a batch of the size that all of them need."""
         taken = [self._queue.popleft() for _ in range(min(self.slots - len(self._running), len(self._queue)))]
-        upcoming = (request.sequence for request in itertools.islice(self._queue, LOOK_AHEAD) if request.begun is None)
-        self._prefixes.prepare(model, [r.sequence for r in taken], [r.begun is not None for r in taken], upcoming)
+        upcoming = (request.given for request in itertools.islice(self._queue, LOOK_AHEAD) if request.begun is None)
+        self._prefixes.prepare(model, [r.given for r in taken], [r.begun is not None for r in taken], upcoming)
         for request in taken:
             request.block_key = self._prefixes.block_key(request)
         for form in self._prefixes.shapes:
@@ -295,7 +295,7 @@ class Engine:
         for cache, begun in fillings(taken, self._running, shape, self._prefixes, self._sampling.repetition):
             self._state = fill_slots(self._state, cache, begun, self._mesh)
         if taken:
-            self._prefixes.release(request.sequence for request in self._queue)
+            self._prefixes.release(request.given for request in self._queue)
 
     def _resize_slots(self, shape: Shape) -> None:
         """Bring the slots to this shape, and the running requests with them."""
