@@ -102,8 +102,8 @@ def test_both_axes_divide_a_matrix():
     model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
     for path, leaf in jax.tree.leaves_with_path(model):
         name = parameter_path(path)
-        if name != "embed":  # 50 rows do not divide by 4
-            assert share(leaf) == (1 / 4 if name in RULES else 1), name
+        wanted = 1 / 2 if name == "embed" else 1 / 4 if name in RULES else 1  # 50 rows divide by 2, not by 4
+        assert share(leaf) == wanted, name
 
 
 def test_heads_that_do_not_divide_stay_whole():
@@ -152,7 +152,8 @@ def test_layouts_fit_the_shape():
     mesh = mesh_of((2, 2, 2))
     assert batch_parts(mesh) == 4
     assert fitting((8, 9), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(("data", "fsdp"), None)
-    assert fitting((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
+    assert fitting((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec("data", "tensor")
+    assert fitting((5, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
     assert constrain(np.ones(3), "data").shape == (3,)  # without a mesh nothing is asked for
     with jax.set_mesh(mesh):
         laid = jax.jit(lambda x: constrain(x, ("data", "fsdp"), None))(jnp.ones((8, 3)))
