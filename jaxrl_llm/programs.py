@@ -52,6 +52,10 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Program
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
     weights = weights_for_sampling(model, compute.dtype, mesh, where, keep=rollout.collect.staleness > 0)
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
-    row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
-    layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Programs(engine, weights, update, layout, compute)
+    return Programs(engine, weights, update, batch_layout(run), compute)
+
+
+def batch_layout(run: Run) -> learner.Layout:
+    """Shapes of a microbatch; where the run leaves the length of rows open, they hold the longest completion."""
+    row_tokens = run.learner.row_tokens or -(-max(run.rollout.max_length, 256) // 128) * 128
+    return learner.Layout(run.learner.microbatch_rows, row_tokens, run.rollout.max_new_tokens)
