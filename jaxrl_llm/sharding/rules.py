@@ -31,10 +31,12 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     Leaves that belong to no model (counters) are on every device.
     """
 
-    def leaf(path: tuple, x: Any) -> NamedSharding:
-        return NamedSharding(mesh, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
+    return jax.tree.map_with_path(lambda path, x: layout_of(parameter_path(path), x.shape, mesh), tree)
 
-    return jax.tree.map_with_path(leaf, tree)
+
+def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """The layout of one parameter, ``blocks/attn/q``."""
+    return NamedSharding(mesh, fitting(shape, RULES.get(path, ()), mesh))
 
 
 def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
