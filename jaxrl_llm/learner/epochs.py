@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, replicated, shardings
+from jaxrl_llm.sharding import BATCH, fitting, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
@@ -42,9 +42,11 @@ def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, refe
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
-    """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = jax.device_put(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
-    return jax.device_put(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+    """A step's data on the mesh: rows and their predictions divided over data and fsdp, small per-completion arrays everywhere."""
+    divided = {name: getattr(packed, name) for name in ("rows", "source", "target", "place", "kept")}
+    lay = lambda x: jax.device_put(x, NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh)))
+    rest = jax.device_put(packed._replace(**dict.fromkeys(divided)), replicated(mesh))
+    return rest._replace(**jax.tree.map(lay, divided))
 
 
 def learn(
