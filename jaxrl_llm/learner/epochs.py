@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, replicated, shardings
+from jaxrl_llm.sharding import BATCH, fitting, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
@@ -47,9 +47,11 @@ def place(packed: Packed, mesh: Mesh) -> Packed:
 
 
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
-    """Rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(None, BATCH)), packed.rows)
-    return jax.tree.map(lambda _: replicated(mesh), packed._replace(rows=None))._replace(rows=rows)
+    """Rows and their predictions divided over data and fsdp, the small per-completion arrays everywhere."""
+    divided = {name: getattr(packed, name) for name in ("rows", "source", "target", "place", "kept")}
+    lay = lambda x: NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
+    return rest._replace(**jax.tree.map(lay, divided))
 
 
 def learn(
