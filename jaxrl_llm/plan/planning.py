@@ -1,6 +1,7 @@
 """A plan: what a run needs of a machine, by the compiler's word where there is one, and by formulas elsewhere."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,8 @@ class Plan:
       sampling: and while it samples.
       phases: of a step, with their least times.
       compiled: seconds of compilation by program; empty where all is by formula.
-      batch_bytes: that one more prompt adds while it learns.
-      slot_bytes: that one more slot adds on each device while it samples.
+      refused: those of them that need more memory than there is.
+      more: bytes that one more of each adds to a device: "prompts", "slots", "rows" of a microbatch.
     """
 
     run: Run
@@ -49,8 +50,8 @@ class Plan:
     sampling: Memory
     phases: tuple[Phase, ...]
     compiled: dict[str, float]
-    batch_bytes: float
-    slot_bytes: float
+    refused: tuple[str, ...]
+    more: dict[str, float]
 
     @property
     def peak(self) -> float:
@@ -83,18 +84,26 @@ class Plan:
         """The largest ``rollout.prompts`` whose data fits beside the rest."""
         free = self.machine.chip.memory - self.learning.total
         unit = self.run.learner.minibatches
-        return max(int((self.run.rollout.prompts + free / self.batch_bytes) // unit * unit), 0)
+        return max(int((self.run.rollout.prompts + free / self.more["prompts"]) // unit * unit), 0)
 
     @property
     def most_slots(self) -> int:
         """The largest ``rollout.slots`` whose cache fits beside the rest."""
         free, unit = self.machine.chip.memory - self.sampling.total, self.mesh[0] * self.mesh[1]
-        return max(int((self.run.rollout.slots + free / self.slot_bytes) // unit * unit), 0)
+        return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
+
+    @property
+    def most_rows(self) -> int | None:
+        """The largest ``learner.microbatch_rows`` whose activations fit beside the rest; None where it is not known."""
+        if "rows" not in self.more:
+            return None
+        free, unit = self.machine.chip.memory - self.learning.total, self.mesh[0] * self.mesh[1]
+        return max(int((self.run.learner.microbatch_rows + free / self.more["rows"]) // unit * unit), 0)
 
 
 def plan(
     run: Run, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None, compiling: bool,
-    say: Callable[[str], None] = lambda text: None,
+    more: bool = False, say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """A plan for the run.
 
@@ -105,6 +114,7 @@ def plan(
       devices: of a TPU, as its compiler describes them; None for GPUs.
       mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
       compiling: whether the run's programs are compiled; if not all is by formula.
+      more: find out how large microbatches may be, which takes one more compilation.
       say: told what is being compiled.
     """
     sizes = run.mesh.sizes(machine.devices)
@@ -118,7 +128,22 @@ def plan(
     for name in names(one):
         say(f"compiling {name} for {machine.name}")
         done[name] = compile_one(one, name)
-    return _assembled(run, config, machine, sizes, one.arrays, mean, compute, places(machine, one.mesh.devices.flat), done)
+    found = _assembled(run, config, machine, sizes, one.arrays, mean, compute, places(machine, one.mesh.devices.flat), done)
+    if not more:
+        return found
+    say(f"compiling update for {machine.name} with other microbatches")
+    return dataclasses.replace(found, more=found.more | row_bytes(run, config, devices, done["update"]))
+
+
+def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compiled) -> dict[str, float]:
+    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many; half as many if refused."""
+    rows, unit = run.learner.microbatch_rows, math.prod(run.mesh.sizes(len(devices))[:2])
+    other = 2 * rows if not update.refused else rows // 2 // unit * unit
+    if not other:
+        return {}
+    again = compile_one(subject(dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other)), config, devices), "update")
+    needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
+    return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
 
 
 def _sampler_mesh(run: Run, sizes: tuple[int, int, int], machine: Machine) -> Any:
@@ -141,7 +166,8 @@ def _assembled(
         run, machine, sizes, counts(config).total, todo,
         memory.learning(run, held, base, learn, bool(done)), memory.sampling(run, held, base, sample, bool(done)),
         tuple(phases(run, config, held, todo, device, compute, traffics)), {name: one.seconds for name, one in done.items()},
-        bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts, slots / run.rollout.slots,
+        tuple(name for name, one in done.items() if one.refused),
+        {"prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts, "slots": slots / run.rollout.slots},
     )  # fmt: skip
 
 
