@@ -63,7 +63,7 @@ def arrays(run: Run, config: ModelConfig, layout: learner.Layout, mesh: Any, whe
     state = abstract_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference)
     sampled = jax.eval_shape(lambda m: cast(m, compute_dtype), model)
     sampling = run.rollout.sampling(config.tokens.eos, run.learner.keep_sampling_mask)
-    shape = largest_shape(run.rollout, where)
+    shape = largest_shape(config, run.rollout, compute_dtype, where, sampling)
     packed, microbatches = packed_shapes(minibatch(run, config.vocab_size), layout)
     logp = packed.sampler_logp
     packed = packed._replace(
