@@ -112,21 +112,37 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     Raises:
       InputError: a prompt with its completion is longer than a row.
     """
+    batches = _batches(samples, layout)
+    empty = _blank(samples, batches, layout)
+    for number, batch in enumerate(batches):
+        _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
+    counted = [s.mask.sum() for s in samples]
+    totals = Totals(np.int32(len(batches)), np.float32(sum(counted)), np.float32(sum(c > 0 for c in counted)))
+    return empty._replace(totals=totals)
+
+
+def packed_shapes(samples: Sequence[Sample], layout: Layout) -> tuple[Packed, int]:
+    """The shapes of what ``pack`` returns for these samples, and how many microbatches hold anything."""
+    batches, total = _batches(samples, layout), jax.ShapeDtypeStruct((), np.float32)
+    blank = jax.eval_shape(lambda: _blank(samples, batches, layout))
+    return blank._replace(totals=Totals(jax.ShapeDtypeStruct((), np.int32), total, total)), len(batches)
+
+
+def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
+    """The rows of each microbatch."""
     rows = _fill_rows(samples, layout.row_tokens)
-    batches = [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
+    return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
+
+
+def _blank(samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout) -> Packed:
+    """Microbatches of nothing but padding, with room for these samples."""
     width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
     predictions = max(sum(len(samples[i].tokens) for row in batch for piece in row for i in piece) for batch in batches)
     quarter = -(-layout.rows * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
     empty = _arrays(_power_of_two(len(batches)), layout, width, predictions, by_token=np.ndim(samples[0].advantage) == 1)
     words = {s.kept.shape[1] for s in samples if s.kept is not None}
-    if words:
-        empty = empty._replace(kept=np.zeros((*empty.target.shape, *words), np.uint32))
-    for number, batch in enumerate(batches):
-        _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
-    counted = [s.mask.sum() for s in samples]
-    totals = Totals(np.int32(len(batches)), np.float32(sum(counted)), np.float32(sum(c > 0 for c in counted)))
-    return empty._replace(totals=totals)
+    return empty._replace(kept=np.zeros((*empty.target.shape, *words), np.uint32)) if words else empty
 
 
 def places(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:

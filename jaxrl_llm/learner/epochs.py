@@ -42,9 +42,14 @@ def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, refe
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
-    """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = jax.device_put(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
-    return jax.device_put(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+    """A step's data on the mesh."""
+    return jax.device_put(packed, batch_shardings(packed, mesh))
+
+
+def batch_shardings(packed: Packed, mesh: Any) -> Packed:
+    """Rows divided over data and fsdp, the small per-completion arrays everywhere."""
+    rows = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(None, BATCH)), packed.rows)
+    return jax.tree.map(lambda _: replicated(mesh), packed._replace(rows=None))._replace(rows=rows)
 
 
 def learn(
