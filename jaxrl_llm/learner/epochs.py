@@ -19,7 +19,10 @@ from jaxrl_llm.types import TrainState
 
 
 def create_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh) -> TrainState:
-    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's."""
+    """A fresh state laid out on the mesh; the reference has buffers of its own.
+
+    The model is donated: where it lies as it should already, its arrays become the state's. Nobody may use it afterwards.
+    """
     state = abstract_state(model, optimiser, reference)
     layout = shardings(state, mesh)
 
@@ -27,7 +30,7 @@ def create_state(model: Decoder, optimiser: optax.GradientTransformation, refere
         copy = jax.tree.map(jnp.copy, model) if reference else None
         return TrainState(jax.tree.map(jnp.copy, model), optimiser.init(model), copy, jnp.int32(0))
 
-    return jax.jit(build, out_shardings=layout)(model)
+    return jax.jit(build, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
