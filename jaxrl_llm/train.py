@@ -116,7 +116,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error, peers) as scorer,
     ):
         progress.status(f"loading {run.model}")
-        model, tokenizer = load_pretrained(run.model, run.learner.dtype)
+        model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
         parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
         optimiser = build(run.learner.optimiser)
         reference = run.recipe.algorithm.needs_reference

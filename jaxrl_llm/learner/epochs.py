@@ -14,7 +14,7 @@ from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, replicated, shardings
+from jaxrl_llm.sharding import BATCH, laid_out, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
@@ -43,8 +43,8 @@ def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, refe
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
     """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = jax.device_put(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
-    return jax.device_put(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+    rows = laid_out(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
+    return laid_out(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
 
 
 def learn(
