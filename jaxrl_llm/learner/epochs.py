@@ -14,7 +14,7 @@ from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, fitting, replicated, shardings
+from jaxrl_llm.sharding import BATCH, fitting, laid_out, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
@@ -46,7 +46,7 @@ def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, refe
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
     """A step's data on the mesh."""
-    return jax.device_put(packed, batch_shardings(packed, mesh))
+    return laid_out(packed, batch_shardings(packed, mesh))
 
 
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
