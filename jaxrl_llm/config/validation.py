@@ -6,6 +6,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config.run import Run, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.models.config import ADAPTABLE, Lora
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import Reward, SoftOverlong
 from jaxrl_llm.rollout.settings import Rollout
@@ -124,6 +125,7 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
         learner.target_kl is None or learner.target_kl > 0,
         f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}",
     )
+    _check_lora(learner.lora)
     needed = rollout.max_length
     require(
         learner.row_tokens == 0 or learner.row_tokens >= needed,
@@ -147,6 +149,13 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
     }
     for name, (fine, rule) in rules.items():
         require(fine, f"learner.optimiser.{name} must be {rule}, got {getattr(optimiser, name)}")
+
+
+def _check_lora(lora: Lora) -> None:
+    require(lora.rank >= 0, f"learner.lora.rank must be at least 0 (0 trains the whole model), got {lora.rank}")
+    require(lora.alpha > 0, f"learner.lora.alpha must be above 0, got {lora.alpha}")
+    known = bool(lora.targets) and set(lora.targets) <= set(ADAPTABLE) and len(set(lora.targets)) == len(lora.targets)
+    require(known, f"learner.lora.targets must be some of {', '.join(ADAPTABLE)}, each once; got {', '.join(lora.targets) or 'none'}")
 
 
 def _check_recipe(run: Run) -> None:

@@ -12,21 +12,34 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
+from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import create, policy_model, reference_model
 from jaxrl_llm.sharding import BATCH, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
-def create_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh) -> TrainState:
-    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's."""
-    state = abstract_state(model, optimiser, reference)
-    layout = shardings(state, mesh)
+def create_state(
+    model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh, lora: Lora = Lora(), seed: int = 0
+) -> TrainState:
+    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's.
 
-    def build(model: Decoder) -> TrainState:
-        copy = jax.tree.map(jnp.copy, model) if reference else None
-        return TrainState(jax.tree.map(jnp.copy, model), optimiser.init(model), copy, jnp.int32(0))
-
+    Args:
+      model: the policy, or with ``lora`` the base.
+      optimiser: from ``build``.
+      reference: whether the state has one.
+      mesh: where it lives.
+      lora: of what size the adapter is, if there is one.
+      seed: of the adapter's first values.
+    """
+    layout = shardings(abstract_state(model, optimiser, reference, lora), mesh)
+    build = lambda m: jax.tree.map(jnp.copy, _fresh(m, optimiser, reference, lora, seed))
     return jax.jit(build, out_shardings=layout)(model)
+
+
+def _fresh(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, lora: Lora, seed: int) -> TrainState:
+    policy = create(model.config, lora, jax.random.key(seed)) if lora.rank else model
+    return TrainState(policy, optimiser.init(policy), policy if reference else None, jnp.int32(0), model if lora.rank else None)
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
@@ -35,9 +48,11 @@ def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) 
     return state._replace(opt_state=jax.jit(optimiser.init, out_shardings=layout)(state.policy))
 
 
-def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool) -> TrainState:
+def abstract_state(
+    model: Decoder, optimiser: optax.GradientTransformation, reference: bool, lora: Lora = Lora()
+) -> TrainState:
     """Shapes and dtypes of the state, without arrays."""
-    return jax.eval_shape(lambda m: TrainState(m, optimiser.init(m), m if reference else None, jnp.int32(0)), model)
+    return jax.eval_shape(lambda m: _fresh(m, optimiser, reference, lora, 0), model)
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
@@ -98,8 +113,8 @@ def _scored(
     for samples in batches:
         packed = place(pack(samples, layout), mesh)
         run = lambda model, p=packed: score(model, p, jnp.float32(temperature), settings.compute_dtype, settings.remat)
-        old = run(state.policy) if anchor else None
-        reference = run(state.reference) if state.reference is not None else None
+        old = run(policy_model(state)) if anchor else None
+        reference = run(reference_model(state)) if state.reference is not None else None
         out.append(packed._replace(old_logp=old, ref_logp=reference))
     return out
 

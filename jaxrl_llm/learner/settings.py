@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxrl_llm.models.config import Lora
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
@@ -42,8 +44,9 @@ class Learner:
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; 0 chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
-      dtype: of the weights that are trained and saved.
+      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
+      lora: train low-rank adapters beside the frozen model.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k and
         top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
@@ -58,3 +61,4 @@ class Learner:
     dtype: str = "float32"
     compute_dtype: str = "float32"
     keep_sampling_mask: bool = False
+    lora: Lora = Lora()

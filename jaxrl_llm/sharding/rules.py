@@ -21,6 +21,21 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     "blocks/mlp/gate": (None, "fsdp", "tensor"),
     "blocks/mlp/up": (None, "fsdp", "tensor"),
     "blocks/mlp/down": (None, "tensor", "fsdp"),
+    # Adapters are divided as the weight that they are added to, so that forming their product moves nothing.
+    "blocks/attn/q/a": (None, "fsdp", None),
+    "blocks/attn/q/b": (None, None, "tensor", None),
+    "blocks/attn/k/a": (None, "fsdp", None),
+    "blocks/attn/k/b": (None, None, "tensor", None),
+    "blocks/attn/v/a": (None, "fsdp", None),
+    "blocks/attn/v/b": (None, None, "tensor", None),
+    "blocks/attn/o/a": (None, "tensor", None, None),
+    "blocks/attn/o/b": (None, None, "fsdp"),
+    "blocks/mlp/gate/a": (None, "fsdp", None),
+    "blocks/mlp/gate/b": (None, None, "tensor"),
+    "blocks/mlp/up/a": (None, "fsdp", None),
+    "blocks/mlp/up/b": (None, None, "tensor"),
+    "blocks/mlp/down/a": (None, "tensor", None),
+    "blocks/mlp/down/b": (None, None, "fsdp"),
 }
 """Mesh axis of each dimension, by parameter path; what is not listed (norms) is on every device."""
 
