@@ -136,15 +136,20 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
     rules = {
         "learning_rate": (optimiser.learning_rate > 0, "above 0"),
         "warmup": (optimiser.warmup >= 0, "at least 0"),
-        "schedule": (optimiser.schedule in ("constant", "cosine"), "constant or cosine"),
+        "name": (optimiser.name in ("adamw", "adafactor", "muon"), "adamw, adafactor or muon"),
+        "schedule": (optimiser.schedule in ("constant", "cosine", "linear"), "constant, cosine or linear"),
+        "momentum_dtype": (optimiser.momentum_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         "b1": (0 <= optimiser.b1 < 1, "from 0 to below 1"),
         "b2": (0 <= optimiser.b2 < 1, "from 0 to below 1"),
         "eps": (optimiser.eps > 0, "above 0"),
         "weight_decay": (optimiser.weight_decay >= 0, "at least 0"),
         "clip_norm": (optimiser.clip_norm >= 0, "at least 0 (0 does not clip)"),
-        "decay_updates": (
-            optimiser.schedule == "constant" or optimiser.decay_updates > optimiser.warmup,
-            f"above warmup ({optimiser.warmup}) where the schedule is cosine: it is where the rate reaches 0",
+        "decay": (
+            optimiser.decay == (0, 0)
+            if optimiser.schedule == "constant"
+            else optimiser.decay[1] > max(optimiser.decay[0], optimiser.warmup),
+            f"two counts of updates, the second above the first and above warmup ({optimiser.warmup}), between which "
+            "schedule cosine or linear lowers the rate to 0; or 0 0 with schedule constant",
         ),
     }
     for name, (fine, rule) in rules.items():

@@ -10,6 +10,7 @@ import optax
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.learner.batch import Packed
+from jaxrl_llm.learner.optimiser import as_before, on_device
 from jaxrl_llm.models.decoder import Decoder, cast, forward
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.models.lora import attached
@@ -124,10 +125,12 @@ def make_update(
             state.policy, packed, temperature, algorithm, kl_coef, state.base, compute_dtype=compute_dtype, remat=remat
         )
         norm, lr = optax.tree.norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
-        directions, opt_state = optimiser.update(grads, state.opt_state, state.policy)
+        before = state._replace(opt_state=on_device(state.opt_state))
+        directions, opt_state = optimiser.update(grads, before.opt_state, state.policy)
         policy = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), state.policy, directions)
         new = TrainState(policy, opt_state, state.reference, state.updates + 1, state.base)
-        kept = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(norm), a, b), new, state)
+        kept = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(norm), a, b), new, before)
+        kept = kept._replace(opt_state=as_before(kept.opt_state, state.opt_state))
         return kept, metrics | {"grad_norm": norm, "lr": lr}
 
     return update

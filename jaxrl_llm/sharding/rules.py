@@ -43,11 +43,12 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """A ``NamedSharding`` for every leaf of a tree that holds models: weights, gradients, optimiser moments, states.
 
-    Leaves that belong to no model (counters) are on every device.
+    Leaves that belong to no model (counters) are on every device; those below ``on_host`` in its host's memory.
     """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        return NamedSharding(mesh, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
+        kind = "pinned_host" if any(getattr(key, "name", "") == "on_host" for key in path) else None
+        return NamedSharding(mesh, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh), memory_kind=kind)
 
     return jax.tree.map_with_path(leaf, tree)
 
