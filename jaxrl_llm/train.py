@@ -23,10 +23,12 @@ from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
+from jaxrl_llm.learner.compute import compute_for, platform_of
 from jaxrl_llm.learner.epochs import abstract_state, reset_optimiser
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import make_update
 from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.models.lora import policy_model, reference_model
 from jaxrl_llm.rewards import Scorer
@@ -79,6 +81,7 @@ class Parts:
 
     update: Callable[..., Any]
     layout: learner.Layout
+    compute: Compute
     sampler: Sampler
     weights: Callable[[Decoder], Decoder]
     test: Callable[[Decoder], Evaluated | None]
@@ -209,11 +212,11 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
             engine, weights, tokenizer, test_task, problems, scorer, answers, run.evaluation.samples, run.seed, progress.status
         )
 
-    optimiser = run.learner.optimiser
-    update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), dtype, run.learner.remat)
+    optimiser, compute = run.learner.optimiser, compute_for(run.learner, model.config, platform_of(mesh))
+    update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
     row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
     layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Parts(update, layout, sampler, weights, test)
+    return Parts(update, layout, compute, sampler, weights, test)
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
@@ -231,10 +234,10 @@ def learn_from(
     if not batch.groups:
         return state, {"event/no_informative_groups": True, "time/update_s": 0.0}
     with jax.set_mesh(mesh):  # of this thread
-        samples, measured = to_samples(run, batch.groups, batch.version, reference_model(state), parts.layout, mesh, host.kl_coef)
+        samples, measured = to_samples(run, batch.groups, batch.version, reference_model(state), parts, mesh, host.kl_coef)
         update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
         state, metrics = learner.learn(
-            state, samples, run.learner, parts.layout, update, run.rollout.temperature, run.seed + step, mesh,
+            state, samples, run.learner, parts.layout, parts.compute, update, run.rollout.temperature, run.seed + step, mesh,
             run.recipe.algorithm.kl_in_loss,
         )
     measured |= metrics
@@ -256,17 +259,17 @@ def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tu
 
 
 def to_samples(
-    run: Run, groups: list[Group], version: int, reference: Decoder | None, layout: learner.Layout, mesh: Any,
+    run: Run, groups: list[Group], version: int, reference: Decoder | None, parts: Parts, mesh: Any,
     kl_coef: float | None,
 ) -> tuple[list[list[learner.Sample]], dict[str, float]]:
     """Groups as the learner sees them: what each token is worth, and whether the loss counts it."""
     algorithm = run.recipe.algorithm
     rewards = np.stack([g.rewards for g in groups])
     if algorithm.advantage.several:
-        parts = [np.stack([part.weight * g.parts[part.name] for g in groups]) for part in configs.rewards(run)]
-        rewards = np.stack(parts, axis=-1)
-    score = lambda samples: learner.completion_logps(reference, samples, run.learner, layout, run.rollout.temperature, mesh)
-    dropped, length = run.recipe.drop_truncated, layout.completion_tokens
+        scored = [np.stack([part.weight * g.parts[part.name] for g in groups]) for part in configs.rewards(run)]
+        rewards = np.stack(scored, axis=-1)
+    score = lambda samples: learner.completion_logps(reference, samples, parts.layout, parts.compute, run.rollout.temperature, mesh)
+    dropped, length = run.recipe.drop_truncated, parts.layout.completion_tokens
     return learner.to_samples(algorithm, groups, version, rewards, dropped, length, score, kl_coef, run.rollout.collect.learn_earlier)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import create, policy_model, reference_model
@@ -62,8 +63,8 @@ def place(packed: Packed, mesh: Mesh) -> Packed:
 
 
 def learn(
-    state: TrainState, groups: Sequence[Sequence[Sample]], settings: Learner, layout: Layout, update: Callable[..., Any],
-    temperature: float, seed: int, mesh: Mesh, reference: bool = True,
+    state: TrainState, groups: Sequence[Sequence[Sample]], settings: Learner, layout: Layout, compute: Compute,
+    update: Callable[..., Any], temperature: float, seed: int, mesh: Mesh, reference: bool = True,
 ) -> tuple[TrainState, dict[str, float]]:
     """Every epoch over every minibatch of the groups.
 
@@ -72,6 +73,7 @@ def learn(
       groups: samples of each prompt.
       settings: epochs, minibatches, ``target_kl``.
       layout: shapes of a microbatch.
+      compute: as in ``update``.
       update: from ``make_update``.
       temperature: of the sampling, applied to every log-probability.
       seed: orders the groups anew in each epoch after the first.
@@ -84,7 +86,7 @@ def learn(
     anchor = settings.epochs * settings.minibatches > 1
     rows: list[dict[str, float]] = []
     state_in_loss = state if reference else state._replace(reference=None)
-    batches = _scored(state_in_loss, _split(groups, settings.minibatches), settings, layout, temperature, mesh, anchor)
+    batches = _scored(state_in_loss, _split(groups, settings.minibatches), layout, compute, temperature, mesh, anchor)
     for epoch in range(settings.epochs):
         order = np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
         for index in order:
@@ -103,7 +105,7 @@ def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]
 
 
 def _scored(
-    state: TrainState, batches: list[list[Sample]], settings: Learner, layout: Layout, temperature: float, mesh: Mesh, anchor: bool
+    state: TrainState, batches: list[list[Sample]], layout: Layout, compute: Compute, temperature: float, mesh: Mesh, anchor: bool
 ) -> list[Packed]:
     """Packed minibatches with ``old_logp`` where several updates follow and ``ref_logp`` where there is a reference.
 
@@ -112,7 +114,7 @@ def _scored(
     out = []
     for samples in batches:
         packed = place(pack(samples, layout), mesh)
-        run = lambda model, p=packed: score(model, p, jnp.float32(temperature), settings.compute_dtype, settings.remat)
+        run = lambda model, p=packed: score(model, p, jnp.float32(temperature), compute)
         old = run(policy_model(state)) if anchor else None
         reference = run(reference_model(state)) if state.reference is not None else None
         out.append(packed._replace(old_logp=old, ref_logp=reference))
@@ -120,11 +122,11 @@ def _scored(
 
 
 def completion_logps(
-    model: Decoder, samples: Sequence[Sample], settings: Learner, layout: Layout, temperature: float, mesh: Mesh
+    model: Decoder, samples: Sequence[Sample], layout: Layout, compute: Compute, temperature: float, mesh: Mesh
 ) -> list[np.ndarray]:
     """Log-probabilities (nats, float32[t]) of each sample's tokens under a model that is not differentiated."""
     packed = place(pack(samples, layout), mesh)
-    values = np.asarray(jax.device_get(score(model, packed, jnp.float32(temperature), settings.compute_dtype, settings.remat)))
+    values = np.asarray(jax.device_get(score(model, packed, jnp.float32(temperature), compute)))
     return [values[at][: len(s.tokens)] for s, at in zip(samples, places(samples, layout), strict=True)]
 
 

@@ -10,10 +10,14 @@ from optax import contrib
 
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models.lora import INPUTS
-from jaxrl_llm.sharding.rules import parameter_path
+from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
 
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
+
+
+FACTORED = 128
+"""Adafactor factors the second moment of matrices with at least this many rows and columns, as the paper's code does."""
 
 
 class Offloaded(NamedTuple):
@@ -55,13 +59,14 @@ def build(config: Optimiser) -> optax.GradientTransformation:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax relies on both
             before = state.on_host if config.offload else state
             directions, after = chain.update(_float32(grads), before, _float32(params))
+        after = constrain_by_path(after)
         return directions, Offloaded(after) if config.offload else after
 
     return optax.GradientTransformation(init, update)
 
 
 def _adam(config: Optimiser) -> optax.GradientTransformation:
-    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.momentum_dtype)
+    return _kept_in(optax.scale_by_adam(config.b1, config.b2, config.eps), "mu", config.momentum_dtype)
 
 
 def _adafactor(config: Optimiser) -> optax.GradientTransformation:
@@ -71,15 +76,24 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
     2106.04560, section 3.4, there is no relative step size, and steps are not clipped.
     """
     decay = lambda step, _: jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
-    scale = optax.scale_by_factored_rms(epsilon=config.eps**2, decay_rate_fn=decay)
-    momentum = optax.ema(config.b1, accumulator_dtype=config.momentum_dtype) if config.b1 else optax.identity()
+    scale = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED, epsilon=config.eps**2, decay_rate_fn=decay)
+    momentum = _kept_in(optax.ema(config.b1), "ema", config.momentum_dtype) if config.b1 else optax.identity()
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        directions, state = scale.update(jax.tree.map_with_path(_folded, grads), state, jax.tree.map_with_path(_folded, params))
+        directions, state = scale.update(_foldable(grads), state, _foldable(params))
         return jax.tree.map(lambda d, g: d.reshape(g.shape), directions, grads), state
 
-    folded = optax.GradientTransformation(lambda params: scale.init(jax.tree.map_with_path(_folded, params)), update)
-    return optax.chain(folded, momentum)
+    return optax.chain(optax.GradientTransformation(lambda params: scale.init(_foldable(params)), update), momentum)
+
+
+def _foldable(tree: Any) -> Any:
+    """Arrays folded to matrices where these are large enough to be factored; smaller ones keep the shape of their layout."""
+
+    def fold(path: tuple, x: jax.Array) -> jax.Array:
+        folded = _folded(path, x)
+        return folded if min(folded.shape[-2:]) >= FACTORED else x
+
+    return jax.tree.map_with_path(fold, tree)
 
 
 def _muon(config: Optimiser) -> optax.GradientTransformation:
@@ -91,12 +105,26 @@ def _muon(config: Optimiser) -> optax.GradientTransformation:
     def label(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, x: "adam" if _matrix(path, x) is None else "muon", params)
 
-    momentum = contrib.scale_by_muon(
-        beta=config.b1, eps=config.eps, mu_dtype=config.momentum_dtype, weight_dimension_numbers=axes
-    )
-    return optax.partition(
-        {"muon": optax.chain(momentum, contrib.scale_by_shape(axes, consistent_rms=MUON_RMS)), "adam": _adam(config)}, label
-    )
+    def resize(path: tuple, x: jax.Array) -> jax.Array:
+        return MUON_RMS * math.sqrt(max(_folded(path, x).shape[1:])) * x
+
+    momentum = contrib.scale_by_muon(beta=config.b1, eps=config.eps, weight_dimension_numbers=axes)
+    momentum = _kept_in(momentum, "mu", config.momentum_dtype)
+    sized = optax.stateless(lambda grads, _: jax.tree.map_with_path(resize, grads))
+    return optax.partition({"muon": optax.chain(momentum, sized), "adam": _adam(config)}, label)
+
+
+def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> optax.GradientTransformation:
+    """``inner`` with one field of its state kept in ``dtype``; it computes in float32, so each update rounds once."""
+
+    def cast(state: Any, to: str) -> Any:
+        return state._replace(**{field: jax.tree.map(lambda x: x.astype(to), getattr(state, field))})
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        directions, after = inner.update(grads, cast(state, "float32"), params)
+        return directions, cast(after, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
 
 
 def _dimension_numbers(path: tuple, x: Any) -> contrib.MuonDimensionNumbers:

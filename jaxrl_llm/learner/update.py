@@ -11,6 +11,7 @@ import optax
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.optimiser import as_before, on_device
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder, cast, forward
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.models.lora import attached
@@ -21,14 +22,14 @@ Metrics = dict[str, jax.Array]
 
 
 def completion_logprobs(
-    model: Decoder, batch: Packed, temperature: jax.Array, remat: str = "none"
+    model: Decoder, batch: Packed, temperature: jax.Array, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy (nats, float32[B, T]) of one microbatch's completions; 0 at padding.
 
     ``batch`` has no microbatch axis here.
     """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
-    hidden = forward(model, rows, remat)
+    hidden = forward(model, rows, compute)
     hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
     values = token_logprobs(model, hidden, batch.target, temperature, kept=batch.kept)
     flat = jnp.zeros(batch.mask.size, jnp.float32)
@@ -42,23 +43,23 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
     return jax.tree.map(take, packed._replace(totals=None))
 
 
-@functools.partial(jax.jit, static_argnames=("compute_dtype", "remat"))
-def score(model: Decoder, packed: Packed, temperature: jax.Array, compute_dtype: Any, remat: str) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="compute")
+def score(model: Decoder, packed: Packed, temperature: jax.Array, compute: Compute) -> jax.Array:
     """Log-probabilities float32[M, B, T] of a whole step's completions under a model that is not differentiated."""
-    model = cast(model, compute_dtype)
+    model = cast(model, compute.dtype)
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[index].set(completion_logprobs(model, microbatch(packed, index), temperature, remat)[0])
+        return out.at[index].set(completion_logprobs(model, microbatch(packed, index), temperature, compute)[0])
 
     return jax.lax.fori_loop(0, packed.totals.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
 
 
 def microbatch_loss(
     policy: Decoder, batch: Packed, algorithm: Algorithm, temperature: jax.Array, tokens: jax.Array, sequences: jax.Array,
-    kl_coef: jax.Array | None, **static: Any,
+    kl_coef: jax.Array | None, compute: Compute,
 ) -> tuple[jax.Array, Metrics]:
     """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
-    logp, entropy = completion_logprobs(cast(policy, static["compute_dtype"]), batch, temperature, static["remat"])
+    logp, entropy = completion_logprobs(cast(policy, compute.dtype), batch, temperature, compute)
     # On-policy the ratio is 1 by construction; the old policy of an earlier step's token is the one that sampled it.
     old = jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
     old = jnp.where(batch.fresh, old, batch.sampler_logp)
@@ -84,16 +85,16 @@ def combine(total: Metrics, new: Metrics) -> Metrics:
 
 
 def accumulate(
-    policy: Any, packed: Packed, temperature: jax.Array, algorithm: Algorithm, kl_coef: jax.Array | None = None,
-    base: Decoder | None = None, **static: Any,
+    policy: Any, packed: Packed, temperature: jax.Array, algorithm: Algorithm, compute: Compute,
+    kl_coef: jax.Array | None = None, base: Decoder | None = None,
 ) -> tuple[Any, Metrics]:
-    """Gradient and metrics of a whole optimiser step, summed over its microbatches; like ``policy``, ``base`` has none.
+    """Gradient and metrics of a whole optimiser step, summed over its microbatches; ``base`` has no gradient.
 
     The loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
     loss = functools.partial(
         microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.totals.tokens,
-        sequences=packed.totals.sequences, kl_coef=kl_coef, **static,
+        sequences=packed.totals.sequences, kl_coef=kl_coef, compute=compute,
     )
     gradient = jax.grad(lambda policy, batch: loss(attached(base, policy), batch), has_aux=True)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0))))
@@ -109,7 +110,7 @@ def accumulate(
 
 
 def make_update(
-    algorithm: Algorithm, optimiser: optax.GradientTransformation, rate: optax.Schedule, compute_dtype: Any, remat: str
+    algorithm: Algorithm, optimiser: optax.GradientTransformation, rate: optax.Schedule, compute: Compute
 ) -> Callable[[TrainState, Packed, Any], tuple[TrainState, Metrics]]:
     """The jitted update ``(state, packed, temperature, kl_coef=None) -> (state, metrics)``; the state is donated.
 
@@ -121,9 +122,7 @@ def make_update(
     def update(state: TrainState, packed: Packed, temperature: jax.Array, kl_coef: Any = None) -> tuple[TrainState, Metrics]:
         temperature = jnp.asarray(temperature, jnp.float32)
         kl_coef = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
-        grads, metrics = accumulate(
-            state.policy, packed, temperature, algorithm, kl_coef, state.base, compute_dtype=compute_dtype, remat=remat
-        )
+        grads, metrics = accumulate(state.policy, packed, temperature, algorithm, compute, kl_coef, state.base)
         norm, lr = optax.tree.norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
         before = state._replace(opt_state=on_device(state.opt_state))
         directions, opt_state = optimiser.update(grads, before.opt_state, state.policy)

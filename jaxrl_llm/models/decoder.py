@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models import layers
+from jaxrl_llm.models.compute import REMAT, Compute
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sharding import BATCH, constrain
 
@@ -192,21 +193,13 @@ def row_mask(rows: Rows) -> jax.Array:
     return causal[None] & (group[:, None, :] == group[:, :, None]) & (group[:, :, None] > 0) & same_path
 
 
-REMAT = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""What the backward pass keeps of a layer: everything, nothing but its input, or the results of its matrix products."""
-
-
-def forward(model: Decoder, rows: Rows, remat: str = "none") -> jax.Array:
+def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Array:
     """Normalised final hidden states [R, S, D] of packed rows.
 
     Args:
       model: the decoder.
       rows: R rows of S tokens.
-      remat: key of ``REMAT``.
+      compute: how; the model's weights are of its dtype already.
     """
     config, positions = model.config, jnp.asarray(rows.positions)
     allowed = row_mask(rows)
@@ -224,10 +217,10 @@ def forward(model: Decoder, rows: Rows, remat: str = "none") -> jax.Array:
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return constrain(x, BATCH), None
 
-    if REMAT[remat] is not None:
-        layer = jax.checkpoint(layer, policy=REMAT[remat])
+    if REMAT[compute.remat] is not None:
+        layer = jax.checkpoint(layer, policy=REMAT[compute.remat])
     x = constrain(embed(model, jnp.asarray(rows.tokens)), BATCH)
-    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)))
+    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)), unroll=compute.unroll)
     return layers.rms_norm(x, model.weights.final_norm[...], config.norm)
 
 

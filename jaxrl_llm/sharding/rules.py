@@ -53,6 +53,18 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(leaf, tree)
 
 
+def constrain_by_path(tree: Any) -> Any:
+    """Inside jit: ask for the layout of ``shardings``, on the mesh set by ``jax.set_mesh``; without one, nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+
+    def leaf(path: tuple, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
+
+    return jax.tree.map_with_path(leaf, tree)
+
+
 def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
     """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all of them."""
 

@@ -8,10 +8,11 @@ import pytest
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.models.compute import Compute
 from learner.rollouts import TEMPERATURE, T, groups, one_device, rollout, unpacked_logp
 from tiny import largest_difference, tiny
 
-LAYOUT = Layout(2, 40, T)
+LAYOUT, COMPUTE = Layout(2, 40, T), Compute(remat="full")
 MESH = one_device()
 
 
@@ -37,7 +38,7 @@ class Record:
 
 def run(settings, update, reference=False, seed=3):
     state = create_state(tiny("windows"), build(settings.optimiser), reference, MESH)
-    return learn(state, groups(rollout()), settings, LAYOUT, update, TEMPERATURE, seed, MESH)
+    return learn(state, groups(rollout()), settings, LAYOUT, COMPUTE, update, TEMPERATURE, seed, MESH)
 
 
 def whole():
@@ -89,7 +90,7 @@ def test_one_update_needs_no_old_policy_and_no_coefficient_no_reference():
 
 def test_old_and_reference_are_scored_before_the_first_update():
     settings = Learner(optimiser=Optimiser(learning_rate=1e-2), epochs=2)
-    real = make_update(PRESETS["grpo"], build(settings.optimiser), learning_rate(settings.optimiser), "float32", "full")
+    real = make_update(PRESETS["grpo"], build(settings.optimiser), learning_rate(settings.optimiser), COMPUTE)
     record = Record()
 
     def update(state, packed, temperature):
@@ -123,7 +124,7 @@ def test_metrics_are_means_and_those_of_the_sampler_are_on_policy():
 
 def test_a_second_epoch_sees_ratios_that_moved():
     settings = Learner(optimiser=Optimiser(learning_rate=3e-3), epochs=2)
-    real = make_update(PRESETS["dapo"], build(settings.optimiser), learning_rate(settings.optimiser), "float32", "full")
+    real = make_update(PRESETS["dapo"], build(settings.optimiser), learning_rate(settings.optimiser), COMPUTE)
     seen = []
 
     def update(state, packed, temperature):
@@ -142,8 +143,11 @@ def test_a_second_epoch_sees_ratios_that_moved():
     (Optimiser(learning_rate=2.0), {0: 2.0, 100: 2.0}),
     (Optimiser(learning_rate=1.0, warmup=4), {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0, 50: 1.0}),
     (Optimiser(learning_rate=1.0, warmup=1), {0: 1.0, 1: 1.0}),
-    (Optimiser(learning_rate=1.0, schedule="cosine", decay_updates=10), {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
-    (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay_updates=12), {0: 0.5, 1: 1.0, 7: 0.5, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, schedule="cosine", decay=(0, 10)), {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay=(0, 12)), {0: 0.5, 1: 1.0, 7: 0.5, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(0, 12)), {0: 0.5, 2: 1.0, 7: 0.5, 12: 0.0, 99: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(8, 12)), {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.75, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, schedule="cosine", decay=(8, 12)), {0: 1.0, 8: 1.0, 10: 0.5, 11: 0.146447, 12: 0.0}),
 ])  # fmt: skip
 def test_learning_rates(optimiser, wanted):
     rate = learning_rate(optimiser)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
-from jaxrl_llm.learner import Layout, Learner, pack
+from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.epochs import completion_logps
 from jaxrl_llm.learner.samples import to_samples
 from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.types import Completion, Group, Problem
 from learner.rollouts import TEMPERATURE, WIDTH, G, T, one_device, padded, rollout
@@ -59,7 +60,7 @@ def dense(model, samples):
 
 @functools.partial(jax.jit, static_argnums=2)
 def packed_gradient(model, packed, algorithm):
-    return accumulate(model, packed, jnp.float32(TEMPERATURE), algorithm, compute_dtype="float32", remat="none")
+    return accumulate(model, packed, jnp.float32(TEMPERATURE), algorithm, Compute())
 
 
 def test_the_sampler_really_cut_tokens_off():
@@ -92,7 +93,7 @@ def test_packed_gradients_are_those_of_dense_masked_logits(name):
         )
         return policy_loss(algorithm, dense(model, samples), batch)[0]
 
-    scored = completion_logps(REFERENCE, samples, Learner(remat="none"), LAYOUT, TEMPERATURE, one_device())
+    scored = completion_logps(REFERENCE, samples, LAYOUT, Compute(), TEMPERATURE, one_device())
     for row, values in zip(np.asarray(reference), scored, strict=True):
         np.testing.assert_allclose(values, row[: len(values)], atol=1e-5)
     wide = Layout(2, 60, T)

@@ -14,6 +14,7 @@ from jaxrl_llm.learner import Layout, Optimiser, Sample, create_state, make_upda
 from jaxrl_llm.learner.epochs import abstract_state, place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate, score
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, logits, to_parameters
 from jaxrl_llm.models.lora import attached, create, fingerprint, merge, policy_model, reference_model
@@ -25,7 +26,7 @@ from learner.rollouts import TEMPERATURE, WIDTH, T, one_device, rollout
 from tiny import KINDS, largest_difference, tiny
 
 LORA = Lora(rank=2, alpha=3.0)
-LAYOUT = Layout(8, 22, T)
+LAYOUT, COMPUTE = Layout(8, 22, T), Compute(remat="full")
 MODEL = tiny("windows")
 OPTIMISER = Optimiser(learning_rate=1e-2, weight_decay=0.1)
 
@@ -45,14 +46,12 @@ def state_on(mesh, reference=True, **given):
 
 @jax.jit
 def gradient(policy, packed, base=None):
-    return accumulate(
-        policy, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], base=base, compute_dtype="float32", remat="full"
-    )
+    return accumulate(policy, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], COMPUTE, base=base)
 
 
 @functools.cache
 def updater():
-    return make_update(PRESETS["dapo"], build(OPTIMISER), learning_rate(OPTIMISER), "float32", "full")
+    return make_update(PRESETS["dapo"], build(OPTIMISER), learning_rate(OPTIMISER), COMPUTE)
 
 
 def leaves(tree):
@@ -113,7 +112,7 @@ def test_an_update_moves_the_adapter_alone():
 def test_the_reference_is_the_base():
     state = state_on(one_device(), policy=adapter())
     packed = pack(rollout(), LAYOUT)
-    scored = lambda model: np.asarray(score(model, packed, jnp.float32(TEMPERATURE), "float32", "full"))
+    scored = lambda model: np.asarray(score(model, packed, jnp.float32(TEMPERATURE), COMPUTE))
     np.testing.assert_array_equal(scored(reference_model(state)), scored(MODEL))
     assert np.abs(scored(policy_model(state)) - scored(MODEL)).max() > 1e-2
     assert reference_model(state._replace(reference=None)) is None
@@ -142,10 +141,8 @@ def test_in_bfloat16_both_round_the_same_sum():
     tokens = np.arange(24).reshape(2, 12)
     inside = logits(attached(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
     np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)
-    grads, _ = accumulate(
-        policy, pack(rollout(), LAYOUT), jnp.float32(TEMPERATURE), PRESETS["dapo"], base=base, compute_dtype="bfloat16",
-        remat="full",
-    )  # fmt: skip
+    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
+    grads, _ = jax.eval_shape(lambda p, b: compute(p, pack(rollout(), LAYOUT), jnp.float32(1), base=b), policy, base)
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
@@ -172,14 +169,14 @@ def test_no_gradient_of_the_base_is_ever_held():
 @pytest.mark.parametrize("shape", [(2, 2, 2)])
 def test_the_mesh_changes_nothing(shape):
     mesh, policy = make_mesh(MeshShape(*shape)), adapter()
-    wanted, _ = gradient(policy, pack(rollout(), LAYOUT), MODEL)
+    wanted, _ = jax.device_get(gradient(policy, pack(rollout(), LAYOUT), MODEL))
     with jax.set_mesh(mesh):
-        state = state_on(mesh, policy=policy)
+        state = jax.block_until_ready(state_on(mesh, policy=policy))
         layout = shardings(state, mesh)
         data = place(pack(rollout(), LAYOUT), mesh)
         found, _ = jax.device_get(gradient(state.policy, data, state.base))
         assert largest_difference(found, wanted) < 1e-5
-        state, _ = updater()(state, data, TEMPERATURE)
+        state = jax.block_until_ready(updater()(state, data, TEMPERATURE)[0])
     for (path, leaf), place_of in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(layout), strict=True):
         assert leaf.sharding.is_equivalent_to(place_of, leaf.ndim), jax.tree_util.keystr(path)
 

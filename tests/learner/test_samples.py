@@ -9,9 +9,10 @@ import pytest
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GDPO
-from jaxrl_llm.learner import Layout, Learner, completion_logps, pack, to_samples
+from jaxrl_llm.learner import Layout, completion_logps, pack, to_samples
 from jaxrl_llm.learner.batch import places
 from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.types import Completion, Group, Problem
 from learner.rollouts import TEMPERATURE, G, T, one_device, padded, rollout, unpacked_logp
 from tiny import largest_difference, tiny
@@ -41,7 +42,7 @@ def made():
 
 
 def reference(samples):
-    return completion_logps(REFERENCE, samples, Learner(remat="none"), LAYOUT, TEMPERATURE, one_device())
+    return completion_logps(REFERENCE, samples, LAYOUT, Compute(), TEMPERATURE, one_device())
 
 
 def samples_of(algorithm, rewards=REWARDS, drop=False, score=reference, earlier=True):
@@ -131,7 +132,7 @@ def test_advantages_by_token_survive_packing():
     for row, values in zip(wide, reference(samples), strict=True):
         row[: len(values)] = values
     found, _ = jax.jit(
-        lambda m, p: accumulate(m, p, jnp.float32(TEMPERATURE), algorithm, compute_dtype="float32", remat="none")
+        lambda m, p: accumulate(m, p, jnp.float32(TEMPERATURE), algorithm, Compute())
     )(MODEL, packed._replace(ref_logp=ref))
 
     def loss(model):

@@ -14,13 +14,15 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
 from jaxrl_llm.learner.epochs import place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate, score
+from jaxrl_llm.models.compute import Compute
 from learner.rollouts import TEMPERATURE, T, one_device, padded, rollout, unpacked_logp, unpacked_loss
 from tiny import Compilations, largest_difference, tiny
 
+COMPUTE = Compute(remat="full")
 LAYOUTS = {
-    "one row": (Layout(1, 20, T), "none"),
-    "two rows": (Layout(2, 22, T), "full"),
-    "four rows": (Layout(4, 60, T), "dots"),
+    "one row": (Layout(1, 20, T), Compute()),
+    "two rows": (Layout(2, 22, T), COMPUTE),
+    "four rows": (Layout(4, 60, T), Compute(remat="dots", unroll=True)),
 }
 WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 """GSPO with a band that the tiny model's ratios fall inside and outside of."""
@@ -37,8 +39,8 @@ OLD, REFERENCE = moved(MODEL, 5), moved(MODEL, 6)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def packed_gradient(model, packed, algorithm, remat="full"):
-    return accumulate(model, packed, jnp.float32(TEMPERATURE), algorithm, compute_dtype="float32", remat=remat)
+def packed_gradient(model, packed, algorithm, compute=COMPUTE):
+    return accumulate(model, packed, jnp.float32(TEMPERATURE), algorithm, compute)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -47,7 +49,7 @@ def unpacked_gradient(algorithm, model, old_logp, ref_logp):
 
 
 def scored(model, packed):
-    return score(model, packed, jnp.float32(TEMPERATURE), "float32", "full")
+    return score(model, packed, jnp.float32(TEMPERATURE), COMPUTE)
 
 
 @pytest.mark.parametrize("algorithm", [PRESETS["grpo"], PRESETS["dapo"], WIDE_GSPO], ids=["grpo", "dapo", "gspo"])
@@ -56,10 +58,10 @@ def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
         algorithm, MODEL, unpacked_logp(OLD, rollout()), unpacked_logp(REFERENCE, rollout())
     )
     assert 0 < metrics["clip_fraction/high"] + metrics["clip_fraction/low"] < 1
-    for name, (layout, remat) in LAYOUTS.items():
+    for name, (layout, compute) in LAYOUTS.items():
         packed = pack(rollout(), layout)
         packed = packed._replace(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
-        found, others = packed_gradient(MODEL, packed, algorithm, remat)
+        found, others = packed_gradient(MODEL, packed, algorithm, compute)
         assert largest_difference(found, wanted) < 1e-5, name
         for key, value in metrics.items():
             np.testing.assert_allclose(others[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
@@ -133,9 +135,7 @@ def test_a_moved_kl_coefficient_is_used_and_compiles_nothing_anew():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     packed = packed._replace(ref_logp=scored(REFERENCE, packed))
     gradient = jax.jit(
-        lambda coef: accumulate(
-            MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["grpo"], coef, compute_dtype="float32", remat="full"
-        )
+        lambda coef: accumulate(MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["grpo"], COMPUTE, coef)
     )
     for coef in (0.0, 0.04, 0.5):
         found, metrics = gradient(jnp.float32(coef))
@@ -165,9 +165,7 @@ def test_nothing_counted_gives_no_gradient():
 
 def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
-    found, metrics = accumulate(
-        MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], compute_dtype="bfloat16", remat="full"
-    )
+    found, metrics = accumulate(MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], Compute("bfloat16", "full"))
     wanted, _ = packed_gradient(MODEL, packed, PRESETS["dapo"])
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)} and metrics[
         "loss"
@@ -178,7 +176,7 @@ def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
 
 @functools.cache
 def updater(optimiser, algorithm=PRESETS["dapo"]):
-    return make_update(algorithm, build(optimiser), learning_rate(optimiser), "float32", "full")
+    return make_update(algorithm, build(optimiser), learning_rate(optimiser), COMPUTE)
 
 
 def state_and_data(optimiser, samples=None, reference=False):
@@ -248,7 +246,7 @@ def test_the_reference_and_the_loaded_model_outlive_the_donated_policy():
 
 def test_steps_of_other_lengths_share_one_program():
     optimiser = Optimiser(learning_rate=1e-3)
-    update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), "float32", "full")
+    update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), COMPUTE)
     state, data = state_and_data(optimiser)
     state, _ = update(state, data, TEMPERATURE)
     shorter = [dataclasses.replace(s, tokens=s.tokens[:-1], mask=s.mask[:-1], sampler_logp=s.sampler_logp[:-1])

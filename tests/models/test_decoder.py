@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import (
     Rows,
     causal_rows,
@@ -117,7 +118,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 
     @functools.partial(jax.jit, static_argnums=1)
     def graded(model, how):
-        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, how))))(model)
+        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, Compute(remat=how)))))(model)
 
     plain, again = graded(model, "none"), graded(model, remat)
     np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
@@ -127,7 +128,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_bfloat16(kind):
     model, rows = tiny(kind, dtype="bfloat16"), packed_row(24)[0]
-    traced = jax.make_jaxpr(lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, "full"))))(m))(model)
+    traced = jax.make_jaxpr(lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, Compute(remat="full")))))(m))(model)
     products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
     forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)))(model)
     for equation in equations(forward_only.jaxpr):

@@ -15,6 +15,7 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
 from jaxrl_llm.learner.epochs import place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path
@@ -31,7 +32,7 @@ def mesh_of(shape):
 
 
 def gradient(model, mesh):
-    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute_dtype="float32", remat="full")
+    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute(remat="full"))
     with jax.set_mesh(mesh):
         placed = jax.device_put(model, shardings(model, mesh))
         return jax.device_get(jax.jit(compute)(placed, place(pack(rollout(), LAYOUT), mesh), jnp.float32(TEMPERATURE)))
@@ -71,7 +72,7 @@ def test_an_update_leaves_the_state_where_it_was(shape):
         state = create_state(tiny("windows"), build(optimiser), True, mesh)
         layout = shardings(state, mesh)
         data = place(pack(rollout(), LAYOUT), mesh)
-        update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), "float32", "full")
+        update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), Compute(remat="full"))
         state, _ = update(state, data, TEMPERATURE)
         for (path, leaf), wanted in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(layout), strict=True):
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
