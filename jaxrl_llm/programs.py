@@ -16,6 +16,7 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.weights import weights_for_sampling
+from jaxrl_llm.sharding import batch_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +53,10 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Program
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
     weights = weights_for_sampling(model, compute.dtype, mesh, where, keep=rollout.collect.staleness > 0)
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
-    return Programs(engine, weights, update, batch_layout(run), compute)
+    return Programs(engine, weights, update, batch_layout(run, batch_parts(mesh)), compute)
 
 
-def batch_layout(run: Run) -> learner.Layout:
-    """Shapes of a microbatch; where the run leaves the length of rows open, they hold the longest completion."""
+def batch_layout(run: Run, parts: int = 1) -> learner.Layout:
+    """Shapes of a microbatch that a mesh divides into ``parts``; rows whose length the run leaves open hold the longest completion."""
     row_tokens = run.learner.row_tokens or -(-max(run.rollout.max_length, 256) // 128) * 128
-    return learner.Layout(run.learner.microbatch_rows, row_tokens, run.rollout.max_new_tokens)
+    return learner.Layout(run.learner.microbatch_rows, row_tokens, run.rollout.max_new_tokens, parts)

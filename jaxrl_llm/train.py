@@ -113,7 +113,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error, peers) as scorer,
     ):
         progress.status(f"loading {run.model}")
-        model, tokenizer = load_pretrained(run.model, run.learner.dtype)
+        model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
         parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
         optimiser = build(run.learner.optimiser)
         reference = run.recipe.algorithm.needs_reference
@@ -123,7 +123,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
             progress.status(f"restoring step {start}")
             state, data = store.restore(start, abstract_state(model, optimiser, reference), mesh)
             host = Host.from_json(data)
-        del model  # the state holds its own copy
+        del model  # its arrays are the state's now, or were read for their shapes only
         if run.recipe.controller is not None and host.kl_coef is None:
             host.kl_coef = run.recipe.algorithm.kl_coef
         if start == 0:

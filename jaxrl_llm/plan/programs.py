@@ -16,7 +16,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.layout import Arrays, abstract_model, arrays, meshes
 from jaxrl_llm.plan.topology import without_compilation_cache
-from jaxrl_llm.programs import Programs, batch_layout, build_programs
+from jaxrl_llm.programs import Programs, build_programs
 from jaxrl_llm.rollout import ahead
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -73,7 +73,7 @@ def subject(run: Run, config: ModelConfig, devices: list[Any]) -> Subject:
     """The run's programs and their arguments on these devices."""
     mesh, where = meshes(run, devices)
     programs = build_programs(run, abstract_model(config, run.learner.dtype), mesh, where)
-    return Subject(run, mesh, where, programs, arrays(run, config, batch_layout(run), mesh, where))
+    return Subject(run, mesh, where, programs, arrays(run, config, programs.layout, mesh, where))
 
 
 def lower_update(one: Subject) -> jax.stages.Lowered:
