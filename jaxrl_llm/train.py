@@ -23,7 +23,7 @@ from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
-from jaxrl_llm.learner.compute import compute_for, platform_of
+from jaxrl_llm.learner.compute import compute_for, layout_for, platform_of
 from jaxrl_llm.learner.epochs import abstract_state, reset_optimiser
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import make_update
@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
 from jaxrl_llm.rollout.groups import Backlog, Collected, Source
 from jaxrl_llm.rollout.weights import weights_for_sampling
-from jaxrl_llm.sharding import batch_parts, make_mesh, rollout_mesh
+from jaxrl_llm.sharding import make_mesh, rollout_mesh
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Group, TrainState
@@ -213,8 +213,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
 
     optimiser, compute = run.learner.optimiser, compute_for(run.learner, model.config, platform_of(mesh))
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
-    row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
-    layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens, batch_parts(mesh))
+    layout = layout_for(run.learner, compute, rollout.max_length, rollout.max_new_tokens, mesh)
     return Parts(update, layout, compute, sampler, weights, test)
 
 
