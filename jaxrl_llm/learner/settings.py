@@ -42,6 +42,7 @@ class Learner:
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; 0 chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
+      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that can serve the model.
       dtype: of the weights that are trained and saved.
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k and
@@ -55,6 +56,7 @@ class Learner:
     microbatch_rows: int = 2
     row_tokens: int = 0
     remat: str = "full"
+    attention: str = "auto"
     dtype: str = "float32"
     compute_dtype: str = "float32"
     keep_sampling_mask: bool = False
