@@ -6,13 +6,14 @@ The module tree is a JAX pytree whose every leaf is a trainable array of one flo
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models import layers
+from jaxrl_llm.models.attention import Rows, attention_over
 from jaxrl_llm.models.compute import REMAT, Compute
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sharding import BATCH, constrain
@@ -42,19 +43,6 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, parameters: dict[str, Any]):
         self.config = config
         self.weights = Weights(parameters)
-
-
-class Rows(NamedTuple):
-    """Packed token rows; int32[R, S] each. Group 0 is padding.
-
-    A token sees earlier tokens of its row with the same group whose branch is 0 (a prompt shared by the group) or its own.
-    ``positions`` count along the path of each branch, so a prompt stands once however many completions follow it.
-    """
-
-    tokens: Any
-    positions: Any
-    group: Any
-    branch: Any
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -185,14 +173,6 @@ def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     return layers.softcap(raw, model.config.logit_softcap)
 
 
-def row_mask(rows: Rows) -> jax.Array:
-    """Which position sees which in packed rows, without windows: bool[R, S, S]."""
-    group, branch = jnp.asarray(rows.group), jnp.asarray(rows.branch)
-    causal = jnp.tril(jnp.ones((group.shape[1],) * 2, bool))
-    same_path = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    return causal[None] & (group[:, None, :] == group[:, :, None]) & (group[:, :, None] > 0) & same_path
-
-
 def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Array:
     """Normalised final hidden states [R, S, D] of packed rows.
 
@@ -202,18 +182,12 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
       compute: how; the model's weights are of its dtype already.
     """
     config, positions = model.config, jnp.asarray(rows.positions)
-    allowed = row_mask(rows)
-    distance = positions[:, :, None] - positions[:, None, :]
+    attention = attention_over(rows, config.attention, compute)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
         w = merged(w)
-        visible = allowed & ((window == 0) | (distance < window))
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            s = jnp.where(visible[:, None, None], layers.scores(q, k, config.attention), layers.MASKED)
-            return layers.mix(jax.nn.softmax(s, axis=-1), v)
-
+        attend = functools.partial(attention, window=window)
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return constrain(x, BATCH), None
 
