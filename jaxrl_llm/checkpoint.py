@@ -124,6 +124,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and jax.process_count() > 1:
+            return  # a write is done when all processes are, and they may be gone: the next start removes what it left
         try:
             self.close()
         except Exception:

@@ -71,9 +71,9 @@ def load_policy(name: str, run: configs.Run | None) -> Policy:
     from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
     mesh = make_mesh(run.mesh if run else MeshShape())
-    model, tokenizer = load_pretrained(run.model if run else name, run.learner.dtype if run else "float32")
+    model, tokenizer = load_pretrained(run.model if run else name, run.learner.dtype if run else "float32", mesh)
     if run is None:
-        return Policy(name, None, None, jax.device_put(model, shardings(model, mesh)), tokenizer, mesh)
+        return Policy(name, None, None, model, tokenizer, mesh)
     step = steps_in(Path(name) / "checkpoints")[-1]
     newest = Path(name) / "checkpoints" / str(step)
     if not run.learner.lora.rank:

@@ -226,8 +226,12 @@ def _check_scoring(run: Run) -> None:
         shaping.check(reward)
 
 
-def validate_on_devices(run: Run, devices: int) -> None:
+def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
     """Refuse a mesh that the devices or the batch do not fit; before any weight is loaded."""
+    require(
+        processes == 1 or not run.mesh.rollout,
+        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set it to 0",
+    )
     data, fsdp, _ = run.mesh.sizes(devices)
     rows = run.learner.microbatch_rows
     require(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
@@ -16,14 +16,16 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import create, policy_model, reference_model
-from jaxrl_llm.sharding import BATCH, replicated, shardings
+from jaxrl_llm.sharding import BATCH, fitting, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
 def create_state(
     model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh, lora: Lora = Lora(), seed: int = 0
 ) -> TrainState:
-    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's.
+    """A fresh state laid out on the mesh; the reference has buffers of its own.
+
+    The model is donated: where it lies as it should already, its arrays become the state's. Nobody may use it afterwards.
 
     Args:
       model: the policy, or with ``lora`` the base.
@@ -35,7 +37,7 @@ def create_state(
     """
     layout = shardings(abstract_state(model, optimiser, reference, lora), mesh)
     build = lambda m: jax.tree.map(jnp.copy, _fresh(m, optimiser, reference, lora, seed))
-    return jax.jit(build, out_shardings=layout)(model)
+    return jax.jit(build, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
 
 
 def _fresh(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, lora: Lora, seed: int) -> TrainState:
@@ -57,9 +59,16 @@ def abstract_state(
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
-    """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = jax.device_put(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
-    return jax.device_put(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+    """A step's data on the mesh."""
+    return jax.device_put(packed, batch_shardings(packed, mesh))
+
+
+def batch_shardings(packed: Packed, mesh: Any) -> Packed:
+    """Rows and their predictions divided over data and fsdp, the small per-completion arrays everywhere."""
+    divided = {name: getattr(packed, name) for name in ("rows", "source", "target", "place", "kept")}
+    lay = lambda x: NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
+    return rest._replace(**jax.tree.map(lay, divided))
 
 
 def learn(

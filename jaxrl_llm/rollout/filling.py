@@ -20,7 +20,7 @@ def fillings(
     """For each prefilled batch that the requests taken come from: its cache, and what begins with it."""
     batches: dict[int, tuple[Cache, list[tuple[Held, Request]]]] = {}
     for request in taken:
-        held = prefixes[request.sequence]
+        held = prefixes[request.given]
         batches.setdefault(id(held.cache), (held.cache, []))[1].append((held, request))
     lanes, fresh = lane_table(running, shape), {request.handle for request in taken}
     made = {request.lane[0] for request in running.values() if request.handle not in fresh}
@@ -38,7 +38,7 @@ def _begin(begun: Begun, held: Held, request: Request, repetition: Repetition | 
     slot, seed = request.slot, request.seed
     begun.new[slot], begun.before[slot], begun.lengths[slot] = True, request.prompt_columns, request.columns
     begun.source[slot] = held.row if request.columns else -1
-    begun.tokens[slot] = request.sequence[-1]
+    begun.tokens[slot] = request.given[-1]
     begun.seeds[slot] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
     begun.sampled[slot], begun.limits[slot] = request.earlier, request.limit
     if request.begun is not None and repetition:

@@ -87,13 +87,13 @@ class Prefixes:
 
     def block_key(self, request: Request) -> Hashable:
         """What the columns of a prepared request's prompt hold: its tokens, and by what computation."""
-        sequence = request.sequence.tobytes()
+        sequence = request.given.tobytes()
         held, prompt = self._computed[sequence], request.prompt.tobytes()
         return (held.origin, prompt) if request.prompt_columns <= held.exact else (held.origin, prompt, sequence)
 
     def keep(self, request: Request, slots: Slots) -> None:
         """Remember the columns of a request that still has its slot."""
-        sequence = request.sequence
+        sequence = request.sequence()
         columns = min(bucket(len(sequence)), slots.blocks.columns + slots.cache.columns)
         one = kept_sequence(slots, request.slot, request.lane[0], columns)
         self._kept[sequence.tobytes()] = Held(one, 0, request.block_key[0], request.prompt_columns)
@@ -115,46 +115,19 @@ class Prefixes:
             if key in self._computed:
                 continue
             sequence = np.frombuffer(key, np.int32)
-            start, base = self._longest(sequence) if again else (0, None)
+            start, base = _longest(self._kept, sequence) if again else (0, None)
             if base is not None and start >= len(sequence) - 1:
                 self._computed[key] = base
                 continue
-            groups.setdefault(self._shape(len(sequence), start), []).append((sequence, start, base))
+            groups.setdefault(_shape(len(sequence), start), []).append((sequence, start, base))
         for shape, members in groups.items():
             rows = max(1, min(ROWS, TOKENS // (shape.columns if shape.continues else shape.piece)))
             if not shape.continues:
                 there = {sequence.tobytes() for sequence, _, _ in members} | self._computed.keys()
-                next_ones = self._next(upcoming, shape, there, -len(members) % rows)
+                next_ones = _next(upcoming, shape, there, -len(members) % rows)
                 members = members + [(sequence, 0, None) for sequence in next_ones]
             for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
                 self._compute(model, shape, rows, batch)
-
-    def _next(self, upcoming: Iterable[np.ndarray], shape: Shape, there: set[bytes], room: int) -> list[np.ndarray]:
-        """The first ``room`` distinct sequences of this shape that are not there."""
-        found: dict[bytes, np.ndarray] = {}
-        for sequence in upcoming:
-            if len(found) == room:
-                break
-            if sequence.tobytes() not in there and self._shape(len(sequence), 0) == shape:
-                found[sequence.tobytes()] = sequence
-        return list(found.values())
-
-    def _longest(self, sequence: np.ndarray) -> tuple[int, Held | None]:
-        """How many first tokens of the sequence the best kept one holds."""
-        best: tuple[int, Held | None] = (0, None)
-        for key, held in self._kept.items():
-            other = np.frombuffer(key, np.int32)[:-1]
-            size = min(len(other), len(sequence))
-            different = np.flatnonzero(other[:size] != sequence[:size])
-            shared = int(different[0]) if len(different) else size
-            best = (shared, held) if shared > best[0] else best
-        return best
-
-    def _shape(self, length: int, start: int) -> Shape:
-        rest = bucket(length - start)
-        piece = rest if rest <= LONGEST_CALL else PIECE
-        calls = -(-(length - start) // piece)
-        return Shape(start > 0, piece, calls, bucket(start + calls * piece))
 
     def _compute(self, model: Decoder, shape: Shape, rows: int, batch: list[tuple[np.ndarray, int, Held | None]]) -> None:
         starts, tokens = np.zeros(rows, np.int32), np.zeros((rows, shape.calls * shape.piece), np.int32)
@@ -176,3 +149,33 @@ class Prefixes:
             self._computed[sequence.tobytes()] = Held(cache, row, origin, exact)
         self.count += len(batch)
         self.shapes[shape] = None
+
+
+def _shape(length: int, start: int) -> Shape:
+    rest = bucket(length - start)
+    piece = rest if rest <= LONGEST_CALL else PIECE
+    calls = -(-(length - start) // piece)
+    return Shape(start > 0, piece, calls, bucket(start + calls * piece))
+
+
+def _next(upcoming: Iterable[np.ndarray], shape: Shape, there: set[bytes], room: int) -> list[np.ndarray]:
+    """The first ``room`` distinct sequences of this shape that are not there."""
+    found: dict[bytes, np.ndarray] = {}
+    for sequence in upcoming:
+        if len(found) == room:
+            break
+        if sequence.tobytes() not in there and _shape(len(sequence), 0) == shape:
+            found[sequence.tobytes()] = sequence
+    return list(found.values())
+
+
+def _longest(kept: dict[bytes, Held], sequence: np.ndarray) -> tuple[int, Held | None]:
+    """How many first tokens of the sequence the best kept one holds."""
+    best: tuple[int, Held | None] = (0, None)
+    for key, held in kept.items():
+        other = np.frombuffer(key, np.int32)[:-1]
+        size = min(len(other), len(sequence))
+        different = np.flatnonzero(other[:size] != sequence[:size])
+        shared = int(different[0]) if len(different) else size
+        best = (shared, held) if shared > best[0] else best
+    return best

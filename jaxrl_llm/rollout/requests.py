@@ -1,6 +1,7 @@
 """One completion in the making, and what a caller may do with a made one: cut it off, add to it, and go on."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -43,11 +44,16 @@ class Request:
         """Tokens that it was begun with."""
         return 0 if self.begun is None else len(self.begun.tokens)
 
-    @property
+    @functools.cached_property
+    def given(self) -> np.ndarray:
+        """int32: the prompt and the tokens that it was begun with. Made once: a queue is looked through often."""
+        if self.begun is None:
+            return self.prompt
+        return np.concatenate([self.prompt, self.begun.tokens.astype(np.int32)])
+
     def sequence(self) -> np.ndarray:
-        """int32: the prompt and all tokens that follow it so far."""
-        begun = [] if self.begun is None else [self.begun.tokens.astype(np.int32)]
-        return np.concatenate([self.prompt, *begun, *(piece[0] for piece in self.pieces)])
+        """int32: ``given`` and all tokens sampled so far."""
+        return np.concatenate([self.given, *(piece[0] for piece in self.pieces)])
 
     @property
     def columns(self) -> int:

@@ -1,6 +1,22 @@
 """The mesh and the layout of every array on it."""
 
+from jaxrl_llm.sharding.arrays import Part, from_parts, held_parts
 from jaxrl_llm.sharding.mesh import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, replicated, rollout_mesh
-from jaxrl_llm.sharding.rules import sampling_shardings, shardings
+from jaxrl_llm.sharding.rules import layout_of, sampling_shardings, shardings
 
-__all__ = ["BATCH", "MeshShape", "batch_parts", "constrain", "fitting", "make_mesh", "replicated", "rollout_mesh", "sampling_shardings", "shardings"]
+__all__ = [
+    "BATCH",
+    "MeshShape",
+    "Part",
+    "batch_parts",
+    "constrain",
+    "fitting",
+    "from_parts",
+    "held_parts",
+    "layout_of",
+    "make_mesh",
+    "replicated",
+    "rollout_mesh",
+    "sampling_shardings",
+    "shardings",
+]

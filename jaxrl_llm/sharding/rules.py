@@ -47,8 +47,8 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        kind = "pinned_host" if any(getattr(key, "name", "") == "on_host" for key in path) else None
-        return NamedSharding(mesh, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh), memory_kind=kind)
+        layout = layout_of(parameter_path(path), x.shape, mesh)
+        return layout.with_memory_kind("pinned_host") if any(getattr(key, "name", "") == "on_host" for key in path) else layout
 
     return jax.tree.map_with_path(leaf, tree)
 
@@ -63,6 +63,11 @@ def constrain_by_path(tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
 
     return jax.tree.map_with_path(leaf, tree)
+
+
+def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """The layout of one parameter, ``blocks/attn/q``."""
+    return NamedSharding(mesh, fitting(shape, RULES.get(path, ()), mesh))
 
 
 def sampling_shardings(tree: Any, mesh: Mesh) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling, first_tokens, with_tokens
-from rollout.test_engine import distributions, model, same
+from rollout.test_engine import distributions, finished, model, same
 from tiny import tiny
 
 RULES = Sampling(max_new_tokens=12)
@@ -28,12 +28,8 @@ def expected():
     return engine().generate(model(), PROMPTS, SEEDS, RULES)
 
 
-def finished(e, handles, weights=None, version=0):
-    done = {}
-    while e.busy:
-        e.step(weights or model(), version)
-        done |= dict(e.collect())
-    return [(done | dict(e.collect()))[handle] for handle in handles]
+def prefills(e):
+    return [text for text in e.shapes if text.startswith("prompts")]
 
 
 def interrupted(e, steps, keep):
@@ -137,13 +133,12 @@ def test_a_tool_answers_and_the_completion_goes_on(keep):
 
 
 def test_going_on_from_a_kept_cache_computes_only_what_is_new():
-    e = engine()
+    e = Engine(model(), slots=3, max_length=24, chunk=2)
     e.start(RULES)
     (first,) = finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], [4], keep=True))
-    (shape,) = e._prefixes.shapes
-    assert not shape.continues
+    assert prefills(e) == ["prompts: 1 x 16 tokens"]
     finished(e, e.submit(PROMPTS[2:3], SEEDS[2:3], begun=[with_tokens(first, [7, 7, 9])]))
-    assert [s.continues for s in e._prefixes.shapes] == [False, True]
+    assert prefills(e) == ["prompts: 1 x 16 tokens", "prompts: 1 x 16 tokens, going on"]
 
 
 @pytest.mark.parametrize("at", [1, 5, 11])
@@ -203,8 +198,7 @@ def test_long_prompts_are_computed_in_pieces():
     prompt = np.random.default_rng(0).integers(1, 40, 1300)
     e = Engine(tiny("windows"), slots=2, max_length=1312, chunk=2)
     found = e.generate(tiny("windows"), [prompt, prompt[:1023]], [0, 1], dataclasses.replace(RULES, max_new_tokens=4))
-    assert [(s.piece, s.calls) for s in e._prefixes.shapes] == [(512, 3), (1024, 1)]
-
+    assert prefills(e) == ["prompts: 3 x 512 tokens", "prompts: 1 x 1024 tokens"]
     for ids, completion in zip((prompt, prompt[:1023]), found, strict=True):
         row = np.zeros((1, 1312), np.int32)
         row[0, : len(ids) + 4] = [*ids, *completion.tokens]

@@ -46,6 +46,15 @@ def distributions(kind, prompt, tokens, temperature=1.0):
     return found[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
 
 
+def finished(e, handles, weights=None, version=0):
+    """Completions of these handles, run until no request is left."""
+    done = {}
+    while e.busy:
+        e.step(weights or model(), version)
+        done |= dict(e.collect())
+    return [(done | dict(e.collect()))[handle] for handle in handles]
+
+
 def same(a, b):
     assert a.finish_reason == b.finish_reason
     for name in ("tokens", "sampler_logp", "mask", "version"):

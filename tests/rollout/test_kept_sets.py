@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.rollout import Engine
 from oracles import kept_tokens
-from rollout.test_engine import LENGTH, PROMPTS, RULES, SEEDS, distributions, model
+from rollout.test_engine import LENGTH, PROMPTS, RULES, SEEDS, distributions, finished, model
 from tiny import VOCAB
 
 ENGINE = Engine(model(), slots=8, max_length=LENGTH, chunk=3)
@@ -42,20 +42,11 @@ def test_what_was_not_asked_for_is_not_there():
 def test_kept_sets_survive_an_interruption(first):
     whole = ENGINE.generate(model(), PROMPTS, SEEDS, TRUNCATED)
     ENGINE.start(TRUNCATED)
-    parts = finished(ENGINE.submit(PROMPTS, SEEDS, [first] * len(PROMPTS)))
+    parts = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, [first] * len(PROMPTS)))
     going_on = [i for i, part in enumerate(parts) if part.finish_reason == "length"]
     assert going_on
     begun = [parts[i] for i in going_on]
-    again = finished(ENGINE.submit([PROMPTS[i] for i in going_on], [SEEDS[i] for i in going_on], begun=begun))
+    again = finished(ENGINE, ENGINE.submit([PROMPTS[i] for i in going_on], [SEEDS[i] for i in going_on], begun=begun))
     for i, found in zip(going_on, again, strict=True):
         assert found.tokens.tolist() == whole[i].tokens.tolist()
         np.testing.assert_array_equal(found.extras["kept"], whole[i].extras["kept"])
-
-
-def finished(handles):
-    """Completions of these handles, run until all are done."""
-    done = {}
-    while ENGINE.busy:
-        ENGINE.step(model())
-        done |= dict(ENGINE.collect())
-    return [done[handle] for handle in handles]

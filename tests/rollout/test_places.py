@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.rollout.places import Shape, assign_blocks, blocks_needed, lane_table, moved_blocks, seat, with_blocks_for
 from jaxrl_llm.rollout.requests import Request
-from rollout.test_engine import model, same
+from rollout.test_engine import finished, model, same
 from tiny import tiny
 
 RULES = Sampling(max_new_tokens=6)
@@ -83,6 +83,11 @@ def test_lanes_that_lie_too_scattered_are_brought_together():
     assert running[0].lane[0] == running[1].lane[0]
 
 
+def stored(e):
+    """How many prompts each of its chunks had room for."""
+    return [int(text.split(" prompts")[0].split()[-1]) for text in e.shapes if " prompts of" in text]
+
+
 @functools.cache
 def wide(group):
     return Engine(model(), slots=24, max_length=24, chunk=4, group=group)
@@ -110,8 +115,7 @@ def test_sharing_a_prompt_draws_the_same_tokens(group):
 
 def test_a_group_is_stored_once():
     sampled(8), sampled(1)
-    most = {g: max(int(text.split(" prompts")[0].split()[-1]) for text in wide(g).shapes if " prompts of" in text) for g in (1, 8)}
-    assert most[1] == 24 and most[8] <= 12
+    assert max(stored(wide(1))) == 24 and max(stored(wide(8))) <= 12
 
 
 def test_other_weights_never_read_a_prompt_of_these():
@@ -128,19 +132,15 @@ def test_other_weights_never_read_a_prompt_of_these():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_interrupted_completions_share_their_prompt_again(keep):
-    e = Engine(model(), slots=4, max_length=24, chunk=2, group=4)
-    whole = e.generate(model(), [PROMPTS[0]] * 4, range(4), RULES)
+    e, prompts, seeds = Engine(model(), slots=24, max_length=24, chunk=4, group=8), [PROMPTS[i // 8] for i in range(24)], range(24)
+    whole = e.generate(model(), prompts, seeds, RULES)
     e.start(RULES)
-    handles = e.submit([PROMPTS[0]] * 4, range(4), keep=keep)
+    handles = e.submit(prompts, seeds, keep=keep)
     e.step(model())
     e.abort(handles)
     done = dict(e.collect())
-    again = e.submit([PROMPTS[0]] * 4, range(4), begun=[done[handle] for handle in handles])
-    e.step(model())
-    assert len({r.lane[0] for r in e._running.values()}) == 1
-    while e.busy:
-        e.step(model())
-    done = dict(e.collect())
-    for handle, wanted in zip(again, whole, strict=True):
-        np.testing.assert_array_equal(done[handle].tokens, wanted.tokens)
-        np.testing.assert_allclose(done[handle].sampler_logp, wanted.sampler_logp, atol=1e-5)
+    again = e.submit(prompts, seeds, begun=[done[handle] for handle in handles])
+    for found, wanted in zip(finished(e, again), whole, strict=True):
+        np.testing.assert_array_equal(found.tokens, wanted.tokens)
+        np.testing.assert_allclose(found.sampler_logp, wanted.sampler_logp, atol=1e-5)
+    assert set(stored(e)) == {3}

@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl_llm.rollout import Engine, Repetition, Sampling
 from jaxrl_llm.rollout.repetition import tail_of
-from rollout.test_engine import PROMPTS, SEEDS, model
+from rollout.test_engine import PROMPTS, SEEDS, finished, model
 
 ENGINE = Engine(model(), slots=4, max_length=60, chunk=3)
 LONG = {"temperature": 0.0, "max_new_tokens": 40}
@@ -41,17 +41,9 @@ def test_an_interruption_does_not_hide_a_repetition():
     whole = ENGINE.generate(model(), PROMPTS, SEEDS, sampling)
     ENGINE.start(sampling)
     handles = ENGINE.submit(PROMPTS, SEEDS, [2] * len(PROMPTS))
-    first = finished(handles)
-    again = finished(ENGINE.submit(PROMPTS, SEEDS, begun=first))
+    first = finished(ENGINE, handles)
+    again = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, begun=first))
     assert {completion.finish_reason for completion in first} == {"length"}
     assert "repetition" in {completion.finish_reason for completion in again}
     for found, wanted in zip(again, whole, strict=True):
         assert found.tokens.tolist() == wanted.tokens.tolist() and found.finish_reason == wanted.finish_reason
-
-
-def finished(handles):
-    done = {}
-    while ENGINE.busy:
-        ENGINE.step(model())
-        done |= dict(ENGINE.collect())
-    return [done[handle] for handle in handles]
