@@ -16,7 +16,7 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import create, policy_model, reference_model
-from jaxrl_llm.sharding import BATCH, fitting, replicated, shardings
+from jaxrl_llm.sharding import BATCH, fitting, laid_out, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
@@ -25,10 +25,8 @@ def create_state(
 ) -> TrainState:
     """A fresh state laid out on the mesh; the reference has buffers of its own.
 
-    The model is donated: where it lies as it should already, its arrays become the state's. Nobody may use it afterwards.
-
     Args:
-      model: the policy, or with ``lora`` the base.
+      model: the policy, or with ``lora`` the base. Donated: where it lies as it should already, its arrays become the state's.
       optimiser: from ``build``.
       reference: whether the state has one.
       mesh: where it lives.
@@ -60,7 +58,7 @@ def abstract_state(
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
     """A step's data on the mesh."""
-    return jax.device_put(packed, batch_shardings(packed, mesh))
+    return laid_out(packed, batch_shardings(packed, mesh))
 
 
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:

@@ -15,7 +15,6 @@ from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
 
-
 FACTORED = 128
 """Adafactor factors the second moment of matrices with at least this many rows and columns, as the paper's code does."""
 

@@ -77,6 +77,7 @@ class Emitted(NamedTuple):
     real: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition"))
 def empty_slots(config: Any, shape: Shape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None) -> Slots:
     """Slots of which none is active, on the mesh: B and U over data and fsdp, key/value heads over tensor."""
     rows, zeros = shape.rows, functools.partial(jnp.zeros, dtype=jnp.int32)
@@ -85,7 +86,7 @@ def empty_slots(config: Any, shape: Shape, dtype: Any, mesh: Mesh | None = None,
         zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
         fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
-    return slots if mesh is None else jax.device_put(slots, layout(slots, mesh))
+    return slots if mesh is None else jax.lax.with_sharding_constraint(slots, layout(slots, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh"), donate_argnums=1)

@@ -202,7 +202,7 @@ def stepped(config, state):
 @pytest.mark.parametrize(("kind", "lora"), [("adafactor", Lora()), ("muon", Lora(rank=2)), ("muon", Lora()), ("offloaded", Lora())])
 def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
     config, mesh, model = KINDS[kind], make_mesh(MeshShape(2, 2, 2)), tiny("windows")
-    fresh = create_state(tiny("windows"), build(config), False, mesh, lora)
+    fresh = create_state(jax.tree.map(jnp.copy, model), build(config), False, mesh, lora)
     with jax.set_mesh(mesh):
         state = stepped(config, fresh)
     for one in (fresh, state):
