@@ -25,19 +25,16 @@ from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
-from jaxrl_llm.learner.compute import compute_for, platform_of
 from jaxrl_llm.learner.epochs import abstract_state, reset_optimiser
-from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import make_update
+from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.programs import build_programs
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
 from jaxrl_llm.rollout.groups import Backlog, Collected, Source
-from jaxrl_llm.rollout.weights import weights_for_sampling
 from jaxrl_llm.sharding import make_mesh, rollout_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers, Preemption
 from jaxrl_llm.telemetry.progress import Progress
@@ -126,7 +123,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
             progress.status(f"restoring step {start}")
             state, data = store.restore(start, abstract_state(model, optimiser, reference), mesh)
             host = Host.from_json(data)
-        del model  # the state holds its own copy
+        del model  # its arrays are the state's now, or were read for their shapes only
         if run.recipe.controller is not None and host.kl_coef is None:
             host.kl_coef = run.recipe.algorithm.kl_coef
         if start == 0:
@@ -226,11 +223,8 @@ def prepare(
     for note in loaded.notes:
         progress.note(note)
     rollout, stops = run.rollout, model.config.tokens.eos
-    dtype = jnp.dtype(run.learner.compute_dtype)
-    shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
-    where = rollout_mesh(run.mesh)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
-    weights = weights_for_sampling(model, dtype, mesh, where, keep=rollout.collect.staleness > 0)
+    programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
+    engine = programs.engine
     source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
     demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)
     sampler = Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), demand, progress.status)
@@ -245,11 +239,7 @@ def prepare(
             engine, weights, tokenizer, test_task, problems, scorer, answers, run.evaluation.samples, run.seed, progress.status
         )
 
-    optimiser, compute = run.learner.optimiser, compute_for(run.learner, model.config, platform_of(mesh))
-    update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
-    row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
-    layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Parts(update, layout, compute, sampler, weights, test)
+    return Parts(programs.update, programs.layout, programs.compute, sampler, programs.weights, test)
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:

@@ -67,12 +67,12 @@ def load_policy(name: str, run: configs.Run | None) -> Policy:
 
     from jaxrl_llm.checkpoint import restore_policy
     from jaxrl_llm.models import load_pretrained
-    from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+    from jaxrl_llm.sharding import MeshShape, make_mesh
 
     mesh = make_mesh(run.mesh if run else MeshShape())
-    model, tokenizer = load_pretrained(run.model if run else name, run.learner.dtype if run else "float32")
+    model, tokenizer = load_pretrained(run.model if run else name, run.learner.dtype if run else "float32", mesh)
     if run is None:
-        return Policy(name, None, None, jax.device_put(model, shardings(model, mesh)), tokenizer, mesh)
+        return Policy(name, None, None, model, tokenizer, mesh)
     step = steps_in(Path(name) / "checkpoints")[-1]
     like = jax.eval_shape(lambda m: m, model)
     del model  # only its shapes are needed: two copies of the weights might not fit

@@ -7,19 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, laid_out, replicated, shardings
+from jaxrl_llm.sharding import BATCH, fitting, laid_out, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
 def create_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh) -> TrainState:
-    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's."""
+    """A fresh state laid out on the mesh; the reference has buffers of its own.
+
+    The model is donated: where it lies as it should already, its arrays become the state's. Nobody may use it afterwards.
+    """
     state = abstract_state(model, optimiser, reference)
     layout = shardings(state, mesh)
 
@@ -27,7 +30,7 @@ def create_state(model: Decoder, optimiser: optax.GradientTransformation, refere
         copy = jax.tree.map(jnp.copy, model) if reference else None
         return TrainState(jax.tree.map(jnp.copy, model), optimiser.init(model), copy, jnp.int32(0))
 
-    return jax.jit(build, out_shardings=layout)(model)
+    return jax.jit(build, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
@@ -42,9 +45,16 @@ def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, refe
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
-    """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = laid_out(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
-    return laid_out(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+    """A step's data on the mesh."""
+    return laid_out(packed, batch_shardings(packed, mesh))
+
+
+def batch_shardings(packed: Packed, mesh: Any) -> Packed:
+    """Rows and their predictions divided over data and fsdp, the small per-completion arrays everywhere."""
+    divided = {name: getattr(packed, name) for name in ("rows", "source", "target", "place", "kept")}
+    lay = lambda x: NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
+    return rest._replace(**jax.tree.map(lay, divided))
 
 
 def learn(

@@ -20,7 +20,7 @@ Metrics = dict[str, jax.Array]
 
 
 def completion_logprobs(
-    model: Decoder, batch: Packed, temperature: jax.Array, compute: Compute
+    model: Decoder, batch: Packed, temperature: jax.Array, compute: Compute, entropy_gradient: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy (nats, float32[B, T]) of one microbatch's completions; 0 at padding.
 
@@ -28,8 +28,12 @@ def completion_logprobs(
     """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
     hidden = forward(model, rows, compute)
-    hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
-    values = token_logprobs(model, hidden, batch.target, temperature, kept=batch.kept)
+    hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
+    hidden = constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
+    asked = jnp.max(jnp.sum(batch.place < batch.mask.size, axis=1))
+    values = token_logprobs(
+        model, hidden, batch.target, temperature, kept=batch.kept, count=asked, entropy_gradient=entropy_gradient
+    )
     flat = jnp.zeros(batch.mask.size, jnp.float32)
     logp, entropy = (flat.at[batch.place].set(x, mode="drop").reshape(batch.mask.shape) for x in values)
     return logp, entropy
@@ -57,12 +61,11 @@ def microbatch_loss(
     kl_coef: jax.Array | None, compute: Compute,
 ) -> tuple[jax.Array, Metrics]:
     """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
-    logp, entropy = completion_logprobs(cast(policy, compute.dtype), batch, temperature, compute)
+    logp, entropy = completion_logprobs(cast(policy, compute.dtype), batch, temperature, compute, algorithm.entropy_coef != 0)
     # On-policy the ratio is 1 by construction; the old policy of an earlier step's token is the one that sampled it.
     old = jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
     old = jnp.where(batch.fresh, old, batch.sampler_logp)
     inputs = PolicyBatch(batch.advantages, batch.mask, old, batch.ref_logp, batch.sampler_logp)
-    entropy = entropy if algorithm.entropy_coef else jax.lax.stop_gradient(entropy)
     loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy, kl_coef)
     gap = jnp.abs(logp - batch.sampler_logp)
     fresh = (batch.mask & batch.fresh).astype(jnp.float32)

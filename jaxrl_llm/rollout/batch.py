@@ -80,7 +80,7 @@ class Batch:
         build = self._build
         for request in taken:
             request.block_key = prefixes.block_key(request)
-        shape = _wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
+        shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
         self._resize_slots(shape)
         seat(self.running, taken, shape)
         shape = with_blocks_for(self.running, shape, build.slots, build.strict or build.slots <= FEWEST_SLOTS)
@@ -131,7 +131,7 @@ class Batch:
         self._held = shape
 
 
-def _wanted(build: Build, sampling: Sampling, requests: list[Request], held: Shape | None, unread: bool) -> Shape:
+def wanted(build: Build, sampling: Sampling, requests: list[Request], held: Shape | None, unread: bool) -> Shape:
     """Slots and columns of the next chunk: few sizes, so that few programs are compiled; and blocks at least."""
     slots, longest = build.slots, sampling.max_new_tokens + build.chunk
     if build.strict:

@@ -86,7 +86,7 @@ def empty_slots(config: Any, shape: Shape, dtype: Any, mesh: Mesh | None = None,
         zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
         fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
-    return slots if mesh is None else jax.lax.with_sharding_constraint(slots, _layout(slots, mesh))
+    return slots if mesh is None else jax.lax.with_sharding_constraint(slots, layout(slots, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh"), donate_argnums=1)
@@ -175,7 +175,7 @@ def fill_slots(slots: Slots, given: Cache, begun: Begun, mesh: Mesh | None = Non
     choose = lambda given, old: jnp.where(begun.new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
     light = jax.tree.map(choose, tuple(begun[4:]), tuple(slots[3:-1]))
     filled = Slots(cache, blocks, begun.lanes, *light, begun.new | slots.active)
-    return filled if mesh is None else jax.lax.with_sharding_constraint(filled, _layout(filled, mesh))
+    return filled if mesh is None else jax.lax.with_sharding_constraint(filled, layout(filled, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "mesh"))
@@ -185,14 +185,14 @@ def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None =
     moved = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), slots._replace(cache=None, blocks=None))
     cache = with_columns(take_rows(slots.cache, rows), columns)
     moved = moved._replace(cache=cache, blocks=slots.blocks, active=moved.active & (order >= 0))
-    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, _layout(moved, mesh))
+    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, layout(moved, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "mesh"))
 def with_blocks(slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None) -> Slots:
     """The slots with block i made of what block ``order[i]`` was, of ``columns`` columns, and read by other lanes."""
     moved = slots._replace(blocks=with_columns(take_rows(slots.blocks, order), columns), lanes=lanes)
-    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, _layout(moved, mesh))
+    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, layout(moved, mesh))
 
 
 @functools.partial(jax.jit, static_argnames="columns")
@@ -216,7 +216,8 @@ def extend_prompts(model: Decoder, cache: Cache, lengths: jax.Array, tokens: jax
     return flush(cache, extend(model, cache if continues else None, lengths, tokens), lengths)
 
 
-def _layout(slots: Slots, mesh: Mesh) -> Slots:
+def layout(slots: Slots, mesh: Any) -> Slots:
+    """Where each array is: B and U over data and fsdp, key/value heads over tensor."""
     spec = lambda x: (None, BATCH, "tensor") if x.ndim == 5 else (BATCH,)
     return jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, spec(x), mesh)), slots)
 

@@ -97,6 +97,19 @@ def test_matrices_and_their_moments_are_divided_over_fsdp():
                 assert share(leaf) == 1 / 8, name
 
 
+def test_a_model_that_lies_as_it_should_becomes_the_policy():
+    mesh = mesh_of((1, 8, 1))
+    model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
+    where = lambda tree: [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+    before, values = where(model), jax.device_get(tiny("plain"))
+    with jax.set_mesh(mesh):
+        state = create_state(model, build(Optimiser()), True, mesh)
+    assert where(state.policy) == before and not set(where(state.reference)) & set(before)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model))
+    for tree in (state.policy, state.reference):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), values)
+
+
 def test_both_axes_divide_a_matrix():
     mesh = mesh_of((2, 2, 2))
     model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
