@@ -24,7 +24,8 @@ class Weights(nnx.Module):
 
     def __init__(self, parameters: dict[str, Any]):
         for name, value in parameters.items():
-            setattr(self, name, Weights(value) if isinstance(value, dict) else nnx.Param(value))
+            value = Weights(value) if isinstance(value, dict) else value
+            setattr(self, name, value if isinstance(value, nnx.Module) else nnx.Param(value))
 
     def has(self, name: str) -> bool:
         """Whether the architecture has this parameter."""
@@ -94,6 +95,30 @@ def _unwrap(weights: Weights) -> dict[str, Any]:
     return {k: _unwrap(v) if isinstance(v, Weights) else v.get_value() for k, v in items.items()}
 
 
+class Adapter(nnx.Module):
+    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] below the path of each (models/lora.py).
+
+    Attributes:
+      scale: static; a weight becomes ``W + scale * a @ b``.
+      weights: nested as the weights that they belong to.
+    """
+
+    def __init__(self, scale: float, parameters: dict[str, Any]):
+        self.scale = scale
+        self.weights = Weights(parameters)
+
+
+def merged(w: Weights) -> Weights:
+    """One layer's weights with its ``adapter`` added to them; the same value where it has none."""
+    if not w.has("adapter"):
+        return w
+    parameters = _unwrap(w)
+    for part, names in _unwrap(w.adapter.weights).items():
+        for name, factors in names.items():
+            parameters[part][name] = layers.low_rank(parameters[part][name], factors["a"], factors["b"], w.adapter.scale)
+    return Weights(parameters)
+
+
 def cast(model: Decoder, dtype: Any) -> Decoder:
     """The model with every weight in ``dtype``; the same arrays where they have it already."""
     return jax.tree.map(lambda x: x.astype(dtype), model)
@@ -161,6 +186,7 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
+        w = merged(w)
         attend = functools.partial(attention, window=window)
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return constrain(x, BATCH), None
