@@ -30,6 +30,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import policy_model, reference_model
 from jaxrl_llm.programs import build_programs
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.collect import Sampler, collect
@@ -116,18 +117,18 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
         parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
         optimiser = build(run.learner.optimiser)
-        reference = run.recipe.algorithm.needs_reference
+        reference, lora = run.recipe.algorithm.needs_reference, run.learner.lora
         if start is None:
-            state, host, start = learner.create_state(model, optimiser, reference, mesh), Host(), 0
+            state, host, start = learner.create_state(model, optimiser, reference, mesh, lora, run.seed), Host(), 0
         else:
             progress.status(f"restoring step {start}")
-            state, data = store.restore(start, abstract_state(model, optimiser, reference), mesh)
+            state, data = store.restore(start, abstract_state(model, optimiser, reference, lora), mesh, model)
             host = Host.from_json(data)
         del model  # its arrays are the state's now, or were read for their shapes only
         if run.recipe.controller is not None and host.kl_coef is None:
             host.kl_coef = run.recipe.algorithm.kl_coef
         if start == 0:
-            found = parts.test(parts.weights(state.policy))
+            found = parts.test(parts.weights(policy_model(state)))
             host.best = found.accuracy if found else host.best
             record(writer, progress, 0, found, {}, [])
         code = DONE
@@ -136,7 +137,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
             row: dict[str, Any] = {"event/resumed": True} if resumed and step == start + 1 else {}
 
             last = step == run.steps
-            sample = functools.partial(collect, parts.sampler, parts.weights(state.policy), int(state.updates))
+            sample = functools.partial(collect, parts.sampler, parts.weights(policy_model(state)), int(state.updates))
             batch = host.ready or sample(host.backlog)
             host.backlog, host.ready = batch.backlog, None
             row |= batch.metrics | {"kl": math.nan}
@@ -147,13 +148,14 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
                 (state, measured), host.ready = both(learn, lambda: sample(batch.backlog), apart)
                 host.backlog = host.ready.backlog
             else:
+                del sample  # and with it the weights that it sampled from
                 state, measured = learn()
             row |= measured
             if step == start + 1:
                 progress.note("compiled for sampling: " + "; ".join(parts.sampler.engine.shapes))
 
             if last or (run.evaluation.every and step % run.evaluation.every == 0):
-                found = parts.test(parts.weights(state.policy))
+                found = parts.test(parts.weights(policy_model(state)))
                 state, events = after_evaluation(run, state, host, found, optimiser)
                 row |= events
             else:
@@ -257,7 +259,7 @@ def learn_from(
     if not batch.groups:
         return state, {"event/no_informative_groups": True, "time/update_s": 0.0}
     with jax.set_mesh(mesh):  # of this thread
-        samples, measured = to_samples(run, batch.groups, batch.version, state.reference, parts, mesh, host.kl_coef)
+        samples, measured = to_samples(run, batch.groups, batch.version, reference_model(state), parts, mesh, host.kl_coef)
         update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
         state, metrics = learner.learn(
             state, samples, run.learner, parts.layout, parts.compute, update, run.rollout.temperature, run.seed + step, mesh,

@@ -35,7 +35,8 @@ def qwen3_shape(width: int, layers: int) -> ModelConfig:
 
 
 SHAPES = {"7m": qwen3_shape(256, 6), "20m": qwen3_shape(384, 9)}
-REQUESTS_PER_SLOT = 4
+WAVES = 4
+"""Requests for each slot."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,25 +93,31 @@ def least_seconds(model: Decoder, prompt: int, limits: np.ndarray, slots: int) -
     return max((steps * weights + cache) / bandwidth, 2 * size * int(limits.sum()) / speed)
 
 
-def model_of(options: Options) -> Decoder:
+def model_of(name: str) -> Decoder:
     """The model that is named: random weights of a shape from the same key always, or a loaded one."""
-    if options.model in SHAPES:
-        return initialise(SHAPES[options.model], jax.random.key(0))
-    return load_pretrained(options.model)[0]
+    return initialise(SHAPES[name], jax.random.key(0)) if name in SHAPES else load_pretrained(name)[0]
 
 
-def work_of(options: Options, words: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """The requests, the same for all samplers: prompts int[prompt] below ``words``, group by group, and a length for each."""
-    random, count = np.random.default_rng(0), REQUESTS_PER_SLOT * options.slots
-    unique = [random.integers(0, words, options.prompt) for _ in range(-(-count // options.group))]
-    share = np.ones(count) if options.lengths == "equal" else random.beta(1, 7 / 3, count)
-    limits = np.maximum(1, np.round(share * options.completion)).astype(int)
-    return [unique[i // options.group] for i in range(count)], limits
+def requests(
+    words: int, count: int, group: int, prompt: int, completion: int, lengths: str
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The same for all samplers and learners: prompts int[prompt] below ``words``, group by group, and a length for each."""
+    random = np.random.default_rng(0)
+    unique = [random.integers(0, words, prompt) for _ in range(-(-count // group))]
+    share = np.ones(count) if lengths == "equal" else random.beta(1, 7 / 3, count)
+    limits = np.maximum(1, np.round(share * completion)).astype(int)
+    return [unique[i // group] for i in range(count)], limits
+
+
+def work_of(options: Options, words: int, waves: int = WAVES) -> tuple[list[np.ndarray], np.ndarray]:
+    """``requests`` that fill the slots so many times."""
+    count = waves * options.slots
+    return requests(words, count, options.group, options.prompt, options.completion, options.lengths)
 
 
 def run(options: Options) -> dict[str, Any]:
     """The row."""
-    model = model_of(options)
+    model = model_of(options.model)
     prompts, limits = work_of(options, model.config.vocab_size)
     count = len(prompts)
     engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk, group=options.group)

@@ -100,7 +100,7 @@ def python_of(pins: tuple[str, ...], folder: Path) -> Path:
 
 def lively(options: Options) -> Decoder:
     """The benchmark's model without end tokens; random weights are larger, so that a wrong cache would show."""
-    model = model_of(options)
+    model = model_of(options.model)
     if options.model in SHAPES:
         return initialise(SHAPES[options.model], jax.random.key(0), scale=LIVELY)
     return from_parameters(dataclasses.replace(model.config, tokens=TokenIds()), to_parameters(model))

@@ -74,15 +74,13 @@ def load_smollm2(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
 
 def load_tiny(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
     """A random Llama of 91 thousand weights over bytes, the same on every machine; nothing is downloaded."""
-    import jax
-
     from jaxrl_llm.models.decoder import from_parameters
     from jaxrl_llm.models.hf import check_dtype
-    from jaxrl_llm.sharding import shardings
+    from jaxrl_llm.sharding import laid_out, shardings
 
     check_dtype(dtype)
     model = from_parameters(TINY, tiny_parameters(dtype))
-    return model if mesh is None else jax.device_put(model, shardings(model, mesh)), tiny_tokenizer()
+    return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
 BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -99,26 +99,25 @@ def _closing(text: str, opened: int) -> int:
     return len(text) - 1
 
 
-def collectives(program: Program, unknown: float = 1.0) -> list[Collective]:
+def collectives(program: Program, unknown: Sequence[float] = ()) -> list[Collective]:
     """Every transfer of one call, loops multiplied out.
 
     Args:
       program: from ``parse``.
-      unknown: how often the outermost loops run whose bounds are data (microbatches; decode steps). Such loops within
-        others count once.
+      unknown: how often loops run whose bounds are data, the outermost first; deeper ones are taken to run once.
     """
-    return list(_walk(program, program.entry, 1.0, unknown))
+    return list(_walk(program, program.entry, 1.0, tuple(unknown)))
 
 
-def _walk(program: Program, name: str, times: float, unknown: float) -> Iterator[Collective]:
+def _walk(program: Program, name: str, times: float, unknown: tuple[float, ...]) -> Iterator[Collective]:
     yield from _own(program, name, times)
     for instruction in program.computations[name].values():
         called = calls(instruction)
         if instruction.operation == "while":
             trips = trip_count(program, program.computations[name], instruction)
-            # A loop inside one whose bound is data has its own count, or is taken once.
-            inner = unknown if trips is not None else 1.0
-            yield from _walk(program, called["body"][0], times * (unknown if trips is None else trips), inner)
+            first, rest = (unknown[0], unknown[1:]) if unknown else (1.0, ())
+            known = trips is not None
+            yield from _walk(program, called["body"][0], times * (trips if known else first), unknown if known else rest)
         elif instruction.operation in ("call", "conditional", "async-start"):
             for names in (names for key, names in called.items() if key != "condition"):
                 for other in names:

@@ -60,10 +60,10 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
 def arrays(run: Run, config: ModelConfig, layout: learner.Layout, mesh: Any, where: Any) -> Arrays:
     """What the run keeps, where ``mesh`` learns and ``where`` samples (either may be abstract)."""
     model, compute_dtype = abstract_model(config, run.learner.dtype), jnp.dtype(run.learner.compute_dtype)
-    state = abstract_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference)
+    state = abstract_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, run.learner.lora)
     sampled = jax.eval_shape(lambda m: cast(m, compute_dtype), model)
     sampling = run.rollout.sampling(config.tokens.eos, run.learner.keep_sampling_mask)
-    shape = largest_shape(run.rollout, where)
+    shape = largest_shape(config, run.rollout, compute_dtype, where, sampling)
     packed, microbatches = packed_shapes(minibatch(run, config.vocab_size), layout)
     logp = packed.sampler_logp
     packed = packed._replace(

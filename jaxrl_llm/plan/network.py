@@ -1,7 +1,7 @@
 """How long transfers take: over the links of a slice or host (ICI), and between them (DCN)."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,9 @@ class Places:
     coordinates: np.ndarray
 
 
-def places(machine: Machine, devices: Sequence[Any]) -> Places:
+def places(machine: Machine, devices: Iterable[Any]) -> Places:
     """Of described TPU devices, in the order of a program's partitions."""
-    dimensions = len(machine.shape)
+    dimensions, devices = len(machine.shape), list(devices)
     return Places(
         machine, np.array([getattr(d, "slice_index", 0) or 0 for d in devices]), np.array([d.coords[:dimensions] for d in devices])
     )

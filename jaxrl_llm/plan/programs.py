@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.layout import Arrays, abstract_model, arrays, meshes
 from jaxrl_llm.plan.topology import without_compilation_cache
-from jaxrl_llm.programs import Programs, batch_layout, build_programs
+from jaxrl_llm.programs import Programs, build_programs
 from jaxrl_llm.rollout import ahead
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -73,7 +74,7 @@ def subject(run: Run, config: ModelConfig, devices: list[Any]) -> Subject:
     """The run's programs and their arguments on these devices."""
     mesh, where = meshes(run, devices)
     programs = build_programs(run, abstract_model(config, run.learner.dtype), mesh, where)
-    return Subject(run, mesh, where, programs, arrays(run, config, batch_layout(run), mesh, where))
+    return Subject(run, mesh, where, programs, arrays(run, config, programs.layout, mesh, where))
 
 
 def lower_update(one: Subject) -> jax.stages.Lowered:
@@ -138,9 +139,10 @@ def compile_one(one: Subject, name: str) -> Compiled:
     )  # fmt: skip
 
 
-def _repeats(one: Subject, name: str) -> float:
-    """How often a program's loop runs whose bound is data."""
-    return {"update": one.arrays.microbatches, "decode": one.run.rollout.chunk}.get(name, 1)
+def _repeats(one: Subject, name: str) -> tuple[float, ...]:
+    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions; decode steps."""
+    predictions = one.arrays.packed.target.shape[-1]
+    return {"update": (one.arrays.microbatches, -(-predictions // CHUNK)), "decode": (one.run.rollout.chunk,)}.get(name, ())
 
 
 def needed(text: str) -> float:

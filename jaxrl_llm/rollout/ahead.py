@@ -4,28 +4,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.cache import Cache, empty_cache
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rollout.engine import FEW_SLOTS_COLUMNS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEWEST_SLOTS
-from jaxrl_llm.rollout.places import Shape, power_of_two
+from jaxrl_llm.rollout.batch import Build, wanted
+from jaxrl_llm.rollout.places import Shape
 from jaxrl_llm.rollout.prefixes import LONGEST_CALL, PIECE, ROWS, TOKENS, bucket
+from jaxrl_llm.rollout.requests import Request
 from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Rollout, Sampling
 from jaxrl_llm.rollout.slots import Slots, as_rules, empty_slots, extend_prompts, layout, parts_of, rearranged, run_chunk
 
 
-def largest_shape(rollout: Rollout, mesh: Any) -> Shape:
-    """All slots, completions at their longest, and a block of prompt columns for each slot."""
-    slots, parts, longest = rollout.slots, parts_of(mesh, rollout.slots), rollout.max_new_tokens + rollout.chunk
-    if rollout.strict:
-        return Shape(slots, longest, slots, rollout.max_prompt_tokens, parts, 1)
-    few = slots <= FEWEST_SLOTS
-    columns = max(power_of_two(rollout.max_new_tokens + rollout.chunk), FEW_SLOTS_COLUMNS if few else FEWEST_COLUMNS)
-    columns = min(columns, rollout.max_length + rollout.chunk if few else longest)
-    prompt = max(power_of_two(rollout.max_prompt_tokens - 1), FEW_SLOTS_COLUMNS if few else FEWEST_PROMPT_COLUMNS)
-    return Shape(slots, columns, slots, min(prompt, rollout.max_length), parts, min(rollout.group, slots))
+def largest_shape(config: Any, rollout: Rollout, dtype: Any, mesh: Any, sampling: Sampling) -> Shape:
+    """All slots, completions and prompts at their longest, and as many blocks of prompts as any requests could need."""
+    group = 1 if rollout.strict else min(rollout.group, rollout.slots)
+    build = Build(config, dtype, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict, group)
+    prompt, sampled = np.zeros(rollout.max_prompt_tokens, np.int32), rollout.max_new_tokens
+    at_their_end = [Request(i, prompt, 0, sampled, count=sampled - 1, block_key=i) for i in range(rollout.slots)]
+    shape = wanted(build, sampling, at_their_end, None, False)
+    return shape._replace(blocks=shape.rows)
 
 
 def abstract_slots(config: Any, shape: Shape, dtype: Any, mesh: Any, sampling: Sampling) -> Slots:
@@ -45,7 +45,7 @@ def lower_growth(slots: Slots, columns: int, mesh: Mesh) -> jax.stages.Lowered:
     """The cache brought to ``columns`` columns: for a moment there are two."""
     order = jax.ShapeDtypeStruct((slots.tokens.shape[0],), jnp.int32)
     with jax.set_mesh(mesh):
-        return rearranged.lower(slots, order, columns, mesh)
+        return rearranged.lower(slots, order, columns, mesh, parts_of(mesh, slots.tokens.shape[0]))
 
 
 def prompt_calls(tokens: int) -> tuple[int, int, int]:

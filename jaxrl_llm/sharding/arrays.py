@@ -31,6 +31,21 @@ def from_parts(shape: tuple[int, ...], dtype: Any, layout: NamedSharding, read: 
     return jax.make_array_from_single_device_arrays(shape, layout, arrays, dtype=dtype)
 
 
+def laid_out(tree: Any, layout: Any) -> Any:
+    """Host values that are the same on every process, as global arrays.
+
+    ``jax.device_put`` compares them across the processes first, in a program of its own for each shape.
+
+    Args:
+      tree: of arrays.
+      layout: a sharding for all of them, or a tree of shardings.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, layout)
+    put = lambda x, layout: jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
+    return jax.tree.map(put, tree, jax.tree.broadcast(layout, tree))
+
+
 def held_parts(shape: tuple[int, ...], layout: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
     """The different parts that this process' devices hold, as (start, stop) of each dimension, and who holds them."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}

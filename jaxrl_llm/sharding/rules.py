@@ -21,6 +21,21 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     "blocks/mlp/gate": (None, "fsdp", "tensor"),
     "blocks/mlp/up": (None, "fsdp", "tensor"),
     "blocks/mlp/down": (None, "tensor", "fsdp"),
+    # Adapters are divided as the weight that they are added to, so that forming their product moves nothing.
+    "blocks/attn/q/a": (None, "fsdp", None),
+    "blocks/attn/q/b": (None, None, "tensor", None),
+    "blocks/attn/k/a": (None, "fsdp", None),
+    "blocks/attn/k/b": (None, None, "tensor", None),
+    "blocks/attn/v/a": (None, "fsdp", None),
+    "blocks/attn/v/b": (None, None, "tensor", None),
+    "blocks/attn/o/a": (None, "tensor", None, None),
+    "blocks/attn/o/b": (None, None, "fsdp"),
+    "blocks/mlp/gate/a": (None, "fsdp", None),
+    "blocks/mlp/gate/b": (None, None, "tensor"),
+    "blocks/mlp/up/a": (None, "fsdp", None),
+    "blocks/mlp/up/b": (None, None, "tensor"),
+    "blocks/mlp/down/a": (None, "tensor", None),
+    "blocks/mlp/down/b": (None, None, "fsdp"),
 }
 """Mesh axis of each dimension, by parameter path; what is not listed (norms) is on every device."""
 
@@ -44,10 +59,26 @@ def activation(x: jax.Array, name: str) -> jax.Array:
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """A ``NamedSharding`` for every leaf of a tree that holds models: weights, gradients, optimiser moments, states.
 
-    Leaves that belong to no model (counters) are on every device.
+    Leaves that belong to no model (counters) are on every device; those below ``on_host`` in its host's memory.
     """
 
-    return jax.tree.map_with_path(lambda path, x: layout_of(parameter_path(path), x.shape, mesh), tree)
+    def leaf(path: tuple, x: Any) -> NamedSharding:
+        layout = layout_of(parameter_path(path), x.shape, mesh)
+        return layout.with_memory_kind("pinned_host") if any(getattr(key, "name", "") == "on_host" for key in path) else layout
+
+    return jax.tree.map_with_path(leaf, tree)
+
+
+def constrain_by_path(tree: Any) -> Any:
+    """Inside jit: ask for the layout of ``shardings``, on the mesh set by ``jax.set_mesh``; without one, nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+
+    def leaf(path: tuple, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
+
+    return jax.tree.map_with_path(leaf, tree)
 
 
 def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

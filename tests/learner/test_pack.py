@@ -34,9 +34,12 @@ def read_back(packed, m):
     rows = [np.asarray(x[m]) for x in packed.rows]
     width = packed.mask.shape[2]
     found = collections.defaultdict(dict)
-    for source, target, place in zip(packed.source[m], packed.target[m], packed.place[m], strict=True):
+    part = len(rows[0]) // len(packed.source[m])
+    for (p, n), place in np.ndenumerate(packed.place[m]):
         if place == packed.mask[m].size:
             continue
+        source, target = packed.source[m, p, n] + p * part * rows[0].shape[1], packed.target[m, p, n]
+        assert source // rows[0].shape[1] // part == p
         (b, t), (r, column) = divmod(int(place), width), divmod(int(source), rows[0].shape[1])
         tokens, positions, group, branch = (x[r, : column + 1] for x in rows)
         seen = (group == group[-1]) & (group > 0) & ((branch == 0) | (branch == branch[-1]))
@@ -104,7 +107,7 @@ def test_shapes_are_few(samples, rows):
     for value in (microbatches, width):
         assert value & (value - 1) == 0
     assert length == T and packed.rows.tokens.shape == (microbatches, rows, S)
-    assert packed.source.shape[1] % -(-rows * S // 4) == 0
+    assert packed.source.shape[2] % -(-rows * S // 4) == 0
     assert packed.totals.microbatches <= microbatches < 2 * packed.totals.microbatches
 
 
