@@ -20,8 +20,13 @@ COMPARED = 3
 """Steps whose samples are compared."""
 
 
+HEARTBEAT_S = 20
+"""After which a process that does not answer counts as dead."""
+
+
 def start(folder, count, steps):
-    return launch(count, "train", str(CONFIG), "--run_dir", str(folder / "run"), "--steps", str(steps), folder=folder)
+    flags = f"--run_dir {folder / 'run'} --steps {steps} --distributed.heartbeat_s {HEARTBEAT_S}"
+    return launch(count, "train", str(CONFIG), *flags.split(), folder=folder)
 
 
 def signalled(folder, count, victim, step, number):
@@ -48,8 +53,8 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def killed(folder):
-    """Two processes, of which the second is killed after the third step; how they ended."""
-    return folder / "killed", *signalled(folder / "killed", 2, 1, COMPARED, signal.SIGKILL)
+    """Two processes, of which the second is killed; how they ended. A checkpoint is whole when that after it begins."""
+    return folder / "killed", *signalled(folder / "killed", 2, 1, COMPARED + 2, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +110,10 @@ def test_scores_are_divided_among_the_processes(stopped):
 
 def test_a_process_that_is_killed_stops_the_other_with_one_line(killed):
     folder, (first, second), seconds = killed
-    assert (first, second) == (1, -signal.SIGKILL) and seconds < 60
+    # JAX may abort the process before it can leave by itself.
+    assert first in (1, -signal.SIGABRT) and second == -signal.SIGKILL and seconds < 3 * HEARTBEAT_S
     told = [line for line in said(folder, 0) if line.startswith("jaxrl-llm: ")]
-    assert len(told) == 1 and "another process of this run died or cannot be reached" in told[0]
+    assert len(told) == 1 and "run the same command again, on fewer if need be, to go on" in told[0]
     assert "Traceback" not in "".join(said(folder, 0))
 
 

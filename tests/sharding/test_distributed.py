@@ -89,8 +89,13 @@ def test_flags_come_first_and_must_be_whole():
     }.items():
         with pytest.raises(InputError, match=message):
             joining(wrong, {})
-    with pytest.raises(InputError, match="--distributed.process must be a number, got 'x'"):
-        take_distributed(["--distributed.process", "x"])
+    for given, message in {
+        ("--distributed.process", "x"): "--distributed.process must be a number, got 'x'",
+        ("--distributed.heartbeat_s", "9"): "--distributed.heartbeat_s at least 10",
+        ("--distributed.coordinater", "a:1"): "no option --distributed.coordinater: did you mean --distributed.coordinator",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            take_distributed(list(given))
 
 
 def test_a_launcher_is_noticed_where_it_started_several():
@@ -103,7 +108,9 @@ def test_a_launcher_is_noticed_where_it_started_several():
     assert joining(Distributed(), alone) is None
     assert joining(Distributed(), alone | {"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
     assert joining(Distributed(), KUBERNETES) is None
-    assert joining(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"}) == {"cluster_detection_method": "k8s"}
+    with pytest.raises(InputError, match="an indexed Job, .* pip install kubernetes"):
+        joining(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})
+    assert joining(Distributed("run-0.run:1", 4, 0), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})["num_processes"] == 4
 
 
 @pytest.mark.parametrize(("changes", "devices"), [
