@@ -85,6 +85,6 @@ def check_shared(peers: Peers, path: Path) -> None:
     blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
     if blind:
         raise InputError(
-            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they share "
-            "with --run_dir"
+            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
+            "share with --run_dir"
         )

@@ -1,7 +1,8 @@
 """Many processes as one run: how each learns which it is, what they tell each other, and how all stop when one does.
 
-Arrays travel by JAX's collectives. What only a host knows (scores, signals, files) is small and goes through the store of
-JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must keep.
+Arrays travel by JAX's collectives. What only a host knows (scores, signals, files) is small and goes through the store
+of JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must
+keep.
 """
 
 import contextlib
@@ -25,9 +26,10 @@ FOREVER_MS = 7 * 24 * 3600 * 1000
 PARTING_MS = 5000
 """For the others to hear why this process stops."""
 LAST_WORDS_S, SERVICE_S = 3.0, 1.0
-"""For a process that fails to say so, after its connections are seen to close; and that process 0 stays for others to hear."""
-LOST = "another process of this run died or cannot be reached: run the same command again, on fewer if need be, to go on"
-KILLED = "this process was killed, or lost another one of its run: run the same command again, on fewer if need be, to go on"
+"""For a failing process to say why, once its connections are seen to close; and for others to hear process 0."""
+AGAIN = "run the same command again, on fewer if need be, to go on"
+LOST = f"another process of this run died or cannot be reached: {AGAIN}"
+KILLED = f"this process was killed, or lost another one of its run: {AGAIN}"
 UNMET = "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
 
 
@@ -87,7 +89,7 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
         if importlib.util.find_spec("kubernetes") is None:
             raise InputError(
                 "this is a pod of an indexed Job, which JAX asks Kubernetes about: pip install kubernetes, or give "
-                "--distributed.coordinator, .processes and .process, or --distributed.processes 1 for a run of this pod alone"
+                "--distributed.coordinator, .processes and .process, or --distributed.processes 1 for this pod alone"
             )
         return {}
     return None
@@ -182,7 +184,7 @@ class Peers:
         dismiss(self._witness)
 
     def lost(self, reason: str) -> None:
-        """End this process, whose collectives fail; the one that ended first may still say why, which is then what is told."""
+        """End this process, whose collectives fail; if the one that ended first says why, that is told instead."""
         self._watch.join(LAST_WORDS_S + SERVICE_S * self.leads)
         with self._leaving:
             self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
@@ -223,7 +225,7 @@ class Peers:
 
 
 def witness(line: str) -> subprocess.Popen:
-    """A shell that says ``line`` where this process ends without a word; JAX aborts one that loses process 0, or never finds it."""
+    """A shell that says ``line`` where this process ends without a word; JAX aborts one that loses the others."""
     command = ["/bin/sh", "-c", 'read farewell || echo "$0" >&2', f"jaxrl-llm: {line}"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -257,8 +259,8 @@ def join(given: Distributed) -> Peers:
     except Exception as error:  # launchers, name look-ups and RPCs fail each in their own way
         reason = " ".join(str(error).split())
         raise InputError(
-            f"the other processes cannot be joined ({reason}): give --distributed.coordinator, .processes and .process, or "
-            "--distributed.processes 1 for a run of this process alone"
+            f"the other processes cannot be joined ({reason}): give --distributed.coordinator, .processes and "
+            ".process, or --distributed.processes 1 for a run of this process alone"
         ) from error
     finally:
         dismiss(waiting)
