@@ -138,13 +138,13 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
     h = norm(x, w.norms.mlp[...]) if pre else x
     with jax.named_scope("mlp"):
-        gate = layers.ACTIVATIONS[config.activation](jnp.einsum("bsd,df->bsf", h, w.mlp.gate[...]))
-        h = jnp.einsum("bsf,fd->bsd", gate * jnp.einsum("bsd,df->bsf", h, w.mlp.up[...]), w.mlp.down[...])
+        gate = layers.ACTIVATIONS[config.activation](layers.project(h, w.mlp.gate[...]))
+        h = layers.project(gate * layers.project(h, w.mlp.up[...]), w.mlp.down[...])
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
 
 
 def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = (jnp.einsum("bsd,dnh->bsnh", h, p[...]) for p in (w.q, w.k, w.v))
+    q, k, v = (layers.project(h, p[...]) for p in (w.q, w.k, w.v))
     if w.has("q_bias"):
         q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
     if w.has("q_norm"):
