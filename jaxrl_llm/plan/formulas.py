@@ -139,5 +139,7 @@ def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> 
     pairs = config.layers * one.rows * one.row_tokens**2 * min(attention_share(attention, one.row_tokens), 1.0)
     body = forward_flops(config, tokens, pairs, 0)
     predictions = one.sampled / max(one.updates, 1)
+    # Nobody asks for what the last product of a layer returned, so that one is not repeated.
+    repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
     # The head's logits are always computed again in the backward pass.
-    return body * (3 + REMAT_PASSES[remat]) + forward_flops(config, 0, 0, predictions) * 4
+    return 3 * body + REMAT_PASSES[remat] * repeated + 4 * forward_flops(config, 0, 0, predictions)

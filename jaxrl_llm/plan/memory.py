@@ -48,9 +48,10 @@ class Memory:
 
 
 def resident(arrays: Arrays) -> Memory:
-    """The state, which is there in both halves."""
+    """The state, which is there in both halves; moments that lie in the host's memory take none here."""
     state, size = arrays.state, bytes_per_device
-    return Memory(size(state.policy), size(state.opt_state), size(state.reference))
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != "pinned_host"]
+    return Memory(size(state.policy) + size(state.base), size(moments), size(state.reference))
 
 
 def learning(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:
@@ -97,7 +98,7 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
     kept = layer * config.layers if learner.remat == "none" else kept
     keys = min(one.row_tokens, 1024)
     scores = 3 * 4 * tokens * a.heads * share * keys
-    hidden = 2 * learner.microbatch_rows * one.row_tokens * config.width * width
+    hidden = 2 * tokens * config.width * width
     logits = 3 * 4 * CHUNK * config.vocab_size * share
     return gradients + kept + layer + scores + hidden + logits
 

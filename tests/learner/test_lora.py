@@ -149,7 +149,7 @@ def test_in_bfloat16_both_round_the_same_sum():
 @functools.cache
 def memory(lora):
     """Bytes of the compiled update of a model that is large beside its activations: (temporary, model, trained)."""
-    config = ModelConfig("llama", 64, 256, 4, 1024, KINDS["plain"].attention, tied_embeddings=True)
+    config = ModelConfig("llama", 4096, 256, 4, 768, KINDS["plain"].attention, tied_embeddings=True)
     model = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
     state = abstract_state(model, build(OPTIMISER), False, lora)
     packed = jax.eval_shape(lambda: pack(rollout(), Layout(1, 20, T)))
