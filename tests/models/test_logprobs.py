@@ -134,6 +134,24 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
     assert peaks[1] < 8 * one_chunk < all_logits, peaks
 
 
+def test_a_large_vocabulary_takes_a_third_of_what_all_its_logits_take():
+    count, vocab, width = 4096, 152064, 64
+    model = jax.eval_shape(lambda: initialise(ModelConfig("llama", vocab, width, 1, 8, Attention(1, 1, 8)), jax.random.key(0)))
+    inputs = jax.ShapeDtypeStruct((1, count, width), jnp.float32), jax.ShapeDtypeStruct((1, count), jnp.int32)
+
+    def peak(function):
+        def loss(model, hidden, targets):
+            logp, entropy = function(model, hidden, targets, 1.0)
+            return jnp.sum(jnp.sin(logp)), jnp.sum(entropy)
+
+        graded = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        return graded.lower(model, *inputs).compile().memory_analysis().temp_size_in_bytes
+
+    whole = peak(plain)
+    assert whole > count * vocab * 4
+    assert peak(token_logprobs) <= 0.35 * whole
+
+
 def test_the_kept_sets_of_the_paper():
     """DeepSeek-V3.2's ratio over the tokens that the sampler kept, and the wrong one without them."""
     policies = np.log(np.array([number("V32_keep_sampling_mask/p_old_full"), [0.45, 0.35, 0.1, 0.1]], np.float32))[None]
