@@ -69,8 +69,8 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
     """Second moments of matrices as rows times columns, their decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
 
     Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it; those with fewer
-    than 128 rows or columns are kept whole. As in arXiv
-    2106.04560, section 3.4, there is no relative step size, and steps are not clipped.
+    than 128 rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, there is no relative step size; steps are not
+    clipped.
     """
     fold = functools.partial(jax.tree.map_with_path, _folded)
     decay = lambda step, _: jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
