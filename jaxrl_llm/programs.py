@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import learner
 from jaxrl_llm.config import Run
-from jaxrl_llm.learner.compute import compute_for, platform_of
+from jaxrl_llm.learner.compute import compute_for, layout_for, platform_of
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import make_update
 from jaxrl_llm.models.compute import Compute
@@ -53,10 +53,5 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Program
     engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
     weights = weights_for_sampling(model, compute.dtype, mesh, where, keep=rollout.collect.staleness > 0)
     update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
-    return Programs(engine, weights, update, batch_layout(run, batch_parts(mesh)), compute)
-
-
-def batch_layout(run: Run, parts: int = 1) -> learner.Layout:
-    """Shapes of a microbatch that a mesh divides into ``parts``; rows whose length the run leaves open hold the longest completion."""
-    row_tokens = run.learner.row_tokens or -(-max(run.rollout.max_length, 256) // 128) * 128
-    return learner.Layout(run.learner.microbatch_rows, row_tokens, run.rollout.max_new_tokens, parts)
+    layout = layout_for(run.learner, compute, rollout.max_length, rollout.max_new_tokens, mesh)
+    return Programs(engine, weights, update, layout, compute)

@@ -148,6 +148,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
                 (state, measured), host.ready = both(learn, lambda: sample(batch.backlog), apart)
                 host.backlog = host.ready.backlog
             else:
+                del sample  # and with it the weights that it sampled from
                 state, measured = learn()
             row |= measured
             if step == start + 1:

@@ -109,6 +109,7 @@ REFUSED = [
     ("rollout.top_k", -1, "rollout.top_k must be at least 0"),
     ("learner.minibatches", 9, "learner.minibatches 9 exceeds rollout.prompts 8"),
     ("learner.remat", "some", "none, dots or full"),
+    ("learner.attention", "flash", "auto, xla, splash or cudnn"),
     ("learner.dtype", "float64", "learner.dtype 'float64' is unknown: float32 or bfloat16"),
     ("learner.row_tokens", 100, "set it to at least 512"),
     ("learner.target_kl", 0.0, "learner.target_kl must be above 0"),

@@ -61,7 +61,7 @@ def end_all(peers: Peers, error: BaseException) -> None:
     if isinstance(error, Disagreement):
         peers.stop(1, str(error))
     if any(mark in str(error) for mark in MARKS_OF_LOSS):
-        peers.lost()
+        peers.lost(str(error))
     traceback.print_exception(error, file=sys.stderr)
     peers.stop(1, f"{type(error).__name__}: {error}"[:500])
 

@@ -119,6 +119,10 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
     require(
         learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full"
     )
+    require(
+        learner.attention in ("auto", "xla", "splash", "cudnn"),
+        f"learner.attention {learner.attention!r} is unknown: auto, xla, splash or cudnn",
+    )
     for name, value in {"learner.dtype": learner.dtype, "learner.compute_dtype": learner.compute_dtype}.items():
         require(value in ("float32", "bfloat16"), f"{name} {value!r} is unknown: float32 or bfloat16")
     require(

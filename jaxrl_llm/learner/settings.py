@@ -51,6 +51,7 @@ class Learner:
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; 0 chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
+      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that can serve the model.
       dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
       lora: train low-rank adapters beside the frozen model.
@@ -65,6 +66,7 @@ class Learner:
     microbatch_rows: int = 2
     row_tokens: int = 0
     remat: str = "full"
+    attention: str = "auto"
     dtype: str = "float32"
     compute_dtype: str = "float32"
     keep_sampling_mask: bool = False

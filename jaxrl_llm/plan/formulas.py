@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 from jaxrl_llm.config import Run
-from jaxrl_llm.learner.batch import packed_shapes
+from jaxrl_llm.learner.batch import Layout, packed_shapes
+from jaxrl_llm.models.attention import BLOCKS, LEAST, PREFIXES
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.layers import layer_windows
 from jaxrl_llm.plan.layout import minibatch, updates
-from jaxrl_llm.programs import batch_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Work:
         return 3 * self.forward * self.updates
 
 
-def work(run: Run, config: ModelConfig, mean: int | None = None) -> Work:
-    """The step's work; ``mean`` tokens of a completion, the longest if not given."""
+def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None) -> Work:
+    """The step's work in microbatches of this layout; ``mean`` tokens of a completion, the longest if not given."""
     rollout, mean = run.rollout, run.rollout.max_new_tokens if mean is None else mean
     prompt, groups = rollout.max_prompt_tokens, rollout.prompts
     completions = groups * rollout.group
@@ -110,7 +110,6 @@ def work(run: Run, config: ModelConfig, mean: int | None = None) -> Work:
     after = visible_pairs(config, prompt, prompt + mean)
     prompts_flops = groups * forward_flops(config, prompt, own, 0)
     decode = completions * forward_flops(config, mean, after, mean)
-    layout = batch_layout(run)
     _, microbatches = packed_shapes(minibatch(run, config.vocab_size, mean), layout)
     share = 1 / run.learner.minibatches
     algorithm = run.recipe.algorithm
@@ -125,11 +124,22 @@ REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
 """Forward passes that the backward pass computes again; "dots" repeats no matrix product."""
 
 
-def update_flops(config: ModelConfig, one: Work, remat: str, causal: bool) -> float:
-    """FLOPs that one update really runs over all devices: padded rows, attention's masked half unless ``causal``, remat."""
+def attention_share(attention: str, columns: int) -> float:
+    """The share of all pairs of a row's columns that a back end computes: it knows that what is later is not seen."""
+    if attention == "xla":
+        part = max(-(-columns // PREFIXES), min(LEAST, columns))
+        parts = -(-columns // part)
+        return (parts + 1) / (2 * parts)
+    return 0.5 + BLOCKS[0] / (2 * columns) if attention == "splash" else 1.0
+
+
+def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> float:
+    """FLOPs that one update really runs over all devices: padded rows, what attention hides too late, what remat repeats."""
     tokens = one.rows * one.row_tokens
-    pairs = config.layers * one.rows * one.row_tokens**2 * (0.5 if causal else 1.0)
+    pairs = config.layers * one.rows * one.row_tokens**2 * min(attention_share(attention, one.row_tokens), 1.0)
     body = forward_flops(config, tokens, pairs, 0)
     predictions = one.sampled / max(one.updates, 1)
+    # Nobody asks for what the last product of a layer returned, so that one is not repeated.
+    repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
     # The head's logits are always computed again in the backward pass.
-    return body * (3 + REMAT_PASSES[remat]) + forward_flops(config, 0, 0, predictions) * 4
+    return 3 * body + REMAT_PASSES[remat] * repeated + 4 * forward_flops(config, 0, 0, predictions)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +87,7 @@ def _instruction(text: str, name: str, root: bool) -> Instruction:
     opened = text.index("(", end)
     closed = _closing(text, opened)
     operands = tuple(re.findall(r"%([\w.-]+)", text[opened:closed]))
-    return Instruction(name, text[:end], text[end:opened].strip(), operands, text[opened : closed + 1] + text[closed + 1 :], root)
+    return Instruction(name, text[:end], text[end:opened].strip(), operands, text[opened:], root)
 
 
 def _closing(text: str, opened: int) -> int:
@@ -99,26 +99,25 @@ def _closing(text: str, opened: int) -> int:
     return len(text) - 1
 
 
-def collectives(program: Program, unknown: float = 1.0) -> list[Collective]:
+def collectives(program: Program, unknown: Sequence[float] = ()) -> list[Collective]:
     """Every transfer of one call, loops multiplied out.
 
     Args:
       program: from ``parse``.
-      unknown: how often the outermost loops run whose bounds are data (microbatches; decode steps). Such loops within
-        others count once.
+      unknown: how often loops run whose bounds are data, the outermost first; deeper ones are taken to run once.
     """
-    return list(_walk(program, program.entry, 1.0, unknown))
+    return list(_walk(program, program.entry, 1.0, tuple(unknown)))
 
 
-def _walk(program: Program, name: str, times: float, unknown: float) -> Iterator[Collective]:
+def _walk(program: Program, name: str, times: float, unknown: tuple[float, ...]) -> Iterator[Collective]:
     yield from _own(program, name, times)
     for instruction in program.computations[name].values():
         called = calls(instruction)
         if instruction.operation == "while":
             trips = trip_count(program, program.computations[name], instruction)
-            # A loop inside one whose bound is data has its own count, or is taken once.
-            inner = unknown if trips is not None else 1.0
-            yield from _walk(program, called["body"][0], times * (unknown if trips is None else trips), inner)
+            first, rest = (unknown[0], unknown[1:]) if unknown else (1.0, ())
+            known = trips is not None
+            yield from _walk(program, called["body"][0], times * (trips if known else first), unknown if known else rest)
         elif instruction.operation in ("call", "conditional", "async-start"):
             for names in (names for key, names in called.items() if key != "condition"):
                 for other in names:
@@ -132,26 +131,29 @@ def calls(instruction: Instruction) -> dict[str, list[str]]:
 
 def _own(program: Program, name: str, times: float) -> Iterator[Collective]:
     """Those of one computation and its fusions. One that is spread over several fusions, to overlap, bears one channel."""
-    seen: set[str] = set()
-    for instruction, scattered in _flat(program, name, False):
+    seen: set[tuple[str, str]] = set()
+    for instruction, fusion in _flat(program, name, ""):
         kind = instruction.operation.removesuffix("-start")
-        channel = re.search(r"channel_id=(\d+)", instruction.rest)
-        if kind not in KINDS or instruction.operation.endswith("-done") or (channel and channel[1] in seen):
+        if kind not in KINDS:
             continue
-        seen |= {channel[1]} if channel else set()
-        yield _collective("reduce-scatter" if scattered and kind == "all-reduce" else kind, instruction, program, times, name)
+        channel = re.search(r"channel_id=(\d+)", instruction.rest)
+        if fusion and channel and (kind, channel[1]) in seen:
+            continue
+        seen |= {(kind, channel[1])} if fusion and channel else set()
+        scattered = kind == "all-reduce" and fusion.startswith("all-reduce-scatter")
+        yield _collective("reduce-scatter" if scattered else kind, instruction, program, times)
 
 
-def _flat(program: Program, name: str, scattered: bool) -> Iterator[tuple[Instruction, bool]]:
-    """Instructions of a computation and of its fusions; whether only a part of the result is kept."""
+def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instruction, str]]:
+    """Instructions of a computation and of its fusions, with the fusion that they are in."""
     for instruction in program.computations[name].values():
-        yield instruction, scattered
+        yield instruction, fusion
         if instruction.operation == "fusion":
             for other in calls(instruction).get("calls", []):
-                yield from _flat(program, other, other.startswith("all-reduce-scatter"))
+                yield from _flat(program, other, other)
 
 
-def _collective(kind: str, instruction: Instruction, program: Program, times: float, name: str) -> Collective:
+def _collective(kind: str, instruction: Instruction, program: Program, times: float) -> Collective:
     groups = _groups(instruction.rest, program.devices)
     shapes = instruction.shapes
     if instruction.operation.endswith("-start") and kind in ("all-gather", "collective-permute"):

@@ -98,7 +98,7 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
     kept = layer * config.layers if learner.remat == "none" else kept
     keys = min(one.row_tokens, 1024)
     scores = 3 * 4 * tokens * a.heads * share * keys
-    hidden = 2 * learner.microbatch_rows * one.row_tokens * config.width * width
+    hidden = 2 * tokens * config.width * width
     logits = 3 * 4 * CHUNK * config.vocab_size * share
     return gradients + kept + layer + scores + hidden + logits
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import Run
-from jaxrl_llm.learner.compute import compute_for
+from jaxrl_llm.learner.compute import compute_for, layout_for
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import memory, sent
@@ -19,7 +19,6 @@ from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
 from jaxrl_llm.plan.programs import Compiled, compile_one, names, subject
 from jaxrl_llm.plan.roofline import Device, Phase, phases
-from jaxrl_llm.programs import batch_layout
 from jaxrl_llm.rollout.slots import parts_of
 
 
@@ -122,13 +121,16 @@ def plan(
     if not compiling:
         mesh, where = (abstract_mesh(sizes), _sampler_mesh(run, sizes, machine)) if devices is None else meshes(run, devices)
         spots = hosts(machine) if devices is None else places(machine, mesh.devices.flat)
-        return _assembled(run, config, machine, sizes, arrays(run, config, batch_layout(run), mesh, where), mean, compute, spots, {})
+        layout = layout_for(run.learner, compute, run.rollout.max_length, run.rollout.max_new_tokens, mesh)
+        held, todo = arrays(run, config, layout, mesh, where), work(run, config, layout, mean)
+        return _assembled(run, config, machine, sizes, held, todo, compute, spots, {})
     one = subject(run, config, devices)
     done = {}
     for name in names(one):
         say(f"compiling {name} for {machine.name}")
         done[name] = compile_one(one, name)
-    found = _assembled(run, config, machine, sizes, one.arrays, mean, compute, places(machine, one.mesh.devices.flat), done)
+    todo, spots = work(run, config, one.programs.layout, mean), places(machine, one.mesh.devices.flat)
+    found = _assembled(run, config, machine, sizes, one.arrays, todo, compute, spots, done)
     if not more:
         return found
     say(f"compiling update for {machine.name} with other microbatches")
@@ -153,10 +155,10 @@ def _sampler_mesh(run: Run, sizes: tuple[int, int, int], machine: Machine) -> An
 
 
 def _assembled(
-    run: Run, config: ModelConfig, machine: Machine, sizes: tuple[int, int, int], held: Arrays, mean: int | None, compute: Compute,
+    run: Run, config: ModelConfig, machine: Machine, sizes: tuple[int, int, int], held: Arrays, todo: Work, compute: Compute,
     spots: Places, done: dict[str, Compiled],
 ) -> Plan:
-    todo, base = work(run, config, mean), memory.resident(held)
+    base = memory.resident(held)
     device = _device(machine, held, sizes)
     traffics = sent.by_formula(run, config, held, todo, sizes, spots)
     traffics |= {name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused}

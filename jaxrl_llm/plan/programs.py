@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.layout import Arrays, abstract_model, arrays, meshes
@@ -139,9 +140,10 @@ def compile_one(one: Subject, name: str) -> Compiled:
     )  # fmt: skip
 
 
-def _repeats(one: Subject, name: str) -> float:
-    """How often a program's loop runs whose bound is data."""
-    return {"update": one.arrays.microbatches, "decode": one.run.rollout.chunk}.get(name, 1)
+def _repeats(one: Subject, name: str) -> tuple[float, ...]:
+    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions; decode steps."""
+    predictions = one.arrays.packed.target.shape[-1]
+    return {"update": (one.arrays.microbatches, -(-predictions // CHUNK)), "decode": (one.run.rollout.chunk,)}.get(name, ())
 
 
 def needed(text: str) -> float:

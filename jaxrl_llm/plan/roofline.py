@@ -136,7 +136,7 @@ def mean_columns(length: int, chunk: int, most: int) -> float:
 
 def score_cost(config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute) -> tuple[float, float]:
     """One forward pass over one update's data."""
-    flops = update_flops(config, work, "none", causal(compute, work)) / 3
+    flops = update_flops(config, work, "none", compute.attention) / 3
     return flops * device.share / device.parts, work.microbatches * 2 * bytes_per_device(arrays.sampled)
 
 
@@ -151,10 +151,5 @@ def update_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, devic
     state = bytes_per_device(arrays.state.policy) + bytes_per_device(arrays.state.opt_state)
     gradients = bytes_per_device(arrays.state.policy)
     moved = work.microbatches * (2 * passes * weights + 2 * gradients) + tokens * config.layers * layer * width * passes + 2 * state
-    flops = update_flops(config, work, compute.remat, causal(compute, work)) * device.share / device.parts
+    flops = update_flops(config, work, compute.remat, compute.attention) * device.share / device.parts
     return flops, moved
-
-
-def causal(compute: Compute, work: Work) -> bool:
-    """Whether the attention skips what the mask would hide."""
-    return compute.attention != "xla" or work.row_tokens > 1024

@@ -44,7 +44,7 @@ def best(
     ranked = []
     for number, one in enumerate(every := candidates(run, config, machine)):
         say(f"by formula: {number + 1} of {len(every)}")
-        ranked.append(plan(one, config, machine, devices, mean, False))
+        ranked.append(_with_fewer_slots(plan(one, config, machine, devices, mean, False), config, devices, mean))
     ranked.sort(key=lambda p: p.seconds)
     if quick or devices is None:
         return [p for p in ranked if p.fits][: 2 * COMPILED]
@@ -57,14 +57,24 @@ def best(
     return sorted(found, key=lambda p: p.seconds)
 
 
+def _with_fewer_slots(first: Plan, config: ModelConfig, devices: list[Any] | None, mean: int | None) -> Plan:
+    """The same plan where its cache fits; else with as many slots as do, if any."""
+    limit = first.machine.chip.memory
+    if first.sampling.total <= limit or not first.most_slots:
+        return first
+    slots = 1 << (first.most_slots // (first.mesh[0] * first.mesh[1])).bit_length() - 1
+    rollout = dataclasses.replace(first.run.rollout, slots=slots * first.mesh[0] * first.mesh[1])
+    return plan(dataclasses.replace(first.run, rollout=rollout), config, first.machine, devices, mean, False)
+
+
 def table(plans: list[Plan]) -> list[str]:
     """One line for each."""
     gib = 2.0**30
-    rows = ["data x fsdp x tensor   microbatch_rows   GiB sampling   learning   seconds of a step   binds"]
+    rows = ["data x fsdp x tensor   microbatch_rows   slots   GiB sampling   learning   seconds of a step   binds"]
     for p in plans:
         mesh, rows_each = " x ".join(map(str, p.mesh)), p.run.learner.microbatch_rows
         where = f"{p.slowest.name}, {p.slowest.binds}"
         rows.append(
-            f"{mesh:<20}   {rows_each:>15}   {p.sampling.total / gib:>12.1f}   {p.learning.total / gib:>8.1f}   {p.seconds:>17.1f}   {where}"
+            f"{mesh:<20}   {rows_each:>15}   {p.run.rollout.slots:>5}   {p.sampling.total / gib:>12.1f}   {p.learning.total / gib:>8.1f}   {p.seconds:>17.1f}   {where}"
         )
     return rows

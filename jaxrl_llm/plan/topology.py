@@ -20,16 +20,30 @@ def describe(machine: Machine) -> list[Any]:
     # No question to a metadata server, and no claim on a TPU: other processes may compile at the same time.
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_ACCELERATOR_TYPE": "", "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": "cpu",
     }.items():  # fmt: skip
         os.environ.setdefault(name, value)
     import jax
     from jax.experimental import topologies
 
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=_name(machine), **_options(machine)).devices)
+        with _quiet():
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=_name(machine), **_options(machine)).devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ModuleNotFoundError) as error:
         raise InputError(_reason(machine, str(error))) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """libtpu writes past Python that it has found no TPU."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _name(machine: Machine) -> str:

@@ -45,7 +45,7 @@ def lower_growth(slots: Slots, columns: int, mesh: Mesh) -> jax.stages.Lowered:
     """The cache brought to ``columns`` columns: for a moment there are two."""
     order = jax.ShapeDtypeStruct((slots.tokens.shape[0],), jnp.int32)
     with jax.set_mesh(mesh):
-        return rearranged.lower(slots, order, columns, mesh)
+        return rearranged.lower(slots, order, columns, mesh, parts_of(mesh, slots.tokens.shape[0]))
 
 
 def prompt_calls(tokens: int) -> tuple[int, int, int]:

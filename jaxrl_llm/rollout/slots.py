@@ -178,21 +178,39 @@ def fill_slots(slots: Slots, given: Cache, begun: Begun, mesh: Mesh | None = Non
     return filled if mesh is None else jax.lax.with_sharding_constraint(filled, layout(filled, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "mesh"))
-def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None = None) -> Slots:
-    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative; the cache gets ``columns`` columns."""
+@functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
+def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None = None, parts: int = 1) -> Slots:
+    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative; the cache gets ``columns`` columns.
+
+    ``parts``: of the mesh, which no slot leaves.
+    """
     rows = jnp.maximum(order, 0)
     moved = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), slots._replace(cache=None, blocks=None))
-    cache = with_columns(take_rows(slots.cache, rows), columns)
+    cache = _moved(slots.cache, rows, columns, mesh, parts)
     moved = moved._replace(cache=cache, blocks=slots.blocks, active=moved.active & (order >= 0))
     return moved if mesh is None else jax.lax.with_sharding_constraint(moved, layout(moved, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "mesh"))
-def with_blocks(slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None) -> Slots:
+@functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
+def with_blocks(
+    slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
+) -> Slots:
     """The slots with block i made of what block ``order[i]`` was, of ``columns`` columns, and read by other lanes."""
-    moved = slots._replace(blocks=with_columns(take_rows(slots.blocks, order), columns), lanes=lanes)
+    moved = slots._replace(blocks=_moved(slots.blocks, order, columns, mesh, parts), lanes=lanes)
     return moved if mesh is None else jax.lax.with_sharding_constraint(moved, layout(moved, mesh))
+
+
+def _moved(cache: Cache, order: jax.Array, columns: int, mesh: Mesh | None, parts: int) -> Cache:
+    """Rows in that order, of ``columns`` columns; every device moves its own, or each would gather the whole cache."""
+    if mesh is None or parts == 1:
+        return with_columns(take_rows(cache, order), columns)
+    rows = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+
+    def own(cache: Cache, order: jax.Array) -> Cache:
+        return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)
+
+    inside = Cache(rows, rows), PartitionSpec(rows[1])
+    return jax.shard_map(own, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(cache, order)
 
 
 @functools.partial(jax.jit, static_argnames="columns")

@@ -177,11 +177,11 @@ class Peers:
         self._watch.join()
         self._take_leave()
 
-    def lost(self) -> None:
+    def lost(self, reason: str) -> None:
         """End this process, whose collectives fail; the one that ended first may still say why, which is then what is told."""
         self._watch.join(LAST_WORDS_S + SERVICE_S * self.leads)
         with self._leaving:
-            self._exit(1, LOST)
+            self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
 
     def stop(self, code: int, line: str) -> None:
         """End this process at once, and the others with it: they print ``line`` too and exit with ``code``."""

@@ -22,8 +22,8 @@ from jaxrl_llm.sharding.rules import RULES, parameter_path
 from learner.rollouts import PROMPTS, TEMPERATURE, WIDTH, T, one_device, rollout
 from tiny import Compilations, largest_difference, tiny
 
-SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
-LAYOUT = Layout(8, 22, T)
+SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
+LAYOUT = Layout(8, 24, T)  # positions that every size of ``tensor`` divides
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(shape):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4)])
 def test_tokens_do_not_depend_on_the_mesh(shape):
     model, mesh, rules = tiny("windows"), mesh_of(shape), Sampling(max_new_tokens=6, stop_ids=(3, 11))
     prompts, seeds = [p for p in PROMPTS for _ in range(4)], range(12)
