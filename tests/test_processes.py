@@ -1,4 +1,4 @@
-"""The whole trainer in 1, 2 and 4 real processes: the same samples, gradients and weights; and what ends one ends all."""
+"""The whole trainer in 1, 2 and 4 processes: the same samples, gradients and weights; and what ends one ends all."""
 
 import json
 import signal
@@ -20,12 +20,17 @@ COMPARED = 3
 """Steps whose samples are compared."""
 
 
+HEARTBEAT_S = 20
+"""After which a process that does not answer counts as dead."""
+
+
 def start(folder, count, steps):
-    return launch(count, "train", str(CONFIG), "--run_dir", str(folder / "run"), "--steps", str(steps), folder=folder)
+    flags = f"--run_dir {folder / 'run'} --steps {steps} --distributed.heartbeat_s {HEARTBEAT_S}"
+    return launch(count, "train", str(CONFIG), *flags.split(), folder=folder)
 
 
 def signalled(folder, count, victim, step, number):
-    """The exit codes of a run of which one process gets a signal once a step's row is there, and the seconds from then on."""
+    """Exit codes of a run of which one process gets a signal once a step is written, and the seconds that it took."""
     processes = start(folder, count, 60)
     while all(p.poll() is None for p in processes) and not any(row["step"] >= step for row in rows(folder / "run")):
         time.sleep(0.01)
@@ -48,8 +53,8 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def killed(folder):
-    """Two processes, of which the second is killed after the third step; how they ended."""
-    return folder / "killed", *signalled(folder / "killed", 2, 1, COMPARED, signal.SIGKILL)
+    """Two processes, of which the second is killed; how they ended. A checkpoint is whole when that after it begins."""
+    return folder / "killed", *signalled(folder / "killed", 2, 1, COMPARED + 2, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,7 @@ def held_out():
 
 
 def trained_on(folder):
-    """[policy version, problem, tokens] of every completion of the first steps, in order; each was scored by one process only."""
+    """[policy version, problem, tokens] of every completion of the first steps, sorted; one process scored each."""
     lines = [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
     tested = held_out()
     return sorted(line for line in lines if line[0] < COMPARED and line[1] not in tested)
@@ -73,7 +78,8 @@ def arrays(folder, step):
     """The weights and first moments of a checkpoint, by name, read without the trainer."""
     with ocp.PyTreeCheckpointer() as reader:
         place = folder / "run" / "checkpoints" / str(step) / "state"
-        names = [name for name in reader.metadata(place).item_metadata.tree if name.startswith("policy/") or "/mu/" in name]
+        names = reader.metadata(place).item_metadata.tree
+        names = [name for name in names if name.startswith("policy/") or "/mu/" in name]
         target, plain = dict.fromkeys(names, 0), dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
         return reader.restore(place, args=ocp.args.PyTreeRestore(target, plain, partial_restore=True))
 
@@ -83,8 +89,9 @@ def test_the_first_steps_are_those_of_one_process(several, alone, request):
     other = request.getfixturevalue(several)[0]
     found = trained_on(alone)
     assert len(found) == COMPARED * 64 and trained_on(other) == found
-    for one, many in zip(rows(alone / "run")[: COMPARED + 1], rows(other / "run"), strict=False):
-        same = {name for name in one if name.startswith(("reward/", "completions/", "eval/")) and one["step"] < COMPARED}
+    # The last step of the one is evaluated.
+    for one, many in zip(rows(alone / "run")[:COMPARED], rows(other / "run"), strict=False):
+        same = {name for name in one if name.startswith(("reward/", "completions/", "eval/"))}
         assert {name: one[name] for name in same} == {name: many[name] for name in same}
     # The first moments after one update are the accumulated gradient, times 0.1.
     first, others = arrays(alone, 1), arrays(other, 1)
@@ -105,9 +112,10 @@ def test_scores_are_divided_among_the_processes(stopped):
 
 def test_a_process_that_is_killed_stops_the_other_with_one_line(killed):
     folder, (first, second), seconds = killed
-    assert (first, second) == (1, -signal.SIGKILL) and seconds < 60
+    # JAX may abort the process before it can leave by itself.
+    assert first in (1, -signal.SIGABRT) and second == -signal.SIGKILL and seconds < 3 * HEARTBEAT_S
     told = [line for line in said(folder, 0) if line.startswith("jaxrl-llm: ")]
-    assert len(told) == 1 and "another process of this run died or cannot be reached" in told[0]
+    assert len(told) == 1 and "run the same command again, on fewer if need be, to go on" in told[0]
     assert "Traceback" not in "".join(said(folder, 0))
 
 

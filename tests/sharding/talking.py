@@ -26,7 +26,8 @@ def scored(peers=None):
     with Scorer((Accuracy(), Function("noting:judged", weight=0.5)), 1, 1.0, math.nan, peers) as scorer:
         found = scorer.score(items())
     parts = {name: part.tolist() for name, part in found.parts.items()}
-    return [repr(found.reward.tolist()), found.accuracy.tolist(), repr(parts), found.errors, found.timeouts, bool(found.message)]
+    numbers = [repr(found.reward.tolist()), found.accuracy.tolist(), repr(parts)]
+    return [*numbers, found.errors, found.timeouts, bool(found.message)]
 
 
 def fail(error):
@@ -43,7 +44,8 @@ def told(kind, call):
 
 def talk(peers):
     """Print what this process hears."""
-    said = {"gathered": repr(peers.gather([peers.index, math.pi, math.nan])), "long": len(peers.gather("x" * 3_000_000)[1])}
+    said = {"gathered": repr(peers.gather([peers.index, math.pi, math.nan]))}
+    said |= {"long": len(peers.gather("x" * 3_000_000)[1])}
     said |= {"first": peers.first(lambda: peers.index), "scores": scored(peers)}
     said["refused"] = told(InputError, lambda: peers.first(lambda: fail(InputError("no such thing"))))
     said["differs"] = told(Disagreement, lambda: peers.check_same("weather", ("sun", "rain")[peers.index]))

@@ -16,8 +16,8 @@ from sharding.talking import scored
 
 PROGRAM = (Path(__file__).parent / "talking.py").read_text()
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "8",
 }  # fmt: skip
 TPU = {"TPU_ML_PLATFORM": "JAX"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -40,10 +40,10 @@ def slurm_port():
 
 
 def test_two_tasks_of_slurm_tell_each_other_everything(tmp_path):
-    place = {"SLURM_JOB_ID": slurm_port(), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    place = {"SLURM_JOB_ID": slurm_port(), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
     both = []
     for number in ("0", "1"):
-        task = place | {"SLURM_PROCID": number, "SLURM_LOCALID": number}
+        task = place | {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": number, "SLURM_LOCALID": number}
         both += launch(1, "talk", folder=tmp_path / number, program=PROGRAM, **task)
     assert codes(both, 120) == [0, 0], [said(tmp_path / number, 0) for number in ("0", "1")]
     one, other = (json.loads(said(tmp_path / number, 0)[-1]) for number in ("0", "1"))
@@ -75,7 +75,7 @@ def test_when_the_leading_process_dies_the_other_says_so_and_ends(ended):
 
 
 def test_flags_come_first_and_must_be_whole():
-    given = ["--steps", "3", "--distributed.coordinator", "a:1", "--distributed.processes=2", "--distributed.process", "1"]
+    given = "--steps 3 --distributed.coordinator a:1 --distributed.processes=2 --distributed.process 1".split()
     assert take_distributed(given) == Distributed("a:1", 2, 1) and given == ["--steps", "3"]
     arguments = joining(Distributed("a:1", 2, 1), SLURM)
     assert arguments | {"cluster_detection_method": 0} == {
@@ -83,27 +83,35 @@ def test_flags_come_first_and_must_be_whole():
     }  # fmt: skip
     assert joining(Distributed(processes=1), SLURM) is None
     for wrong, message in {
-        Distributed("a:1"): "--distributed.coordinator needs --distributed.processes and --distributed.process beside it",
+        Distributed("a:1"): "--distributed.coordinator needs --distributed.processes and --distributed.process",
         Distributed("a", 2, 0): "--distributed.coordinator must be HOST:PORT, got 'a'",
         Distributed("a:1", 2, 2): "--distributed.process must be from 0 to 1, got 2",
     }.items():
         with pytest.raises(InputError, match=message):
             joining(wrong, {})
-    with pytest.raises(InputError, match="--distributed.process must be a number, got 'x'"):
-        take_distributed(["--distributed.process", "x"])
+    for given, message in {
+        ("--distributed.process", "x"): "--distributed.process must be a number, got 'x'",
+        ("--distributed.heartbeat_s", "9"): "--distributed.heartbeat_s at least 10",
+        ("--distributed.coordinater", "a:1"): "no option .*: did you mean --distributed.coordinator",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            take_distributed(list(given))
 
 
 def test_a_launcher_is_noticed_where_it_started_several():
     assert joining(Distributed(), {}) is None
     assert joining(Distributed(), SLURM | {"SLURM_NTASKS": "1"}) is None
-    assert joining(Distributed(), {name: SLURM[name] for name in SLURM if "STEP" not in name}) is None  # sbatch's own shell
+    shell_of_sbatch = {name: value for name, value in SLURM.items() if "STEP" not in name}
+    assert joining(Distributed(), shell_of_sbatch) is None
     assert joining(Distributed(), TPU) == {}
     assert joining(Distributed(), TPU | {"JAX_PLATFORMS": "cpu"}) is None
     alone = TPU | {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     assert joining(Distributed(), alone) is None
     assert joining(Distributed(), alone | {"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
     assert joining(Distributed(), KUBERNETES) is None
-    assert joining(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"}) == {"cluster_detection_method": "k8s"}
+    with pytest.raises(InputError, match="an indexed Job, .* pip install kubernetes"):
+        joining(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})
+    assert joining(Distributed("run-0.run:1", 4, 0), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})["num_processes"] == 4
 
 
 @pytest.mark.parametrize(("changes", "devices"), [
