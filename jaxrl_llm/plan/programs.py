@@ -14,6 +14,7 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.logprobs import CHUNK
+from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.layout import Arrays, abstract_model, arrays, meshes
 from jaxrl_llm.plan.topology import without_compilation_cache
@@ -108,7 +109,7 @@ def lower_growth(one: Subject) -> jax.stages.Lowered:
 def lower_weights(one: Subject) -> jax.stages.Lowered:
     """The policy cast and laid out for sampling."""
     with jax.set_mesh(one.mesh):
-        return one.programs.weights.lower(one.arrays.state.policy)
+        return one.programs.weights.lower(policy_model(one.arrays.state))
 
 
 LOWERED: dict[str, Callable[[Subject], jax.stages.Lowered]] = {
