@@ -89,7 +89,7 @@ def settings(given: str, arguments: list[str], slices: int) -> configs.Run:
 
 def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
     """Print it, and write what was asked for."""
-    from jaxrl_llm.plan.report import lines, write
+    from jaxrl_llm.plan.report import lines, to_json, write
 
     print("\n".join(lines(made, source)))
     if asked["--json"]:
@@ -99,7 +99,7 @@ def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
         from jaxrl_llm.plan.picture import draw
 
         with writable(Path(asked["--plot"]), "--plot"):
-            draw([made], Path(asked["--plot"]))
+            draw([to_json(made, source)], Path(asked["--plot"]))
 
 
 def search(run: configs.Run, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]) -> int:
