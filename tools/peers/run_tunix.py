@@ -5,6 +5,7 @@ A batch is sampled until its longest row is done. Its packing of rows needs the 
 
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from worker import Contestant, batches, padded, serve
 
 PAD, END = -1, -2
 """No tokens."""
+MICROBATCH = 16
+"""Rows of one forward and backward pass."""
 
 
 class Ids:
@@ -79,26 +82,36 @@ def load(directory: str) -> Any:
     return params.create_model_from_safe_tensors(directory, of, dtype=jnp.float32)
 
 
-def learner(model: Any, work: dict[str, Any]) -> Callable[[list[list[int]]], tuple[float, float, int]]:
-    """The step that its GRPO learner trains by, on rows as wide as the longest completion may be, as that learner has them."""
+def trainer_of(model: Any, work: dict[str, Any], parts: int) -> Trainer:
+    """The trainer as its GRPO learner sets it up, for an optimiser step of so many passes; the gradient's norm is noted."""
     algorithm = GRPOConfig(num_generations=work["group"], beta=0.0, epsilon=0.2)
     algorithm.temperature = 1.0
-    adam = optax.adamw(work["learning_rate"], weight_decay=0.0)
-    trainer = Trainer(model, adam, TrainingConfig(eval_every_n_steps=1), lambda: {})
+    adam = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.adamw(work["learning_rate"], weight_decay=0.0))
+    trainer = Trainer(model, adam, TrainingConfig(eval_every_n_steps=1, gradient_accumulation_steps=parts), lambda: {})
     loss = function_registry.get_policy_loss_fn(algorithm.policy_loss_fn)
     given = functools.partial(loss, algo_config=algorithm, pad_id=PAD, eos_id=END)
     trainer.with_loss_fn(lambda model, train_example: given(model, train_example), has_aux=True)
     trainer.with_gen_model_input_fn(lambda example: {"train_example": example})
+    return trainer
+
+
+def learner(model: Any, work: dict[str, Any]) -> Callable[[list[list[int]]], tuple[float, float, int]]:
+    """The step that its GRPO learner trains by, on rows as wide as the longest completion may be, as that learner has them."""
+    count = len(work["prompts"])
+    size = math.gcd(count, MICROBATCH)
+    trainer = trainer_of(model, work, count // size)
     step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
     prompts, advantages = jnp.asarray(work["prompts"], jnp.int32), jnp.asarray(work["advantages"], jnp.float32)
 
     def update(completions: list[list[int]]) -> tuple[float, float, int]:
         tokens = jnp.asarray(padded(completions, work["completion"], PAD), jnp.int32)
         batch = TrainExample(prompts, prompts != PAD, tokens, tokens != PAD, advantages, None, None)
-        value, _, norm = step(batch)
-        value, norm = float(value), float(norm)
+        losses = []
+        for start in range(0, count, size):
+            losses.append(step(jax.tree.map(lambda x, at=start: x[at : at + size], batch))[0])
         jax.block_until_ready(nnx.state(model))
-        return value, norm, len(tokens) * (work["prompt"] + work["completion"])
+        norm = optax.tree.get(nnx.as_pure(nnx.state(trainer.optimizer)), "norm")
+        return float(sum(losses)) / len(losses), float(norm), tokens.shape[0] * (work["prompt"] + work["completion"])
 
     return update
 
@@ -122,7 +135,7 @@ def make(work: dict[str, Any]) -> Contestant:
             computed += steps * len(prompts)
         return tokens, computed
 
-    settings = "cache of the longest request, no log-probabilities; all rows at once, nothing recomputed"
+    settings = f"cache of the longest request, no log-probabilities; {MICROBATCH} rows at a time, nothing recomputed"
     update = None if work["what"] == "rollout" else learner(model, work)
     return Contestant(greedy, generate, update, ("google-tunix", "jax", "flax"), settings)
 
