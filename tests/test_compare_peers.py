@@ -73,6 +73,11 @@ def test_what_is_learned_from_has_the_lengths_that_are_sampled():
     assert len(compare_peers.question_of(options, "rollout", 50)["prompts"]) == 32
 
 
+def test_an_update_is_told_by_its_loss_and_norm_and_nothing_that_was_not_sampled():
+    found = compare_peers.seen(None, {}, {}, {"updates": [[-0.25, 1.5], [-0.25, 1.4]]})
+    assert found == {"loss": -0.25, "grad_norm": 1.5}
+
+
 def test_other_losses_and_gradients_than_ours_are_refused():
     ours = [[-0.5, 2.0], [-0.5, 1.9]]
     peer_checks.same_updates("peer", ours, [[-0.500001, 2.001], [-0.5, 1.9]])
@@ -144,6 +149,7 @@ def test_agreement_ends_where_two_texts_part():
 
 def test_completions_of_other_lengths_are_refused():
     peer_checks.checked("peer", {"completions": [[1], [2, 3]]}, [1, 2])
+    peer_checks.checked("peer", {"seconds": 1.0}, [1, 2])  # an update samples none
     with pytest.raises(SystemExit, match="compare_peers: peer returned 3 tokens in wrong lengths; 3 were asked for"):
         peer_checks.checked("peer", {"completions": [[1, 2], [3]]}, [1, 2])
 
