@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["jaxrl_llm", "jaxrl_llm.*"]), "jaxrl_llm.configs"],
     package_dir={"jaxrl_llm.configs": "configs"},
-    package_data={"jaxrl_llm": ["py.typed"]},
+    package_data={"jaxrl_llm": ["py.typed", "plan/published.json"]},
 )

@@ -17,19 +17,30 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.lora import fingerprint
 from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
-from jaxrl_llm.sharding import shardings
+from jaxrl_llm.sharding import replicated, shardings
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
 
 def flatten(state: TrainState) -> dict[str, Any]:
-    """Arrays of a state by path; wrappers of the model library leave no trace in the names."""
-    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    """Arrays of a state by path, and in place of a frozen base (``base/...``) the fingerprint of each of its weights.
+
+    Wrappers of the model library leave no trace in the names.
+    """
+    base = None if state.base is None else _fingerprint(state.base)
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state._replace(base=base))}
+
+
+def _fingerprint(model: Any) -> Any:
+    """Fingerprints of a model's weights, as shapes where there are only shapes."""
+    abstract = isinstance(jax.tree.leaves(model)[0], jax.ShapeDtypeStruct)
+    return jax.eval_shape(fingerprint, model) if abstract else fingerprint(model)
 
 
 def unflatten(arrays: dict[str, Any], like: TrainState) -> TrainState:
-    """The state with the structure of ``like`` and the arrays of ``flatten``."""
-    paths, treedef = jax.tree.flatten_with_path(like)
+    """The state with the structure of ``like`` and the arrays of ``flatten``; the base is not among them."""
+    paths, treedef = jax.tree.flatten_with_path(like._replace(base=None))
     return jax.tree.unflatten(treedef, [arrays[_name(path)] for path, _ in paths])
 
 
@@ -67,20 +78,30 @@ class Checkpoints:
         items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
         self._manager.save(step, args=items, force=True)
 
-    def restore(self, step: int, like: TrainState, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
         """State and host values of a step, laid out on this mesh whatever mesh it was saved from.
 
+        Args:
+          step: a complete one.
+          like: shapes and dtypes of the state.
+          mesh: where the state is to live.
+          base: the frozen model, where ``like`` has one: a checkpoint holds its fingerprint alone.
+
         Raises:
-          InputError: the checkpoint holds other arrays than this configuration has.
+          InputError: the checkpoint holds other arrays than this configuration has, or is of another base.
         """
         self._manager.wait_until_finished()
-        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh))
-        target = flatten(target)
+        layout = shardings(like, mesh)
+        target = flatten(jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout))
         saved = self._manager.item_metadata(step)["state"]
         _refuse_other({name: tuple(meta.shape) for name, meta in saved.tree.items()}, target)
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
-        return unflatten(loaded["state"], like), loaded["host"]
+        state = unflatten(loaded["state"], like)
+        if like.base is not None:
+            refuse_other_base(loaded["state"], base)
+            state = state._replace(base=jax.device_put(base, layout.base))
+        return state, loaded["host"]
 
     def close(self) -> None:
         """Wait for what is being written; what cannot be finished is removed. Further calls do nothing.
@@ -103,6 +124,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and jax.process_count() > 1:
+            return  # a write is done when all processes are, and they may be gone: the next start removes what it left
         try:
             self.close()
         except Exception:
@@ -110,16 +133,17 @@ class Checkpoints:
                 raise
 
 
-def restore_policy(step_directory: Path, like: Any, mesh: Mesh) -> Any:
+def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
     """The policy alone of one complete step: the optimiser's arrays are not read.
 
     Args:
       step_directory: ``checkpoints/STEP``.
-      like: the model's shapes and dtypes (``jax.eval_shape``).
+      like: the shapes and dtypes of the model, or of the adapter (``jax.eval_shape``).
       mesh: where the policy is to live, whatever mesh it was saved from.
+      base: the frozen model beside the adapter, if it is one.
 
     Raises:
-      InputError: the checkpoint holds another model, or cannot be read.
+      InputError: the checkpoint holds another model, is of another base, or cannot be read.
     """
     import orbax.checkpoint as ocp
 
@@ -127,6 +151,8 @@ def restore_policy(step_directory: Path, like: Any, mesh: Mesh) -> Any:
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh)
     ))
     target = {f"policy/{_name(path)}": leaf for path, leaf in paths}
+    marks = {} if base is None else {f"base/{_name(path)}": x for path, x in jax.tree.leaves_with_path(_fingerprint(base))}
+    wanted = target | {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for name, x in marks.items()}
     directory = Path(step_directory).absolute() / "state"
     with ocp.PyTreeCheckpointer() as reader:
         try:
@@ -134,10 +160,24 @@ def restore_policy(step_directory: Path, like: Any, mesh: Mesh) -> Any:
         except (OSError, ValueError, AttributeError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"{step_directory} cannot be read ({reason}): remove it to go back to the step before") from None
-        _refuse_other({name: shape for name, shape in saved.items() if name.startswith("policy/")}, target)
-        args = ocp.args.PyTreeRestore(target, ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True)
+        _refuse_other({name: shape for name, shape in saved.items() if name.startswith(("policy/", "base/"))}, wanted)
+        args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
         arrays = reader.restore(directory, args=args)
+    if base is not None:
+        refuse_other_base(arrays, base)
     return jax.tree.unflatten(treedef, [arrays[name] for name in target])
+
+
+def refuse_other_base(saved: dict[str, Any], base: Any) -> None:
+    """InputError unless the fingerprints among these arrays are those of ``base``."""
+    found = jax.device_get(fingerprint(base))
+    for path, value in jax.tree.leaves_with_path(found):
+        name = _name(path)
+        if not np.array_equal(saved[f"base/{name}"], value):
+            raise InputError(
+                f"the adapter was trained beside another model than the one that is loaded now ({name} differs): give the "
+                "files it was begun with, or start over with --fresh"
+            )
 
 
 def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any]) -> None:

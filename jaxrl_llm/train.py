@@ -5,17 +5,19 @@ This is the only place where the rooms meet.
 
 import dataclasses
 import functools
+import hashlib
 import math
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
@@ -23,21 +25,21 @@ from jaxrl_llm.checkpoint import Checkpoints, backlog_from_json, backlog_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, evaluate
-from jaxrl_llm.learner.compute import compute_for, platform_of
 from jaxrl_llm.learner.epochs import abstract_state, reset_optimiser
-from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import make_update
+from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import policy_model, reference_model
+from jaxrl_llm.programs import build_programs
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
 from jaxrl_llm.rollout.groups import Backlog, Collected, Source
-from jaxrl_llm.rollout.weights import weights_for_sampling
 from jaxrl_llm.sharding import make_mesh, rollout_mesh
+from jaxrl_llm.sharding.distributed import ALONE, Peers, Preemption
 from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Group, TrainState
 
@@ -86,43 +88,47 @@ class Parts:
     test: Callable[[Decoder], Evaluated | None]
 
 
-def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
+def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = ALONE) -> int:
     """Train, or go on where the directory's newest checkpoint stands; returns the exit code.
+
+    Every process makes the same decisions from the same numbers; what only one of them knows (a file, a signal, a score)
+    comes through ``peers``. Process 0 alone writes and speaks.
 
     Args:
       run: validated.
       directory: the run's; made by the caller, with config.json in it.
       say: prints a line that should stay visible.
+      peers: the other processes of the run.
     """
-    configs.validate_on_devices(run, jax.device_count())
+    configs.validate_on_devices(run, jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
     store = Checkpoints(directory / "checkpoints", run.output.keep)
-    start = store.latest()
-    resumed = start is not None or (directory / "metrics.jsonl").exists()
+    start, begun = peers.first(lambda: (store.latest(), (directory / "metrics.jsonl").exists()))
+    resumed = start is not None or begun
     with (
         store,
         jax.set_mesh(mesh),
         Preemption() as stop,
-        Progress(run.steps, (start or 0) + 1) as progress,
-        RunWriter(directory, (-1 if start is None else start) if resumed else None, run.output.tensorboard, run.output.wandb, configs.to_json(run)) as writer,
-        Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error) as scorer,
+        Progress(run.steps, (start or 0) + 1, None if peers.leads else Console(quiet=True)) as progress,
+        writing(run, directory, (-1 if start is None else start) if resumed else None, peers) as writer,
+        Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error, peers) as scorer,
     ):
         progress.status(f"loading {run.model}")
-        model, tokenizer = load_pretrained(run.model, run.learner.dtype)
-        parts = prepare(run, model, tokenizer, mesh, scorer, progress)
+        model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
+        parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
         optimiser = build(run.learner.optimiser)
-        reference = run.recipe.algorithm.needs_reference
+        reference, lora = run.recipe.algorithm.needs_reference, run.learner.lora
         if start is None:
-            state, host, start = learner.create_state(model, optimiser, reference, mesh), Host(), 0
+            state, host, start = learner.create_state(model, optimiser, reference, mesh, lora, run.seed), Host(), 0
         else:
             progress.status(f"restoring step {start}")
-            state, data = store.restore(start, abstract_state(model, optimiser, reference), mesh)
+            state, data = store.restore(start, abstract_state(model, optimiser, reference, lora), mesh, model)
             host = Host.from_json(data)
-        del model  # the state holds its own copy
+        del model  # its arrays are the state's now, or were read for their shapes only
         if run.recipe.controller is not None and host.kl_coef is None:
             host.kl_coef = run.recipe.algorithm.kl_coef
         if start == 0:
-            found = parts.test(parts.weights(state.policy))
+            found = parts.test(parts.weights(policy_model(state)))
             host.best = found.accuracy if found else host.best
             record(writer, progress, 0, found, {}, [])
         code = DONE
@@ -131,7 +137,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             row: dict[str, Any] = {"event/resumed": True} if resumed and step == start + 1 else {}
 
             last = step == run.steps
-            sample = functools.partial(collect, parts.sampler, parts.weights(state.policy), int(state.updates))
+            sample = functools.partial(collect, parts.sampler, parts.weights(policy_model(state)), int(state.updates))
             batch = host.ready or sample(host.backlog)
             host.backlog, host.ready = batch.backlog, None
             row |= batch.metrics | {"kl": math.nan}
@@ -142,13 +148,14 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
                 (state, measured), host.ready = both(learn, lambda: sample(batch.backlog), apart)
                 host.backlog = host.ready.backlog
             else:
+                del sample  # and with it the weights that it sampled from
                 state, measured = learn()
             row |= measured
             if step == start + 1:
                 progress.note("compiled for sampling: " + "; ".join(parts.sampler.engine.shapes))
 
             if last or (run.evaluation.every and step % run.evaluation.every == 0):
-                found = parts.test(parts.weights(state.policy))
+                found = parts.test(parts.weights(policy_model(state)))
                 state, events = after_evaluation(run, state, host, found, optimiser)
                 row |= events
             else:
@@ -163,10 +170,11 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
             row["time/step_s"] = time.perf_counter() - began
             row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
             record(writer, progress, step, found, row, batch.groups[: run.output.samples])
-            if last or broken or stop.asked or step % run.output.checkpoint_every == 0:
+            asked = together(peers, stop, step, batch, row)
+            if last or broken or asked or step % run.output.checkpoint_every == 0:
                 progress.status("saving")
                 store.save(step, state, host.to_json())
-            if broken or (stop.asked and not last):
+            if broken or (asked and not last):
                 code = GUARD if broken else PREEMPTED
                 break
         progress.status("saving")
@@ -178,7 +186,30 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> int:
     return code
 
 
-def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress) -> Parts:
+def writing(run: Run, directory: Path, resumed_at: int | None, peers: Peers) -> AbstractContextManager[RunWriter | None]:
+    """The run's records, on process 0; the others write none."""
+    if not peers.leads:
+        return nullcontext()
+    return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run))
+
+
+def together(peers: Peers, stop: Preemption, step: int, batch: Collected, row: dict[str, Any]) -> bool:
+    """Whether any process was asked to stop after this step.
+
+    Raises:
+      Disagreement: the processes have sampled, scored or learned differently.
+    """
+    learned = hashlib.sha256(repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef")]).encode())
+    for group in batch.groups:
+        for array in (group.rewards, *(c.tokens for c in group.completions)):
+            learned.update(array.tobytes())
+    peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])
+    return any(peers.gather(stop.asked))
+
+
+def prepare(
+    run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
+) -> Parts:
     """Read the task and build what samples, scores, learns and tests; nothing large is computed yet."""
     if tokenizer is None:
         raise InputError(f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
@@ -187,16 +218,15 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
     test_task = run.evaluation.task or run.task
     problems = tasks.load(test_task).train if run.evaluation.task else loaded.held_out
     problems = problems[: run.evaluation.limit or None]
+    ids = "".join(problem.id for part in (loaded.train, problems) for problem in part)
+    peers.check_same(f"problems of {run.task.label}", hashlib.sha256(ids.encode()).hexdigest()[:16])
     check_prompts(run, run.task, loaded.train, tokenizer)
     check_prompts(run, test_task, problems, tokenizer)
     for note in loaded.notes:
         progress.note(note)
     rollout, stops = run.rollout, model.config.tokens.eos
-    dtype = jnp.dtype(run.learner.compute_dtype)
-    shapes = jax.eval_shape(lambda m: cast(m, dtype), model)
-    where = rollout_mesh(run.mesh)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
-    weights = weights_for_sampling(model, dtype, mesh, where, keep=rollout.collect.staleness > 0)
+    programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
+    engine = programs.engine
     source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
     demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)
     sampler = Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), demand, progress.status)
@@ -211,11 +241,7 @@ def prepare(run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer,
             engine, weights, tokenizer, test_task, problems, scorer, answers, run.evaluation.samples, run.seed, progress.status
         )
 
-    optimiser, compute = run.learner.optimiser, compute_for(run.learner, model.config, platform_of(mesh))
-    update = make_update(run.recipe.algorithm, build(optimiser), learning_rate(optimiser), compute)
-    row_tokens = run.learner.row_tokens or -(-max(rollout.max_length, 256) // 128) * 128
-    layout = learner.Layout(run.learner.microbatch_rows, row_tokens, rollout.max_new_tokens)
-    return Parts(update, layout, compute, sampler, weights, test)
+    return Parts(programs.update, programs.layout, programs.compute, sampler, programs.weights, test)
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
@@ -233,7 +259,7 @@ def learn_from(
     if not batch.groups:
         return state, {"event/no_informative_groups": True, "time/update_s": 0.0}
     with jax.set_mesh(mesh):  # of this thread
-        samples, measured = to_samples(run, batch.groups, batch.version, state.reference, parts, mesh, host.kl_coef)
+        samples, measured = to_samples(run, batch.groups, batch.version, reference_model(state), parts, mesh, host.kl_coef)
         update = functools.partial(parts.update, kl_coef=host.kl_coef if run.recipe.algorithm.kl_in_loss else None)
         state, metrics = learner.learn(
             state, samples, run.learner, parts.layout, parts.compute, update, run.rollout.temperature, run.seed + step, mesh,
@@ -300,44 +326,3 @@ def reset_reference(state: TrainState, run: Run, optimiser: Any) -> TrainState:
     reference = jax.tree.map(jnp.copy, state.policy) if state.reference is not None else None
     state = state._replace(reference=reference)
     return reset_optimiser(state, optimiser) if run.recipe.reset_optimiser else state
-
-
-LOGGED_ANSWERS = 200
-"""Answers of an evaluation that are written to samples.jsonl at most."""
-
-
-def record(writer: RunWriter, progress: Progress, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]) -> None:
-    """Write a step's metrics and samples, and show its line."""
-    metrics = {name: value for name, value in row.items()} | (found.metrics() if found else {})
-    lines = [
-        {"kind": "training", "prompt": g.problem.prompt[-1]["content"], "completion": c.text, "reward": float(g.rewards[i]),
-         "parts": {name: float(part[i]) for name, part in g.parts.items()}, "finish_reason": c.finish_reason, "tokens": len(c.tokens)}
-        for g in groups for i, c in enumerate(g.completions)
-    ]
-    for problem, answers, right in zip(found.problems, found.completions, found.correct, strict=True) if found else ():
-        if len(lines) < LOGGED_ANSWERS:
-            lines.append({"kind": "evaluation", "prompt": problem.prompt[-1]["content"], "completion": answers[0].text, "correct": bool(right[0])})
-    writer.samples(step, lines)
-    writer.write(step, metrics)
-    progress.step({"step": step} | metrics)
-
-
-class Preemption:
-    """Notices SIGTERM and SIGINT while it is entered, so that a run can save and stop between two steps.
-
-    A second signal stops at once.
-    """
-
-    asked = False
-
-    def __enter__(self) -> "Preemption":
-        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: Any) -> None:
-        self.asked = True
-        signal.signal(number, signal.SIG_DFL)

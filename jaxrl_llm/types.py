@@ -139,13 +139,15 @@ class TrainState(NamedTuple):
     """Everything on the device that an update changes, as one pytree.
 
     Attributes:
-      policy: the live model.
+      policy: what is trained: the live model, or the adapter of one.
       opt_state: the optimiser's.
-      reference: the frozen model, or None where the KL coefficient is 0; it never shares a buffer with the policy.
+      reference: the policy as it was, frozen, or None where the KL coefficient is 0; it never shares a buffer with the policy.
       updates: int32[], optimiser updates so far; the policy's version.
+      base: the frozen model that policy and reference adapt; None where they are models themselves.
     """
 
     policy: Any
     opt_state: Any
     reference: Any
     updates: "jax.Array"
+    base: Any = None

@@ -17,7 +17,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = [*MODULES, *TESTS, *sorted((ROOT / "configs").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
 
 ROOMS = ("lazy", "types", "errors", "folders", "algorithms", "sharding", "models", "tasks", "rewards", "rollout", "learner",
-         "checkpoint", "evaluate", "telemetry", "recipes", "dialects", "config", "plan", "train", "cli")
+         "checkpoint", "evaluate", "telemetry", "recipes", "dialects", "config", "programs", "plan", "train", "cli")
 STRANGERS = {("rollout", "learner"), ("learner", "rollout")}
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_TRAIN, MOST_FIELDS = 350, 60, 150, 12
 

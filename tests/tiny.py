@@ -75,3 +75,9 @@ class Compilations(logging.Handler):
     def __exit__(self, *details):
         logging.getLogger("jax").removeHandler(self)
         self.context.__exit__(*details)
+
+
+def logprob_and_entropy(scaled_logits, targets):
+    """The plain form: log-probability of targets [...] and entropy [...] of all logits [..., V], differentiated by JAX."""
+    logp = jax.nn.log_softmax(scaled_logits)
+    return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)

@@ -14,6 +14,7 @@ USAGE = """usage: jaxrl-llm COMMAND ...
   eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
   generate MODEL   type a prompt, see the answer              jaxrl-llm generate smollm2-135m --prompt "Hello"
   export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
+  plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
   list             configurations, tasks, recipes, models     jaxrl-llm list
 
 jaxrl-llm COMMAND --help tells more."""
@@ -138,6 +139,12 @@ def _export(arguments: list[str]) -> int:
     return export(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.plan import plan
+
+    return plan(arguments)
+
+
 def _list(arguments: list[str]) -> int:
     from jaxrl_llm.cli.names import list_names
 
@@ -149,5 +156,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
     "generate": _generate,
     "export": _export,
+    "plan": _plan,
     "list": _list,
 }

@@ -58,7 +58,7 @@ def find_run(name: str) -> configs.Run | None:
 
 
 def load_policy(name: str, run: configs.Run | None) -> Policy:
-    """Load a run's newest policy, or the model of this name; the weights are float32 for a model.
+    """Load a run's newest policy, or the model of this name; the weights are float32 for a model. An adapter is merged.
 
     Raises:
       InputError: whatever cannot be found, read or obeyed.
@@ -67,13 +67,20 @@ def load_policy(name: str, run: configs.Run | None) -> Policy:
 
     from jaxrl_llm.checkpoint import restore_policy
     from jaxrl_llm.models import load_pretrained
+    from jaxrl_llm.models.lora import attached, create, merge
     from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
     mesh = make_mesh(run.mesh if run else MeshShape())
-    model, tokenizer = load_pretrained(run.model if run else name, run.learner.dtype if run else "float32")
+    model, tokenizer = load_pretrained(run.model if run else name, run.learner.dtype if run else "float32", mesh)
     if run is None:
-        return Policy(name, None, None, jax.device_put(model, shardings(model, mesh)), tokenizer, mesh)
+        return Policy(name, None, None, model, tokenizer, mesh)
     step = steps_in(Path(name) / "checkpoints")[-1]
-    like = jax.eval_shape(lambda m: m, model)
-    del model  # only its shapes are needed: two copies of the weights might not fit
-    return Policy(name, run, step, restore_policy(Path(name) / "checkpoints" / str(step), like, mesh), tokenizer, mesh)
+    newest = Path(name) / "checkpoints" / str(step)
+    if not run.learner.lora.rank:
+        like = jax.eval_shape(lambda m: m, model)
+        del model  # only its shapes are needed: two copies of the weights might not fit
+        return Policy(name, run, step, restore_policy(newest, like, mesh), tokenizer, mesh)
+    adapter = jax.eval_shape(lambda: create(model.config, run.learner.lora, jax.random.key(0)))
+    policy = restore_policy(newest, adapter, mesh, model)
+    model = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(model, policy))
+    return Policy(name, run, step, model, tokenizer, mesh)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import json
 import os
 import shutil
@@ -14,9 +15,11 @@ from pathlib import Path
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.cli.flags import first, parse, prepare_libraries, take, writable
+from jaxrl_llm.cli.processes import check_shared, take_distributed, together
 from jaxrl_llm.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.pretrained import check_name
+from jaxrl_llm.sharding.distributed import Peers
 
 USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--field value ...]
 
@@ -26,6 +29,8 @@ TRL's and verl's names of the loss's settings are understood too: docs/dialects.
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder. "
+    "--distributed.coordinator HOST:PORT --distributed.processes N --distributed.process I runs it on several hosts: "
+    "docs/hosts.md. "
     "TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."
 )
 
@@ -42,6 +47,7 @@ def train(arguments: list[str]) -> int:
     began = time.monotonic()
     name, settings = configs.load_config(given)
     fresh, recipe = take(arguments, "--fresh", False), take(arguments, "--recipe", True)
+    distributed = take_distributed(arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     foreign = take_spellings(arguments)
@@ -51,22 +57,55 @@ def train(arguments: list[str]) -> int:
     settings = configs.resolved(settings)
     configs.validate(settings)
     check_name(settings.model)
-    directory = choose_directory(settings, name, fresh)
-    if finished(directory, settings):
-        return 0
-    with claimed(directory, settings):
-        for line in explain(translated, foreign):
-            print(line, file=sys.stderr)
-        hint_accelerator()
-        from jaxrl_llm.train import train as run_training
-
-        code = run_training(settings, directory, lambda line: print(line, file=sys.stderr))
-    if code == 0:
+    lines = explain(translated, foreign)
+    with together(distributed) as peers:
+        directory = begin(peers, settings, name, fresh)
+        if directory is None:
+            return 0
+        code = run(peers, settings, directory, lines)
+    if code == 0 and peers.leads:
         from jaxrl_llm.telemetry.summarise import summarise
         from jaxrl_llm.telemetry.summary import print_summary
 
         print_summary(summarise(directory, time.monotonic() - began))
     return code
+
+
+def begin(peers: Peers, settings: configs.Run, name: str, fresh: bool) -> Path | None:
+    """The run's directory, chosen by process 0; None where the run there has done its steps."""
+    peers.check_same("settings", fingerprint(settings))
+
+    def choose() -> str | None:
+        directory = choose_directory(settings, name, fresh)
+        return None if finished(directory, settings) else str(directory)
+
+    chosen = peers.first(choose)
+    return None if chosen is None else Path(chosen)
+
+
+def run(peers: Peers, settings: configs.Run, directory: Path, lines: list[str]) -> int:
+    """Train there; returns the exit code. ``lines`` are said first."""
+    say = lambda line: print(line, file=sys.stderr) if peers.leads else None
+    with contextlib.ExitStack() as stack:
+        # The directory is made, and removed again, by process 0.
+        peers.first(lambda: stack.enter_context(claimed(directory, settings)))
+        check_shared(peers, directory / "config.json")
+        for line in lines:
+            say(line)
+        hint_accelerator()
+        from jaxrl_llm.train import train as run_training
+
+        return run_training(settings, directory, say, peers)
+
+
+def fingerprint(settings: configs.Run) -> str:
+    """Equal where processes would run the same thing."""
+    import jax
+
+    from jaxrl_llm import __version__
+
+    text = json.dumps([configs.to_json(settings), __version__, jax.__version__])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def take_spellings(arguments: list[str]) -> dict[str, str]:

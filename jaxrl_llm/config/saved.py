@@ -20,6 +20,7 @@ FREE_TO_CHANGE = (
     "learner.microbatch_rows",
     "learner.row_tokens",
     "learner.remat",
+    "learner.attention",
     "rollout.slots",
     "scoring.workers",
 )

@@ -6,6 +6,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config.run import Run, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.models.config import ADAPTABLE, Lora
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import Reward, SoftOverlong
 from jaxrl_llm.rollout.settings import Rollout
@@ -118,12 +119,17 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
     require(
         learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full"
     )
+    require(
+        learner.attention in ("auto", "xla", "splash", "cudnn"),
+        f"learner.attention {learner.attention!r} is unknown: auto, xla, splash or cudnn",
+    )
     for name, value in {"learner.dtype": learner.dtype, "learner.compute_dtype": learner.compute_dtype}.items():
         require(value in ("float32", "bfloat16"), f"{name} {value!r} is unknown: float32 or bfloat16")
     require(
         learner.target_kl is None or learner.target_kl > 0,
         f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}",
     )
+    _check_lora(learner.lora)
     needed = rollout.max_length
     require(
         learner.row_tokens == 0 or learner.row_tokens >= needed,
@@ -134,19 +140,31 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
     rules = {
         "learning_rate": (optimiser.learning_rate > 0, "above 0"),
         "warmup": (optimiser.warmup >= 0, "at least 0"),
-        "schedule": (optimiser.schedule in ("constant", "cosine"), "constant or cosine"),
+        "name": (optimiser.name in ("adamw", "adafactor", "muon"), "adamw, adafactor or muon"),
+        "schedule": (optimiser.schedule in ("constant", "cosine", "linear"), "constant, cosine or linear"),
+        "momentum_dtype": (optimiser.momentum_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         "b1": (0 <= optimiser.b1 < 1, "from 0 to below 1"),
         "b2": (0 <= optimiser.b2 < 1, "from 0 to below 1"),
         "eps": (optimiser.eps > 0, "above 0"),
         "weight_decay": (optimiser.weight_decay >= 0, "at least 0"),
         "clip_norm": (optimiser.clip_norm >= 0, "at least 0 (0 does not clip)"),
-        "decay_updates": (
-            optimiser.schedule == "constant" or optimiser.decay_updates > optimiser.warmup,
-            f"above warmup ({optimiser.warmup}) where the schedule is cosine: it is where the rate reaches 0",
+        "decay": (
+            optimiser.decay == (0, 0)
+            if optimiser.schedule == "constant"
+            else optimiser.decay[1] > max(optimiser.decay[0], optimiser.warmup),
+            f"two counts of updates, the second above the first and above warmup ({optimiser.warmup}), between which "
+            "schedule cosine or linear lowers the rate to 0; or 0 0 with schedule constant",
         ),
     }
     for name, (fine, rule) in rules.items():
         require(fine, f"learner.optimiser.{name} must be {rule}, got {getattr(optimiser, name)}")
+
+
+def _check_lora(lora: Lora) -> None:
+    require(lora.rank >= 0, f"learner.lora.rank must be at least 0 (0 trains the whole model), got {lora.rank}")
+    require(lora.alpha > 0, f"learner.lora.alpha must be above 0, got {lora.alpha}")
+    known = bool(lora.targets) and set(lora.targets) <= set(ADAPTABLE) and len(set(lora.targets)) == len(lora.targets)
+    require(known, f"learner.lora.targets must be some of {', '.join(ADAPTABLE)}, each once; got {', '.join(lora.targets) or 'none'}")
 
 
 def _check_recipe(run: Run) -> None:
@@ -212,8 +230,12 @@ def _check_scoring(run: Run) -> None:
         shaping.check(reward)
 
 
-def validate_on_devices(run: Run, devices: int) -> None:
+def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
     """Refuse a mesh that the devices or the batch do not fit; before any weight is loaded."""
+    require(
+        processes == 1 or not run.mesh.rollout,
+        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set it to 0",
+    )
     data, fsdp, _ = run.mesh.sizes(devices)
     rows = run.learner.microbatch_rows
     require(

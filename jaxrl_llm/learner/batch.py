@@ -56,13 +56,15 @@ class Totals(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens, N predictions.
+    """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens.
+
+    Rows lie in P parts, which a mesh divides, of N predictions each: a part's predictions are of its own rows.
 
     Attributes:
       rows: [M, R, S] each.
-      source: int32[M, N], flat index (row * S + column) of the position that predicts each completion token.
-      target: int32[M, N], the token predicted.
-      place: int32[M, N], where its log-probability goes in the flat [B * T]; B * T for padding, which is dropped.
+      source: int32[M, P, N], flat index (row * S + column) in its part of the position that predicts each completion token.
+      target: int32[M, P, N], the token predicted.
+      place: int32[M, P, N], where its log-probability goes in the flat [B * T]; B * T for padding, which is dropped.
       mask: bool[M, B, T].
       advantages: float32[M, B], or [M, B, T] where they differ by token.
       sampler_logp: float32[M, B, T].
@@ -70,7 +72,7 @@ class Packed(NamedTuple):
       totals: of the step; None where the microbatch axis is gone.
       old_logp: float32[M, B, T], or None where one update follows the rollout.
       ref_logp: float32[M, B, T], or None without a KL term.
-      kept: uint32[M, N, ceil(V / 32)], kept sets of the predictions, or None where no sample has any.
+      kept: uint32[M, P, N, ceil(V / 32)], kept sets of the predictions, or None where no sample has any.
     """
 
     rows: Rows
@@ -95,11 +97,15 @@ class Layout:
       rows: R.
       row_tokens: S, at least the longest prompt with its completion.
       completion_tokens: T, the longest completion.
+      parts: P, into which a mesh divides the rows; divides R.
+      share_prompts: completions of one prompt share it where they stand in the same row; else each follows its own copy.
     """
 
     rows: int
     row_tokens: int
     completion_tokens: int
+    parts: int = 1
+    share_prompts: bool = True
 
 
 Piece = list[int]
@@ -112,16 +118,8 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     Raises:
       InputError: a prompt with its completion is longer than a row.
     """
-    rows = _fill_rows(samples, layout.row_tokens)
-    batches = [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
-    width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
-    predictions = max(sum(len(samples[i].tokens) for row in batch for piece in row for i in piece) for batch in batches)
-    quarter = -(-layout.rows * layout.row_tokens // 4)
-    predictions = -(-predictions // quarter) * quarter
-    empty = _arrays(_power_of_two(len(batches)), layout, width, predictions, by_token=np.ndim(samples[0].advantage) == 1)
-    words = {s.kept.shape[1] for s in samples if s.kept is not None}
-    if words:
-        empty = empty._replace(kept=np.zeros((*empty.target.shape, *words), np.uint32))
+    batches = _batches(samples, layout)
+    empty = _blank(samples, batches, layout)
     for number, batch in enumerate(batches):
         _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
     counted = [s.mask.sum() for s in samples]
@@ -129,9 +127,38 @@ def pack(samples: Sequence[Sample], layout: Layout) -> Packed:
     return empty._replace(totals=totals)
 
 
+def packed_shapes(samples: Sequence[Sample], layout: Layout) -> tuple[Packed, int]:
+    """The shapes of what ``pack`` returns for these samples, and how many microbatches hold anything."""
+    batches, total = _batches(samples, layout), jax.ShapeDtypeStruct((), np.float32)
+    blank = jax.eval_shape(lambda: _blank(samples, batches, layout))
+    return blank._replace(totals=Totals(jax.ShapeDtypeStruct((), np.int32), total, total)), len(batches)
+
+
+def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
+    """The rows of each microbatch."""
+    rows = _fill_rows(samples, layout)
+    return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
+
+
+def _blank(samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout) -> Packed:
+    """Microbatches of nothing but padding, with room for these samples."""
+    part = layout.rows // layout.parts
+    width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
+    predictions = max(
+        sum(len(samples[n].tokens) for row in batch[i : i + part] for piece in row for n in piece)
+        for batch in batches
+        for i in range(0, len(batch), part)
+    )
+    quarter = -(-part * layout.row_tokens // 4)
+    predictions = -(-predictions // quarter) * quarter
+    empty = _arrays(_power_of_two(len(batches)), layout, width, predictions, by_token=np.ndim(samples[0].advantage) == 1)
+    words = {s.kept.shape[1] for s in samples if s.kept is not None}
+    return empty._replace(kept=np.zeros((*empty.target.shape, *words), np.uint32)) if words else empty
+
+
 def places(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
     """Where ``pack`` puts each sample: its microbatch, and its row of [B, T] there."""
-    rows = _fill_rows(samples, layout.row_tokens)
+    rows = _fill_rows(samples, layout)
     found: dict[int, tuple[int, int]] = {}
     for microbatch, start in enumerate(range(0, len(rows), layout.rows)):
         order = [index for row in rows[start : start + layout.rows] for piece in row for index in piece]
@@ -139,15 +166,15 @@ def places(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
     return [found[index] for index in range(len(samples))]
 
 
-def _fill_rows(samples: Sequence[Sample], room: int) -> list[list[Piece]]:
+def _fill_rows(samples: Sequence[Sample], layout: Layout) -> list[list[Piece]]:
     """Rows filled one after the other, each a list of pieces.
 
     A group that does not fit what is left of a row goes on in the next one, after its prompt once more: padding would cost
     as much as those tokens do.
     """
     rows: list[list[Piece]] = []
-    left = 0
-    for members in _by_prompt(samples):
+    left, room = 0, layout.row_tokens
+    for members in _by_prompt(samples) if layout.share_prompts else [[index] for index in range(len(samples))]:
         prompt, piece = len(samples[members[0]].prompt), []
         for index in members:
             length = len(samples[index].tokens)
@@ -177,18 +204,18 @@ def _arrays(count: int, layout: Layout, width: int, predictions: int, by_token: 
     R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
     ints = lambda *shape: np.zeros((count, *shape), np.int32)
     rows = Rows(ints(R, S), ints(R, S), ints(R, S), ints(R, S))
-    place = np.full((count, predictions), width * T, np.int32)
+    predicted = ints(layout.parts, predictions)
     mask, logp = np.zeros((count, width, T), bool), np.zeros((count, width, T), np.float32)
     fresh = np.ones((count, width, T), bool)
     advantages = np.zeros_like(logp if by_token else logp[..., 0])
-    return Packed(rows, ints(predictions), ints(predictions), place, mask, advantages, logp, fresh, None)
+    return Packed(rows, predicted, predicted.copy(), predicted + width * T, mask, advantages, logp, fresh, None)
 
 
 def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:
     """Fill the arrays of one microbatch in place."""
-    sequence = used = 0
+    sequence, part = 0, layout.rows // layout.parts
     for r, row in enumerate(batch):
-        column = 0
+        column, used = 0, used if r % part else 0
         for group, members in enumerate(row, start=1):
             prompt = samples[members[0]].prompt
             _place_tokens(out.rows, r, column, prompt, 0, group, 0)
@@ -196,8 +223,8 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
             for branch, index in enumerate(members, start=1):
                 sample, size = samples[index], len(samples[index].tokens)
                 _place_tokens(out.rows, r, column, sample.tokens, len(prompt), group, branch)
-                at = slice(used, used + size)
-                out.source[at] = r * layout.row_tokens + np.concatenate([[last], np.arange(column, column + size - 1)])
+                at = r // part, slice(used, used + size)
+                out.source[at] = r % part * layout.row_tokens + np.concatenate([[last], np.arange(column, column + size - 1)])
                 out.target[at] = sample.tokens
                 if sample.kept is not None:
                     out.kept[at] = sample.kept

@@ -1,10 +1,20 @@
-"""From a run's settings and the name of a platform to how its forward passes are computed."""
+"""From a run's settings, the model and the name of a platform to how, and in what shapes, the learner computes."""
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.sharding import batch_parts
+
+KERNELS = {"splash": "tpu", "cudnn": "gpu"}
+"""Attention back ends beside "xla", and the platform that has them."""
+CUDNN_HEAD = 128
+"""The widest head of cuDNN's fused attention on every generation that has it."""
+UNROLLED_LAYERS = 12
+"""Up to how many layers have their own part of a CPU program."""
 
 
 def platform_of(mesh: Mesh) -> str:
@@ -13,5 +23,45 @@ def platform_of(mesh: Mesh) -> str:
 
 
 def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Compute:
-    """The one place that knows what suits a platform ("cpu", "gpu" or "tpu") and a model."""
-    return Compute(settings.compute_dtype, settings.remat, "xla", unroll=False)
+    """The one place that knows what suits a platform ("cpu", "gpu" or "tpu") and a model.
+
+    Raises:
+      InputError: the settings ask for an attention that the platform has not, or that cannot compute the model.
+    """
+    asked = settings.attention
+    if asked == "auto":
+        fit = [name for name, where in KERNELS.items() if where == platform and not _obstacle(name, settings, config, platform)]
+        asked = fit[0] if fit else "xla"
+    obstacle = _obstacle(asked, settings, config, platform)
+    if obstacle:
+        raise InputError(f"learner.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
+    unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
+    return Compute(settings.compute_dtype, settings.remat, asked, unroll)
+
+
+def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:
+    """Why this back end cannot serve; None where it can."""
+    if name in KERNELS and platform != KERNELS[name]:
+        return f"is for {KERNELS[name]}, and this is {platform}"
+    if name == "splash" and settings.row_tokens % 128:
+        return f"needs learner.row_tokens to be a multiple of 128, got {settings.row_tokens}"
+    if name != "cudnn":
+        return None
+    attention = config.attention
+    reasons = {
+        f"needs learner.compute_dtype 'bfloat16', got {settings.compute_dtype!r}": settings.compute_dtype != "bfloat16",
+        "has no soft cap, which this model needs": attention.softcap is not None,
+        f"needs heads of at most {CUDNN_HEAD}, a multiple of 8, and this model's have {attention.head_dim}":
+            attention.head_dim > CUDNN_HEAD or attention.head_dim % 8 != 0,
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def layout_for(settings: Learner, compute: Compute, longest: int, completion_tokens: int, mesh: Mesh) -> Layout:
+    """Shapes of a microbatch for prompts with completions of up to ``longest`` tokens.
+
+    Splash attention knows segments only: there every completion follows its own copy of the prompt.
+    """
+    row_tokens = settings.row_tokens or -(-max(longest, 256) // 128) * 128
+    share = compute.attention != "splash"
+    return Layout(settings.microbatch_rows, row_tokens, completion_tokens, batch_parts(mesh), share)

@@ -7,27 +7,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import score
 from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, replicated, shardings
+from jaxrl_llm.models.lora import create, policy_model, reference_model
+from jaxrl_llm.sharding import BATCH, fitting, laid_out, replicated, shardings
 from jaxrl_llm.types import TrainState
 
 
-def create_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh) -> TrainState:
-    """A fresh state laid out on the mesh; the policy's buffers are its own, and so are the reference's."""
-    state = abstract_state(model, optimiser, reference)
-    layout = shardings(state, mesh)
+def create_state(
+    model: Decoder, optimiser: optax.GradientTransformation, reference: bool, mesh: Mesh, lora: Lora = Lora(), seed: int = 0
+) -> TrainState:
+    """A fresh state laid out on the mesh; the reference has buffers of its own.
 
-    def build(model: Decoder) -> TrainState:
-        copy = jax.tree.map(jnp.copy, model) if reference else None
-        return TrainState(jax.tree.map(jnp.copy, model), optimiser.init(model), copy, jnp.int32(0))
+    Args:
+      model: the policy, or with ``lora`` the base. Donated: where it lies as it should already, its arrays become the state's.
+      optimiser: from ``build``.
+      reference: whether the state has one.
+      mesh: where it lives.
+      lora: of what size the adapter is, if there is one.
+      seed: of the adapter's first values.
+    """
+    layout = shardings(abstract_state(model, optimiser, reference, lora), mesh)
+    build = lambda m: jax.tree.map(jnp.copy, _fresh(m, optimiser, reference, lora, seed))
+    return jax.jit(build, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
 
-    return jax.jit(build, out_shardings=layout)(model)
+
+def _fresh(model: Decoder, optimiser: optax.GradientTransformation, reference: bool, lora: Lora, seed: int) -> TrainState:
+    policy = create(model.config, lora, jax.random.key(seed)) if lora.rank else model
+    return TrainState(policy, optimiser.init(policy), policy if reference else None, jnp.int32(0), model if lora.rank else None)
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
@@ -36,15 +49,24 @@ def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) 
     return state._replace(opt_state=jax.jit(optimiser.init, out_shardings=layout)(state.policy))
 
 
-def abstract_state(model: Decoder, optimiser: optax.GradientTransformation, reference: bool) -> TrainState:
+def abstract_state(
+    model: Decoder, optimiser: optax.GradientTransformation, reference: bool, lora: Lora = Lora()
+) -> TrainState:
     """Shapes and dtypes of the state, without arrays."""
-    return jax.eval_shape(lambda m: TrainState(m, optimiser.init(m), m if reference else None, jnp.int32(0)), model)
+    return jax.eval_shape(lambda m: _fresh(m, optimiser, reference, lora, 0), model)
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
-    """A step's data on the mesh: rows divided over data and fsdp, the small per-completion arrays everywhere."""
-    rows = jax.device_put(packed.rows, NamedSharding(mesh, PartitionSpec(None, BATCH)))
-    return jax.device_put(packed._replace(rows=None), replicated(mesh))._replace(rows=rows)
+    """A step's data on the mesh."""
+    return laid_out(packed, batch_shardings(packed, mesh))
+
+
+def batch_shardings(packed: Packed, mesh: Any) -> Packed:
+    """Rows and their predictions divided over data and fsdp, the small per-completion arrays everywhere."""
+    divided = {name: getattr(packed, name) for name in ("rows", "source", "target", "place", "kept")}
+    lay = lambda x: NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
+    return rest._replace(**jax.tree.map(lay, divided))
 
 
 def learn(
@@ -100,8 +122,8 @@ def _scored(
     for samples in batches:
         packed = place(pack(samples, layout), mesh)
         run = lambda model, p=packed: score(model, p, jnp.float32(temperature), compute)
-        old = run(state.policy) if anchor else None
-        reference = run(state.reference) if state.reference is not None else None
+        old = run(policy_model(state)) if anchor else None
+        reference = run(reference_model(state)) if state.reference is not None else None
         out.append(packed._replace(old_logp=old, ref_logp=reference))
     return out
 
@@ -111,7 +133,9 @@ def completion_logps(
 ) -> list[np.ndarray]:
     """Log-probabilities (nats, float32[t]) of each sample's tokens under a model that is not differentiated."""
     packed = place(pack(samples, layout), mesh)
-    values = np.asarray(jax.device_get(score(model, packed, jnp.float32(temperature), compute)))
+    # A process can read what its own devices hold, no more.
+    everywhere = jax.device_put(score(model, packed, jnp.float32(temperature), compute), replicated(mesh))
+    values = np.asarray(jax.device_get(everywhere))
     return [values[at][: len(s.tokens)] for s, at in zip(samples, places(samples, layout), strict=True)]
 
 

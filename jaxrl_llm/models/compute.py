@@ -23,9 +23,11 @@ class Compute:
       remat: key of ``REMAT``.
       attention: "xla", "splash" or "cudnn".
       unroll: every layer has its own part of the program; else they share one, in a loop.
+      interpret: the attention of another platform's kernels is computed by XLA on this one, slowly: for tests.
     """
 
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"
     unroll: bool = False
+    interpret: bool = False

@@ -70,6 +70,25 @@ class TokenIds:
     pad: int | None = None
 
 
+ADAPTABLE = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+"""The matrices of a layer that an adapter may stand beside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters in place of training the model itself (arXiv 2106.09685).
+
+    Attributes:
+      rank: r; 0 trains the whole model.
+      alpha: the adapters' product is multiplied by alpha / rank.
+      targets: the matrices of each layer that are adapted, of ``ADAPTABLE``.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ADAPTABLE
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.

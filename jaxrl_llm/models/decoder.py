@@ -6,16 +6,17 @@ The module tree is a JAX pytree whose every leaf is a trainable array of one flo
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models import layers
+from jaxrl_llm.models.attention import Rows, attention_over
 from jaxrl_llm.models.compute import REMAT, Compute
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.sharding import BATCH, constrain
+from jaxrl_llm.sharding import activation
 
 
 class Weights(nnx.Module):
@@ -23,7 +24,8 @@ class Weights(nnx.Module):
 
     def __init__(self, parameters: dict[str, Any]):
         for name, value in parameters.items():
-            setattr(self, name, Weights(value) if isinstance(value, dict) else nnx.Param(value))
+            value = Weights(value) if isinstance(value, dict) else value
+            setattr(self, name, value if isinstance(value, nnx.Module) else nnx.Param(value))
 
     def has(self, name: str) -> bool:
         """Whether the architecture has this parameter."""
@@ -41,19 +43,6 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, parameters: dict[str, Any]):
         self.config = config
         self.weights = Weights(parameters)
-
-
-class Rows(NamedTuple):
-    """Packed token rows; int32[R, S] each. Group 0 is padding.
-
-    A token sees earlier tokens of its row with the same group whose branch is 0 (a prompt shared by the group) or its own.
-    ``positions`` count along the path of each branch, so a prompt stands once however many completions follow it.
-    """
-
-    tokens: Any
-    positions: Any
-    group: Any
-    branch: Any
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -106,6 +95,30 @@ def _unwrap(weights: Weights) -> dict[str, Any]:
     return {k: _unwrap(v) if isinstance(v, Weights) else v.get_value() for k, v in items.items()}
 
 
+class Adapter(nnx.Module):
+    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] below the path of each (models/lora.py).
+
+    Attributes:
+      scale: static; a weight becomes ``W + scale * a @ b``.
+      weights: nested as the weights that they belong to.
+    """
+
+    def __init__(self, scale: float, parameters: dict[str, Any]):
+        self.scale = scale
+        self.weights = Weights(parameters)
+
+
+def merged(w: Weights) -> Weights:
+    """One layer's weights with its ``adapter`` added to them; the same value where it has none."""
+    if not w.has("adapter"):
+        return w
+    parameters = _unwrap(w)
+    for part, names in _unwrap(w.adapter.weights).items():
+        for name, factors in names.items():
+            parameters[part][name] = layers.low_rank(parameters[part][name], factors["a"], factors["b"], w.adapter.scale)
+    return Weights(parameters)
+
+
 def cast(model: Decoder, dtype: Any) -> Decoder:
     """The model with every weight in ``dtype``; the same arrays where they have it already."""
     return jax.tree.map(lambda x: x.astype(dtype), model)
@@ -119,19 +132,20 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
     """One layer on x [B, S, D]; ``angles`` [B, S, H / 2] turn queries and keys, ``attend`` knows mask and cache."""
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre, post = config.norm.placement != "post", config.norm.placement != "pre"
-    h = norm(x, w.norms.attn[...]) if pre else x
+    h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     with jax.named_scope("attention"):
-        h = _attention(w.attn, config, h, angles, attend)
+        h = activation(_attention(w.attn, config, h, angles, attend), "residual")
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
-    h = norm(x, w.norms.mlp[...]) if pre else x
+    h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     with jax.named_scope("mlp"):
-        gate = layers.ACTIVATIONS[config.activation](jnp.einsum("bsd,df->bsf", h, w.mlp.gate[...]))
-        h = jnp.einsum("bsf,fd->bsd", gate * jnp.einsum("bsd,df->bsf", h, w.mlp.up[...]), w.mlp.down[...])
+        gate, up = (activation(jnp.einsum("bsd,df->bsf", h, p[...]), "mlp") for p in (w.mlp.gate, w.mlp.up))
+        h = jnp.einsum("bsf,fd->bsd", layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
+        h = activation(h, "residual")
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
 
 
 def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = (jnp.einsum("bsd,dnh->bsnh", h, p[...]) for p in (w.q, w.k, w.v))
+    q, k, v = (activation(jnp.einsum("bsd,dnh->bsnh", h, p[...]), "heads") for p in (w.q, w.k, w.v))
     if w.has("q_bias"):
         q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
     if w.has("q_norm"):
@@ -140,7 +154,8 @@ def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array,
     q, k = layers.rotate(q, angles), layers.rotate(k, angles)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
-    return jnp.einsum("bsnh,nhd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w.o[...])
+    out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
+    return jnp.einsum("bsnh,nhd->bsd", out, w.o[...])
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -160,14 +175,6 @@ def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     return layers.softcap(raw, model.config.logit_softcap)
 
 
-def row_mask(rows: Rows) -> jax.Array:
-    """Which position sees which in packed rows, without windows: bool[R, S, S]."""
-    group, branch = jnp.asarray(rows.group), jnp.asarray(rows.branch)
-    causal = jnp.tril(jnp.ones((group.shape[1],) * 2, bool))
-    same_path = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    return causal[None] & (group[:, None, :] == group[:, :, None]) & (group[:, :, None] > 0) & same_path
-
-
 def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Array:
     """Normalised final hidden states [R, S, D] of packed rows.
 
@@ -177,25 +184,21 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
       compute: how; the model's weights are of its dtype already.
     """
     config, positions = model.config, jnp.asarray(rows.positions)
-    allowed = row_mask(rows)
-    distance = positions[:, :, None] - positions[:, None, :]
+    attention = attention_over(rows, config.attention, compute)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
-        visible = allowed & ((window == 0) | (distance < window))
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            s = jnp.where(visible[:, None, None], layers.scores(q, k, config.attention), layers.MASKED)
-            return layers.mix(jax.nn.softmax(s, axis=-1), v)
-
+        w = merged(w)
+        attend = functools.partial(attention, window=window)
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
-        return constrain(x, BATCH), None
+        return activation(x, "residual"), None
 
     if REMAT[compute.remat] is not None:
         layer = jax.checkpoint(layer, policy=REMAT[compute.remat])
-    x = constrain(embed(model, jnp.asarray(rows.tokens)), BATCH)
+    # First whole: positions divided as the vocabulary is would gather the table instead.
+    x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)), unroll=compute.unroll)
-    return layers.rms_norm(x, model.weights.final_norm[...], config.norm)
+    return activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
 
 
 def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -74,8 +74,8 @@ class _File:
         return default if field is None else field.contents()
 
 
-def load_gguf(path: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any | None]:
-    """(model, tokenizer or None) of a GGUF file, dequantised, every parameter in ``dtype``."""
+def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of a GGUF file, dequantised, every parameter in ``dtype`` and laid out on the mesh."""
     from jaxrl_llm.models.decoder import from_parameters
     from jaxrl_llm.models.hf import check_dtype, with_special_ids
     from jaxrl_llm.models.hf_config import read_config
@@ -85,7 +85,7 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any
     attributes, stored, tokenizer = read_gguf(path)
     with _as_input_error(Path(path)):
         config = with_special_ids(read_config(attributes), {}, tokenizer)
-        return from_parameters(config, read_parameters(config, stored, dtype)), tokenizer
+        return from_parameters(config, read_parameters(config, stored, dtype, mesh)), tokenizer
 
 
 def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:
@@ -196,12 +196,17 @@ def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]
     return stored
 
 
-def _reader(tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
+def _reader(tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    def read(place: tuple[slice, ...]) -> np.ndarray:
         import gguf
 
         try:
-            return undo(gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False))
+            *rows, columns = place
+            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type] if tensor.data.dtype == np.uint8 else (1, 1)
+            first = columns.start // block
+            stored = tensor.data[(*rows, slice(first * size, -(-columns.stop // block) * size))]
+            values = gguf.dequantize(stored, tensor.tensor_type).astype(np.float32, copy=False)
+            return undo(values[..., columns.start - first * block : columns.stop - first * block])
         except NotImplementedError:
             raise InputError(f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
                              "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
@@ -210,10 +215,13 @@ def _reader(tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[
 
 
 def _undo(family: Family, path: str, attributes: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
-    """What takes llama.cpp's change to this tensor back: rows paired for interleaved rotary, or norms plus 1."""
+    """What takes llama.cpp's change to some whole heads, or to part of a norm, back.
+
+    Rows of queries and keys are paired for interleaved rotary; norms have 1 added.
+    """
     if family.model_type == "llama" and path in ("blocks.attn.q", "blocks.attn.k"):
-        heads = attributes["num_attention_heads" if path.endswith("q") else "num_key_value_heads"]
-        return lambda rows: rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        half = attributes.get("head_dim", attributes["hidden_size"] // attributes["num_attention_heads"]) // 2
+        return lambda rows: rows.reshape(-1, half, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
     if family.constants.get("norm.plus_one") and "norm" in path:
         return lambda weight: weight - np.float32(1.0)
     return lambda array: array

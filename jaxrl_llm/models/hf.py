@@ -26,18 +26,20 @@ from jaxrl_llm.models.weights import (
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_directory(path: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any | None]:
-    """(model, tokenizer or None) of a Hugging Face directory, every parameter in ``dtype``.
+def load_directory(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of a Hugging Face directory, every parameter in ``dtype`` and laid out on the mesh.
 
     InputError where a file is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
     """
     from jaxrl_llm.models.decoder import from_parameters
 
-    config, parameters, tokenizer = read_directory(path, dtype)
+    config, parameters, tokenizer = read_directory(path, dtype, mesh)
     return from_parameters(config, parameters), tokenizer
 
 
-def read_directory(path: str | os.PathLike, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Any], Any | None]:
+def read_directory(
+    path: str | os.PathLike, dtype: str = "float32", mesh: Any = None
+) -> tuple[ModelConfig, dict[str, Any], Any | None]:
     """The same as values: (config, nested dict of JAX arrays, tokenizer or None)."""
     check_dtype(dtype)
     directory = Path(path)
@@ -47,7 +49,7 @@ def read_directory(path: str | os.PathLike, dtype: str = "float32") -> tuple[Mod
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
     config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
-    return config, read_parameters(config, open_checkpoint(directory), dtype), tokenizer
+    return config, read_parameters(config, open_checkpoint(directory), dtype, mesh), tokenizer
 
 
 def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathLike) -> None:

@@ -25,6 +25,12 @@ def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return rms_norm(flat, weight.reshape(-1), norm).reshape(x.shape)
 
 
+def low_rank(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """``w + scale * a @ b`` of w [in.., out..], a [in.., r] and b [r, out..], added in float32, returned in w's dtype."""
+    change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
+    return (w.astype(jnp.float32) + scale * change).astype(w.dtype)
+
+
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Rotary frequencies of every layer, float32[L, H / 2], radians per token."""
     attention = config.attention

@@ -1,18 +1,51 @@
-"""Log-probability and entropy of chosen tokens without ever holding all logits."""
+"""Log-probability and entropy of chosen tokens without ever holding all logits, with a backward pass of their own."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrl_llm.models.decoder import Decoder, unembed
+from jaxrl_llm.models import layers
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import BATCH, constrain
 
 CHUNK = 512
-"""Positions whose logits exist at one time."""
+"""Positions of each part whose logits exist at one time."""
+TIED, UNTIED = "pcd,vd->pcv", "pcd,dv->pcv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What is static of the last layer: products as einsum letters, soft cap, positions at a time, what is differentiated."""
+
+    letters: str
+    cap: float | None
+    chunk: int
+    entropy_gradient: bool
+
+
+class Chosen(NamedTuple):
+    """Which tokens are asked about, P parts of N positions.
+
+    Attributes:
+      targets: int32[P, N].
+      kept: uint32[P, N, ceil(V / 32)] as in ``token_logprobs``, or None.
+      temperature: scalar, of the logits' dtype.
+      count: int32[], positions at the front of each part beyond which nothing is asked.
+    """
+
+    targets: Any
+    kept: Any
+    temperature: Any
+    count: Any
 
 
 def token_logprobs(
     model: Decoder, hidden: jax.Array, targets: jax.Array, temperature: jax.Array | float, chunk: int = CHUNK,
-    kept: jax.Array | None = None,
+    kept: jax.Array | None = None, count: jax.Array | int | None = None, entropy_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of its whole distribution, at the sampling temperature.
 
@@ -20,57 +53,145 @@ def token_logprobs(
     those (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), for policies that have moved too. The entropy stays the whole
     distribution's, as the sampler reports it: it compares between runs, and a bonus on it can bring back what was cut off.
 
-    The LM head runs over ``chunk`` positions at a time and is recomputed in the backward pass, so memory does not grow
-    with N * V.
+    The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms the
+    logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V.
+    The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
 
     Args:
       model: gives the LM head.
-      hidden: final hidden states [N, D] of the positions that predict the targets.
-      targets: int32[N].
-      temperature: logits are divided by it; above 0.
+      hidden: final hidden states [P, N, D] of the positions that predict the targets.
+      targets: int32[P, N].
+      temperature: logits are divided by it; above 0, not differentiated.
       chunk: positions at a time.
-      kept: uint32[N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything. None cuts nothing.
+      kept: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything. None cuts
+        nothing.
+      count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
+      entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
 
     Returns:
-      ``logp`` and ``entropy``, float32[N], in nats.
+      ``logp`` and ``entropy``, float32[P, N], in nats.
     """
-    count, width = hidden.shape
-    size = min(chunk, count)
-    pieces = -(-count // size)
-    hidden = jnp.pad(hidden, ((0, pieces * size - count), (0, 0))).reshape(pieces, size, width)
-    targets = jnp.pad(targets, (0, pieces * size - count)).reshape(pieces, size)
-    if kept is not None:
-        kept = jnp.pad(kept, ((0, pieces * size - count), (0, 0))).reshape(pieces, size, -1)
+    config, weights, total = model.config, model.weights, hidden.shape[1]
+    head = weights.embed[...] if config.tied_embeddings else weights.head[...]
+    # A whole number of equal chunks: at most a few positions more than there are.
+    pieces = -(-total // min(chunk, total))
+    size = -(-total // pieces)
+    static = Head(TIED if config.tied_embeddings else UNTIED, config.logit_softcap, size, entropy_gradient)
+    fill = lambda x: jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
+    count = jnp.asarray(total if count is None else count, jnp.int32)
+    chosen = Chosen(fill(jnp.asarray(targets)), None if kept is None else fill(jnp.asarray(kept)), None, count)
+    chosen = chosen._replace(temperature=jnp.asarray(temperature, _wide(hidden)))
+    logp, entropy = _logprobs(static, fill(hidden), head, chosen)
+    return logp[:, :total], entropy[:, :total]
 
-    @jax.checkpoint
-    def piece(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        h, t, words = jax.tree.map(lambda x: constrain(x, BATCH), inputs)
-        scaled = unembed(model, h) / temperature
-        return None, logprob_and_entropy(scaled, t, None if words is None else unpack_kept(words, scaled.shape[-1]))
 
-    _, (logp, entropy) = jax.lax.scan(piece, None, (hidden, targets, kept))
-    return logp.reshape(-1)[:count], entropy.reshape(-1)[:count]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, hidden, head, chosen)[0]
+
+
+def _forward(static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    head = _gathered(static, head)
+
+    def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        h, targets, words = _take(index, static.chunk, (hidden, chosen.targets, chosen.kept))
+        scaled = _raw(static, h, head)[1] / chosen.temperature
+        kept = None if words is None else unpack_kept(words, scaled.shape[-1])
+        return _put(index, static.chunk, out, _statistics(scaled, targets, kept))
+
+    zeros = jnp.zeros(chosen.targets.shape, _wide(hidden))
+    logp, entropy, total, among = jax.lax.fori_loop(0, _trips(static, chosen), body, (zeros,) * 4)
+    return (logp, entropy), (hidden, head, chosen, total, among, entropy)
+
+
+def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
+    hidden, head, chosen, total, among, entropy = saved
+    given = static.letters[4:6]
+    per_position = (*cotangents, total, among, entropy, chosen.targets, chosen.kept)
+
+    def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        h, *given_here = _take(index, static.chunk, (hidden, *per_position))
+        slope = _slope(static, *_raw(static, h, head), chosen.temperature, *given_here).astype(h.dtype)
+        up = jnp.einsum(f"pcv,{given}->pcd", slope, head, preferred_element_type=_wide(h)).astype(h.dtype)
+        down = jnp.einsum(f"pcv,pcd->p{given}", slope, h, preferred_element_type=_wide(h))
+        return _put(index, static.chunk, (out[0],), (up,))[0], out[1] + constrain(down, BATCH, *_layout(static))
+
+    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), _wide(hidden)), BATCH, *_layout(static))
+    d_hidden, d_head = jax.lax.fori_loop(0, _trips(static, chosen), body, (jnp.zeros_like(hidden), parts))
+    return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype), None
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def _wide(x: jax.Array) -> Any:
+    """The dtype of sums and logits: float32, or float64 where x is that."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def _gathered(static: Head, head: jax.Array) -> jax.Array:
+    """The head with its vocabulary divided over ``tensor`` only, once before the loop: ``fsdp`` divides the positions."""
+    return constrain(head, *_layout(static))
+
+
+def _layout(static: Head) -> tuple[str | None, str | None]:
+    return ("tensor", None) if static.letters == TIED else (None, "tensor")
+
+
+def _trips(static: Head, chosen: Chosen) -> jax.Array:
+    return -(-jnp.minimum(chosen.count, chosen.targets.shape[1]) // static.chunk)
+
+
+def _take(index: jax.Array, size: int, arrays: Any) -> Any:
+    """Chunk ``index`` of every part."""
+    return jax.tree.map(lambda x: constrain(jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1), BATCH), arrays)
+
+
+def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
+    return jax.tree.map(lambda o, v: jax.lax.dynamic_update_slice_in_dim(o, v, index * size, axis=1), out, values)
+
+
+def _raw(static: Head, h: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits float32[P, C, V] before and after the soft cap."""
+    raw = jnp.einsum(static.letters, h, head, preferred_element_type=_wide(h))
+    return raw, layers.softcap(raw, static.cap)
+
+
+def _statistics(scaled: jax.Array, targets: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Log-probability, entropy and logsumexp [P, C] of logits [P, C, V], and the logsumexp among the kept."""
+    top = jnp.max(scaled, axis=-1, keepdims=True)
+    # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have in common.
+    apart = scaled - top
+    weights = jnp.exp(apart)
+    # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
+    zero = np.zeros((), scaled.dtype)
+    total, moment = jax.lax.reduce((weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,))
+    whole = jnp.log(total) + top[..., 0]
+    among = whole if kept is None else jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+    chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
+    return chosen - among, jnp.log(total) - moment / total, whole, among
+
+
+def _slope(
+    static: Head, raw: jax.Array, capped: jax.Array, temperature: jax.Array, g_logp: jax.Array, g_entropy: jax.Array,
+    total: jax.Array, among: jax.Array, entropy: jax.Array, targets: jax.Array, words: jax.Array | None,
+) -> jax.Array:
+    """Gradient float32[P, C, V] of the logits before the soft cap."""
+    scaled, column = capped / temperature, lambda x: x[..., None]
+    share = jnp.exp(scaled - column(among))
+    if words is not None:
+        share = jnp.where(unpack_kept(words, raw.shape[-1]), share, 0)
+    here = jnp.arange(raw.shape[-1], dtype=jnp.int32)[None, None] == column(targets)
+    slope = column(g_logp) * (here.astype(share.dtype) - share)
+    if static.entropy_gradient:
+        logp = scaled - column(total)
+        slope = slope - column(g_entropy) * jnp.exp(logp) * (logp + column(entropy))
+    slope = slope / temperature
+    return slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
 
 
 def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
-    """Kept sets uint32[N, ceil(V / 32)] as bool[N, V]; a row of zeros, where no policy sampled, keeps everything."""
-    places = jnp.arange(32, dtype=jnp.uint32)[None, None]
-    bits = (words[:, :, None] >> places) & jnp.uint32(1)
-    return (bits > 0).reshape(words.shape[0], -1)[:, :vocab] | jnp.all(words == 0, axis=1, keepdims=True)
-
-
-def logprob_and_entropy(
-    scaled_logits: jax.Array, targets: jax.Array, kept: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """From float32 logits [..., V] (already divided by the temperature): log-probability of targets [...], entropy [...].
-
-    ``kept`` bool[..., V]: the log-probability is that among these tokens.
-    """
-    logp = scaled_logits - jax.nn.logsumexp(scaled_logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-    if kept is not None:
-        chosen = chosen - jax.nn.logsumexp(jnp.where(kept, logp, -jnp.inf), axis=-1)
-    # An impossible token has logit -inf: it adds nothing to the entropy, and 0 * inf must not become NaN. The logits' mean
-    # subtracted from logsumexp would lose the digits that both have in common.
-    finite = jnp.maximum(logp, float(jnp.finfo(logp.dtype).min))
-    return chosen, -jnp.sum(jnp.exp(logp) * finite, axis=-1)
+    """Kept sets uint32[..., ceil(V / 32)] as bool[..., V]; a row of zeros, where no policy sampled, keeps everything."""
+    places = jnp.arange(32, dtype=jnp.uint32)[(None,) * words.ndim]
+    bits = ((words[..., None] >> places) & jnp.uint32(1)) > 0
+    return bits.reshape(*words.shape[:-1], -1)[..., :vocab] | jnp.all(words == 0, axis=-1, keepdims=True)

@@ -12,11 +12,12 @@ from jaxrl_llm.models.builtin import BUILTIN
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
-def load_pretrained(path_or_name: str | os.PathLike, dtype: str = "float32") -> tuple[Any, Any | None]:
+def load_pretrained(path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
     """(model, tokenizer or None) of a Hugging Face directory, a ``.gguf`` file, a built-in name or a hub id.
 
-    ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. InputError, in one line, for whatever
-    cannot be found, read or obeyed.
+    ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is born in its layout
+    there, and each process reads only what its devices hold; otherwise all are on the default device. InputError, in one
+    line, for whatever cannot be found, read or obeyed.
     """
     from jaxrl_llm.models.gguf import load_gguf
     from jaxrl_llm.models.hf import check_dtype, load_directory
@@ -25,15 +26,15 @@ def load_pretrained(path_or_name: str | os.PathLike, dtype: str = "float32") -> 
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
     if path.is_dir():
-        return load_directory(path, dtype)
+        return load_directory(path, dtype, mesh)
     if name.endswith(".gguf"):
-        return load_gguf(path, dtype)
+        return load_gguf(path, dtype, mesh)
     if name in BUILTIN:
-        return BUILTIN[name].load(dtype)
+        return BUILTIN[name].load(dtype, mesh)
     if path.exists():
         raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
     if looks_like_hub_id(name):
-        return load_directory(_fetch(name), dtype)
+        return load_directory(_fetch(name), dtype, mesh)
     raise InputError(_unknown(name))
 
 

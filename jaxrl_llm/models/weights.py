@@ -1,9 +1,14 @@
-"""Checkpoint tensors <-> our nested parameters, read and written lazily so that one stacked leaf is held at a time."""
+"""Checkpoint tensors <-> our nested parameters.
+
+Reading goes by slices: each process fetches from the files only what its devices will hold, one device's part of one stacked
+leaf at a time. Writing holds one tensor at a time.
+"""
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +25,19 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is somewhere: its shape, and how to fetch it as a floating NumPy array."""
+    """A tensor that is somewhere.
+
+    Attributes:
+      shape: of the whole.
+      part: fetches, as a floating NumPy array, what lies at a tuple of slices (start and stop, one for each dimension).
+    """
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    part: Callable[[tuple[slice, ...]], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """The whole tensor."""
+        return self.part(tuple(slice(0, size) for size in self.shape))
 
 
 def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -45,17 +59,56 @@ def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.nda
     return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
 
 
-def read_parameters(config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str) -> dict[str, Any]:
-    """Our nested dict of JAX arrays of one dtype; InputError names a missing, unknown or misshapen tensor."""
+def read_parameters(config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None) -> dict[str, Any]:
+    """Our nested dict of JAX arrays of one dtype, each laid out on the mesh by the rules of ``sharding``.
+
+    Without a mesh they are on the default device. InputError names a missing, unknown or misshapen tensor.
+    """
     import jax.numpy as jnp
 
+    from jaxrl_llm.sharding import from_parts, layout_of
+
     check_tensors(config, stored)
-    sizes, parameters = axis_sizes(config), {}
+    kind, parameters = jnp.dtype(dtype), {}
     for tensor in tensors_of(config):
-        arrays = (to_ours(tensor, stored[name].read(), sizes) for name in _names(tensor, config.layers))
-        leaf = _stack(arrays, config.layers, jnp.dtype(dtype)) if tensor.layered else next(arrays)
-        _put(parameters, tensor.path, jnp.array(leaf, dtype=dtype))
+        shape = our_shape(tensor, config)
+        read = functools.partial(read_part, config, tensor, stored, kind)
+        if mesh is None:
+            leaf = jnp.array(read(tuple(slice(0, size) for size in shape)))
+        else:
+            leaf = from_parts(shape, kind, layout_of(tensor.path.replace(".", "/"), shape, mesh), read)
+        _put(parameters, tensor.path, leaf)
     return parameters
+
+
+def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
+    """The shape of our parameter, stacked over the layers where each has one."""
+    sizes = axis_sizes(config)
+    return ((config.layers,) if tensor.layered else ()) + tuple(sizes[letter] for letter in tensor.axes)
+
+
+def read_part(
+    config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], dtype: np.dtype, place: tuple[slice, ...]
+) -> np.ndarray:
+    """The values at ``place`` (start and stop for each dimension) of our parameter, read and converted layer by layer."""
+    names = _names(tensor, config.layers)[place[0] if tensor.layered else slice(None)]
+    inner = dict(zip(tensor.axes, place[1:] if tensor.layered else place, strict=True))
+    out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
+    for row, name in zip(out, names, strict=True):
+        row[...] = _part_of_one(tensor, stored[name], inner, axis_sizes(config))
+    return out if tensor.layered else out[0]
+
+
+def _part_of_one(tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice], sizes: Mapping[str, int]) -> np.ndarray:
+    """One layer's values in our axes. Of merged axes only the outer one is cut while reading, for the sake of long runs."""
+    cuts, found = [], dict(sizes)
+    for word in tensor.hf_axes.split():
+        outer, run = place[word[0]], math.prod(sizes[letter] for letter in word[1:])
+        cuts.append(slice(outer.start * run, outer.stop * run))
+        found[word[0]] = outer.stop - outer.start
+    array = to_ours(tensor, stored.part(tuple(cuts)), found)
+    outermost = {word[0] for word in tensor.hf_axes.split()}
+    return array[tuple(slice(None) if letter in outermost else place[letter] for letter in tensor.axes)]
 
 
 def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
@@ -152,23 +205,23 @@ def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor
         return True
     if name != "lm_head.weight" or not config.tied_embeddings:
         return False
-    if np.array_equal(stored[name].read(), stored["model.embed_tokens.weight"].read()):
+    if _equal(stored[name], stored["model.embed_tokens.weight"]):
         return True
     raise InputError("lm_head.weight differs from the embedding though tie_word_embeddings is true; set it to false")
 
 
-def _stack(arrays: Iterable[np.ndarray], layers: int, dtype: np.dtype) -> np.ndarray:
-    stacked: np.ndarray | None = None
-    for layer, array in enumerate(arrays):
-        stacked = np.empty((layers, *array.shape), dtype) if stacked is None else stacked
-        stacked[layer] = array
-    return stacked
+def _equal(a: StoredTensor, b: StoredTensor, rows: int = 8192) -> bool:
+    """Whether two matrices hold the same, looked at some rows at a time."""
+    cuts = [(slice(i, min(i + rows, a.shape[0])), slice(0, a.shape[1])) for i in range(0, a.shape[0], rows)]
+    return a.shape == b.shape and all(np.array_equal(a.part(cut), b.part(cut)) for cut in cuts)
 
 
-def _reader(tensor: Tensor, leaf: Any, layer: int, sizes: Mapping[str, int]) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
+def _reader(
+    tensor: Tensor, leaf: Any, layer: int, sizes: Mapping[str, int]
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    def read(place: tuple[slice, ...]) -> np.ndarray:
         array = np.asarray(leaf)
-        return to_hf(tensor, array[layer] if tensor.layered else array, sizes)
+        return to_hf(tensor, array[layer] if tensor.layered else array, sizes)[place]
 
     return read
 
@@ -189,7 +242,7 @@ def _stored(path: Path, file: Any, name: str) -> StoredTensor:
     view = file.get_slice(name)
     if view.get_dtype() not in _FLOATS:
         raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
-    return StoredTensor(tuple(view.get_shape()), lambda: file.get_tensor(name))
+    return StoredTensor(tuple(view.get_shape()), lambda place: view[place])
 
 
 def _plan(stored: Mapping[str, StoredTensor], itemsize: int, limit: int) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from jaxrl_llm.rewards.shaping import Accuracy, Function, Reward
 from jaxrl_llm.rewards.verify import POOLED, inline_score
 from jaxrl_llm.tasks.extract import extract
 from jaxrl_llm.types import Completion, Problem
+
+if TYPE_CHECKING:  # a scorer by itself needs no JAX
+    from jaxrl_llm.sharding.distributed import Peers
 
 Item = tuple[Problem, Completion]
 
@@ -45,13 +49,17 @@ class Scorer:
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes, started when
     first needed, each call for at most ``timeout_s`` seconds. A part whose call fails is ``on_error`` (NaN where that
-    completion counts as unscorable). The second of two rewards of the same name is called ``name_2``.
+    completion counts as unscorable). The second of two rewards of the same name is called ``name_2``. With ``peers``
+    each process scores its share, in worker processes of its own, and all get the scores of all.
 
     Raises:
       InputError: a reward that cannot work, or numbers out of range.
     """
 
-    def __init__(self, rewards: tuple[Reward, ...], workers: int = 2, timeout_s: float = 5.0, on_error: float = 0.0):
+    def __init__(
+        self, rewards: tuple[Reward, ...], workers: int = 2, timeout_s: float = 5.0, on_error: float = 0.0,
+        peers: "Peers | None" = None,
+    ):  # fmt: skip
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
             raise InputError(f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
                              f"least 1 worker, more than 0 seconds, and a finite on_error or NaN")
@@ -61,7 +69,7 @@ class Scorer:
             shaping.check(reward)
         names = _unique([reward.name for reward in rewards])
         self._rewards: dict[str, Reward] = dict(zip(names, rewards, strict=True))
-        self._on_error = on_error
+        self._on_error, self._peers = on_error, peers
         self._pool = Pool(workers, timeout_s)
 
     def __enter__(self) -> "Scorer":
@@ -81,6 +89,14 @@ class Scorer:
           InputError: a problem names an unknown extractor or verifier.
           RuntimeError: the worker processes do not start.
         """
+        if self._peers is None or self._peers.count == 1:
+            return self._score(items)
+        # What a timeout or a crash made of a score is gathered with it: all processes go on from the same numbers.
+        count = self._peers.count
+        shares = self._peers.gather(_plain(self._score(items[self._peers.index :: count])))
+        return _interleaved([_from_plain(share) for share in shares], len(items))
+
+    def _score(self, items: Sequence[Item]) -> Scores:
         columns, calls = self._inline(items)
         outcomes = dict(zip(calls, self._pool.map(list(calls.values())), strict=True))
         failed = {spot: outcome for spot, outcome in outcomes.items() if outcome.status != "ok"}
@@ -117,6 +133,38 @@ class Scorer:
             elif not isinstance(reward, Accuracy):
                 columns[name] = np.array([reward(*item) for item in items], np.float64)
         return columns, calls
+
+
+def _plain(scores: Scores) -> dict[str, Any]:
+    """As JSON values; exact."""
+    parts = {name: part.tolist() for name, part in scores.parts.items()}
+    return vars(scores) | {"reward": scores.reward.tolist(), "accuracy": scores.accuracy.tolist(), "parts": parts}
+
+
+def _from_plain(data: dict[str, Any]) -> Scores:
+    """The inverse of ``_plain``."""
+    parts = {name: np.asarray(part, np.float64) for name, part in data["parts"].items()}
+    reward, accuracy = (np.asarray(data[name], np.float64) for name in ("reward", "accuracy"))
+    return Scores(**data | {"reward": reward, "accuracy": accuracy, "parts": parts})
+
+
+def _interleaved(shares: Sequence[Scores], count: int) -> Scores:
+    """The scores of ``count`` completions, of which share i has those from i on in steps of the number of shares."""
+
+    def whole(columns: Sequence[np.ndarray]) -> np.ndarray:
+        out = np.zeros(count)
+        for start, column in enumerate(columns):
+            out[start :: len(columns)] = column
+        return out
+
+    return Scores(
+        reward=whole([share.reward for share in shares]),
+        accuracy=whole([share.accuracy for share in shares]),
+        parts={name: whole([share.parts[name] for share in shares]) for name in shares[0].parts},
+        errors=sum(share.errors for share in shares),
+        timeouts=sum(share.timeouts for share in shares),
+        message=next((share.message for share in shares if share.message), ""),
+    )
 
 
 def _verify(problem: Problem, completion: Completion) -> float | Call:

@@ -1,5 +1,6 @@
 """The requests that run at one time, and what the device holds of them."""
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -80,7 +81,7 @@ class Batch:
         build = self._build
         for request in taken:
             request.block_key = prefixes.block_key(request)
-        shape = _wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
+        shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
         self._resize_slots(shape)
         seat(self.running, taken, shape)
         shape = with_blocks_for(self.running, shape, build.slots, build.strict or build.slots <= FEWEST_SLOTS)
@@ -113,8 +114,9 @@ class Batch:
         """Bring the slots to this shape, and the running requests with them."""
         if self._state is None or (shape.rows, shape.columns) == (self._held.rows, self._held.columns):
             return
-        order, self.running = moved_slots(self.running, self._held.rows, shape.rows)
-        self._state = rearranged(self._state, order, shape.columns, self._build.mesh)
+        parts = _common_parts(self._held, shape)
+        order, self.running = moved_slots(self.running, self._held.rows, shape.rows, parts)
+        self._state = rearranged(self._state, order, shape.columns, self._build.mesh, parts)
 
     def _resize_blocks(self, shape: Shape) -> None:
         """Bring the blocks to this shape, and give every request a lane of one."""
@@ -127,11 +129,17 @@ class Batch:
         stayed = assign_blocks(self.running, shape, stay)
         if not stayed:
             order, lanes = moved_blocks(before, self.running, shape), lane_table(self.running, shape)
-            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh)
+            parts = _common_parts(self._held, shape)
+            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, parts)
         self._held = shape
 
 
-def _wanted(build: Build, sampling: Sampling, requests: list[Request], held: Shape | None, unread: bool) -> Shape:
+def _common_parts(held: Shape, shape: Shape) -> int:
+    """The parts within which all moves from one shape to another stay; 1 where the mesh divides only one of them."""
+    return shape.parts if held.parts == shape.parts else 1
+
+
+def wanted(build: Build, sampling: Sampling, requests: list[Request], held: Shape | None, unread: bool) -> Shape:
     """Slots and columns of the next chunk: few sizes, so that few programs are compiled; and blocks at least."""
     slots, longest = build.slots, sampling.max_new_tokens + build.chunk
     if build.strict:
@@ -151,7 +159,10 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: Shape | None) 
     """Slots, and blocks at least: no fewer than held where no request can take long any more."""
     slots, blocks = build.slots, 0
     part = math.lcm(max(slots // SIZES, 1), 1 if build.mesh is None else batch_parts(build.mesh))
-    rows = -(-len(requests) // part) * part if slots > FEWEST_SLOTS else slots
+    # Requests stay in their part of the mesh, so the fullest decides.
+    crowd = collections.Counter(held.part(r.slot) for r in requests if r.slot >= 0) if held else {}
+    needed = max(len(requests), max(crowd.values(), default=0) * (held.parts if held else 1))
+    rows = -(-needed // part) * part if slots > FEWEST_SLOTS else slots
     if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * build.chunk:
         rows, blocks = (slots, 0) if held is None else (max(rows, held.rows), held.blocks)
     return min(rows, slots), blocks

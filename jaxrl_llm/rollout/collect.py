@@ -179,7 +179,9 @@ def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Col
         tokens += engine.step(model, version)
         tally.add(sampler, requests.take(), version)
     seconds = {"time/rollout_s": time.perf_counter() - start - tally.seconds, "time/reward_s": tally.seconds}
-    return _collected(sampler, version, backlog, first, tally, cursor, requests.tokens, seconds)
+    collected = _collected(sampler, version, backlog, first, tally, cursor, requests.tokens, seconds)
+    engine.start(sampler.sampling)  # nothing runs any more: learning needs the memory of the cache
+    return collected
 
 
 def _collected(

@@ -132,11 +132,17 @@ def lane_table(running: dict[int, Request], shape: Shape) -> np.ndarray:
     return table
 
 
-def moved_slots(running: dict[int, Request], old: int, rows: int) -> tuple[np.ndarray, dict[int, Request]]:
-    """Which of ``old`` slots each of ``rows`` becomes, int32[rows], negative for an idle one; and who runs where then."""
-    order, kept = np.full(rows, -1, np.int32), sorted(running) if rows < old else list(range(old))
-    order[: len(kept)] = kept
-    moved = {new: running[slot] for new, slot in enumerate(kept) if slot in running}
+def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) -> tuple[np.ndarray, dict[int, Request]]:
+    """Which of ``old`` slots each of ``rows`` becomes, int32[rows], negative for an idle one; and who runs where then.
+
+    Each stays in its part: there must be room for all that run there.
+    """
+    order, moved, before, after = np.full(rows, -1, np.int32), {}, old // parts, rows // parts
+    for part in range(parts):
+        own = range(part * before, (part + 1) * before)
+        kept = sorted(slot for slot in own if slot in running) if after < before else list(own)
+        order[part * after : part * after + len(kept)] = kept
+        moved |= {part * after + i: running[slot] for i, slot in enumerate(kept) if slot in running}
     for slot, request in moved.items():
         request.slot = slot
     return order, moved

@@ -77,6 +77,7 @@ class Emitted(NamedTuple):
     real: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition"))
 def empty_slots(config: Any, shape: Shape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None) -> Slots:
     """Slots of which none is active, on the mesh: B and U over data and fsdp, key/value heads over tensor."""
     rows, zeros = shape.rows, functools.partial(jnp.zeros, dtype=jnp.int32)
@@ -85,7 +86,7 @@ def empty_slots(config: Any, shape: Shape, dtype: Any, mesh: Mesh | None = None,
         zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
         fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
-    return slots if mesh is None else jax.device_put(slots, _layout(slots, mesh))
+    return slots if mesh is None else jax.lax.with_sharding_constraint(slots, layout(slots, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh"), donate_argnums=1)
@@ -174,24 +175,42 @@ def fill_slots(slots: Slots, given: Cache, begun: Begun, mesh: Mesh | None = Non
     choose = lambda given, old: jnp.where(begun.new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
     light = jax.tree.map(choose, tuple(begun[4:]), tuple(slots[3:-1]))
     filled = Slots(cache, blocks, begun.lanes, *light, begun.new | slots.active)
-    return filled if mesh is None else jax.lax.with_sharding_constraint(filled, _layout(filled, mesh))
+    return filled if mesh is None else jax.lax.with_sharding_constraint(filled, layout(filled, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "mesh"))
-def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None = None) -> Slots:
-    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative; the cache gets ``columns`` columns."""
+@functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
+def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None = None, parts: int = 1) -> Slots:
+    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative; the cache gets ``columns`` columns.
+
+    ``parts``: of the mesh, which no slot leaves.
+    """
     rows = jnp.maximum(order, 0)
     moved = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), slots._replace(cache=None, blocks=None))
-    cache = with_columns(take_rows(slots.cache, rows), columns)
+    cache = _moved(slots.cache, rows, columns, mesh, parts)
     moved = moved._replace(cache=cache, blocks=slots.blocks, active=moved.active & (order >= 0))
-    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, _layout(moved, mesh))
+    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, layout(moved, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "mesh"))
-def with_blocks(slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None) -> Slots:
+@functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
+def with_blocks(
+    slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
+) -> Slots:
     """The slots with block i made of what block ``order[i]`` was, of ``columns`` columns, and read by other lanes."""
-    moved = slots._replace(blocks=with_columns(take_rows(slots.blocks, order), columns), lanes=lanes)
-    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, _layout(moved, mesh))
+    moved = slots._replace(blocks=_moved(slots.blocks, order, columns, mesh, parts), lanes=lanes)
+    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, layout(moved, mesh))
+
+
+def _moved(cache: Cache, order: jax.Array, columns: int, mesh: Mesh | None, parts: int) -> Cache:
+    """Rows in that order, of ``columns`` columns; every device moves its own, or each would gather the whole cache."""
+    if mesh is None or parts == 1:
+        return with_columns(take_rows(cache, order), columns)
+    rows = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+
+    def own(cache: Cache, order: jax.Array) -> Cache:
+        return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)
+
+    inside = Cache(rows, rows), PartitionSpec(rows[1])
+    return jax.shard_map(own, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(cache, order)
 
 
 @functools.partial(jax.jit, static_argnames="columns")
@@ -215,7 +234,8 @@ def extend_prompts(model: Decoder, cache: Cache, lengths: jax.Array, tokens: jax
     return flush(cache, extend(model, cache if continues else None, lengths, tokens), lengths)
 
 
-def _layout(slots: Slots, mesh: Mesh) -> Slots:
+def layout(slots: Slots, mesh: Any) -> Slots:
+    """Where each array is: B and U over data and fsdp, key/value heads over tensor."""
     spec = lambda x: (None, BATCH, "tensor") if x.ndim == 5 else (BATCH,)
     return jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, spec(x), mesh)), slots)
 

@@ -1,66 +1,114 @@
-"""The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights."""
+"""The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights.
+
+Several slices (groups of devices with a fast network of their own) lie along ``data``: each holds whole copies of the weights,
+and only sums of gradients cross the slow network between them.
+"""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 
+AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
 """The axes over which rows of a batch are divided."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices each axis has; at most one may be -1, which takes what is left.
+    """How many devices each axis has; at most one of data, fsdp and tensor may be -1, which takes what is left.
 
     Attributes:
-      data: copies of the weights.
+      data: copies of the weights, in each slice.
       fsdp: parts of the weights, gathered when used; also divides the batch.
       tensor: parts of every matrix product (heads, MLP width).
       rollout: devices that only sample, the last ones; 0 samples where it learns.
+      slices: groups of devices that only a slow network joins (TPU slices, or GPU nodes); no weight is divided across them.
     """
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
     rollout: int = 0
+    slices: int = 1
 
     def sizes(self, devices: int) -> tuple[int, int, int]:
-        """The three axis sizes for this many devices, those for sampling left out; InputError where they do not fit."""
+        """Sizes of the axes data (over all slices), fsdp and tensor for this many devices, those for sampling left out.
+
+        Raises:
+          InputError: they do not fit.
+        """
         if not 0 <= self.rollout < devices:
             raise InputError(f"mesh.rollout must be from 0 to {devices - 1} with {devices} devices, got {self.rollout}")
         devices -= self.rollout
+        if self.slices < 1 or devices % self.slices:
+            raise InputError(f"mesh.slices must divide the {devices} devices that learn, got {self.slices}")
+        devices //= self.slices
         given = (self.data, self.fsdp, self.tensor)
         known = math.prod(size for size in given if size > 0)
         if given.count(-1) > 1 or any(size == 0 or size < -1 for size in given):
             raise InputError(f"mesh sizes must be positive, one of them may be -1: got data, fsdp, tensor = {given}")
         rest = devices // known
-        sizes = tuple(rest if size == -1 else size for size in given)
-        if math.prod(sizes) != devices:
-            raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} devices: set one of them to -1")
-        return sizes
+        data, fsdp, tensor = (rest if size == -1 else size for size in given)
+        if data * fsdp * tensor != devices:
+            where = "devices" if self.slices == 1 else "devices of a slice"
+            raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} {where}: set one of them to -1")
+        return data * self.slices, fsdp, tensor
 
 
-def make_mesh(shape: MeshShape) -> Mesh:
-    """The learner's mesh: all devices of all processes but those that only sample."""
-    sizes = shape.sizes(jax.device_count())
-    return _mesh(sizes, jax.devices()[: math.prod(sizes)])
+def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
+    """The learner's mesh: all devices of all processes (or these) but those that only sample.
+
+    Raises:
+      InputError: the shape does not fit the devices, or would divide weights across slices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = shape.sizes(len(devices))
+    return _mesh(sizes, devices[: math.prod(sizes)], shape.slices)
 
 
-def rollout_mesh(shape: MeshShape) -> Mesh:
+def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """The sampler's mesh: the devices set aside for it, or else the learner's. Its heads are divided as the learner's are."""
     if not shape.rollout:
-        return make_mesh(shape)
-    tensor = math.gcd(shape.sizes(jax.device_count())[2], shape.rollout)
-    return _mesh((shape.rollout // tensor, 1, tensor), jax.devices()[-shape.rollout :])
+        return make_mesh(shape, devices)
+    devices = list(jax.devices() if devices is None else devices)
+    apart = devices[-shape.rollout :]
+    slices = len(_by_slice(apart))
+    tensor = math.gcd(shape.sizes(len(devices))[2], shape.rollout // slices)
+    return _mesh((shape.rollout // tensor, 1, tensor), apart, slices)
 
 
-def _mesh(sizes: tuple[int, ...], devices: list[jax.Device]) -> Mesh:
-    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+def _mesh(sizes: tuple[int, int, int], devices: list[Any], slices: int) -> Mesh:
+    """A mesh whose first axis goes from slice to slice, and whose others stay inside of one."""
+    found = _by_slice(devices)
+    if len(found) > 1 and (len(found) != slices or len({len(part) for part in found}) > 1):
+        raise InputError(f"the devices are in slices of {', '.join(str(len(part)) for part in found)}: set mesh.slices to "
+                         f"{len(found)}, and mesh.rollout so that as many of each slice learn")  # fmt: skip
+    size = len(devices) // slices
+    parts = found if len(found) > 1 else [devices[i : i + size] for i in range(0, len(devices), size)]
+    inside = (sizes[0] // slices, *sizes[1:])
+    array = np.concatenate([_arranged(inside, part) for part in parts])
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _by_slice(devices: list[Any]) -> list[list[Any]]:
+    numbers = [getattr(device, "slice_index", 0) for device in devices]
+    return [[d for d, n in zip(devices, numbers, strict=True) if n == number] for number in sorted(set(numbers))]
+
+
+def _arranged(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    """Devices of one slice, neighbours along each axis near each other where they have coordinates."""
+    try:
+        return jax.make_mesh(sizes, AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES)).devices
+    except NotImplementedError:  # the axes are no products of the torus' sides: let two of them share a side
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def batch_parts(mesh: Mesh) -> int:
@@ -85,6 +133,12 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
 
 
 def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
-    """``spec`` without the axes that do not divide their dimension of ``shape`` (9 heads on 2 devices)."""
-    parts = [math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ())) for axis in spec]
-    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(spec, parts, shape, strict=False)))
+    """``spec`` without the axes that do not divide their dimension of ``shape`` (9 heads on 2 devices), last ones first."""
+    return PartitionSpec(*(_dividing(size, axis, mesh) for size, axis in zip(shape, spec, strict=False)))
+
+
+def _dividing(size: int, axis: str | tuple[str, ...] | None, mesh: Any) -> str | tuple[str, ...] | None:
+    names = (axis,) if isinstance(axis, str) else axis or ()
+    while names and size % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    return names[0] if len(names) == 1 else names or None

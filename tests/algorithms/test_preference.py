@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
 from jaxrl_llm.algorithms.advantages import GAE
-from jaxrl_llm.models.logprobs import logprob_and_entropy
 from oracles import NUMBERS, check, number
+from tiny import logprob_and_entropy
 
 
 def row(path, dtype):

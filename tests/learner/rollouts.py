@@ -10,9 +10,8 @@ from jax.sharding import AxisType
 from jaxrl_llm.algorithms import PolicyBatch, policy_loss
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.decoder import logits
-from jaxrl_llm.models.logprobs import logprob_and_entropy
 from jaxrl_llm.rollout import Engine, Sampling
-from tiny import tiny
+from tiny import logprob_and_entropy, tiny
 
 PROMPTS, G, T, WIDTH = ([1, 2, 3], [7] * 9, [5, 6]), 4, 10, 20
 TEMPERATURE = 0.8

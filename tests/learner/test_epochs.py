@@ -143,8 +143,11 @@ def test_a_second_epoch_sees_ratios_that_moved():
     (Optimiser(learning_rate=2.0), {0: 2.0, 100: 2.0}),
     (Optimiser(learning_rate=1.0, warmup=4), {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0, 50: 1.0}),
     (Optimiser(learning_rate=1.0, warmup=1), {0: 1.0, 1: 1.0}),
-    (Optimiser(learning_rate=1.0, schedule="cosine", decay_updates=10), {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
-    (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay_updates=12), {0: 0.5, 1: 1.0, 7: 0.5, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, schedule="cosine", decay=(0, 10)), {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay=(0, 12)), {0: 0.5, 1: 1.0, 7: 0.5, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(0, 12)), {0: 0.5, 2: 1.0, 7: 0.5, 12: 0.0, 99: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(8, 12)), {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.75, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, schedule="cosine", decay=(8, 12)), {0: 1.0, 8: 1.0, 10: 0.5, 11: 0.146447, 12: 0.0}),
 ])  # fmt: skip
 def test_learning_rates(optimiser, wanted):
     rate = learning_rate(optimiser)

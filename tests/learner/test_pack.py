@@ -34,9 +34,12 @@ def read_back(packed, m):
     rows = [np.asarray(x[m]) for x in packed.rows]
     width = packed.mask.shape[2]
     found = collections.defaultdict(dict)
-    for source, target, place in zip(packed.source[m], packed.target[m], packed.place[m], strict=True):
+    part = len(rows[0]) // len(packed.source[m])
+    for (p, n), place in np.ndenumerate(packed.place[m]):
         if place == packed.mask[m].size:
             continue
+        source, target = packed.source[m, p, n] + p * part * rows[0].shape[1], packed.target[m, p, n]
+        assert source // rows[0].shape[1] // part == p
         (b, t), (r, column) = divmod(int(place), width), divmod(int(source), rows[0].shape[1])
         tokens, positions, group, branch = (x[r, : column + 1] for x in rows)
         seen = (group == group[-1]) & (group > 0) & ((branch == 0) | (branch == branch[-1]))
@@ -47,9 +50,9 @@ def read_back(packed, m):
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.integers(1, 3))
-def test_every_completion_is_there_once_behind_its_prompt(samples, rows):
-    packed = pack(samples, Layout(rows, S, T))
+@given(batches(), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, share):
+    packed = pack(samples, Layout(rows * parts, S, T, parts, share))
     numbers = []
     for m in range(len(packed.mask)):
         found = read_back(packed, m)
@@ -98,13 +101,21 @@ def test_a_group_that_fits_costs_its_prompt_once():
 
 @settings(max_examples=30, deadline=None)
 @given(batches(), st.integers(1, 3))
+def test_completions_with_prompts_of_their_own_are_segments(samples, rows):
+    packed = pack(samples, Layout(rows, S, T, share_prompts=False))
+    assert (packed.rows.group > 0).sum() == sum(len(s.prompt) + len(s.tokens) for s in samples)
+    assert packed.rows.branch.max() == 1 and packed.rows.group.max(axis=-1).sum() == len(samples)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(1, 3))
 def test_shapes_are_few(samples, rows):
     packed = pack(samples, Layout(rows, S, T))
     microbatches, width, length = packed.mask.shape
     for value in (microbatches, width):
         assert value & (value - 1) == 0
     assert length == T and packed.rows.tokens.shape == (microbatches, rows, S)
-    assert packed.source.shape[1] % -(-rows * S // 4) == 0
+    assert packed.source.shape[2] % -(-rows * S // 4) == 0
     assert packed.totals.microbatches <= microbatches < 2 * packed.totals.microbatches
 
 

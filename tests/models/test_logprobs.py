@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models.config import Attention, ModelConfig
-from jaxrl_llm.models.decoder import initialise, unembed
-from jaxrl_llm.models.logprobs import logprob_and_entropy, token_logprobs, unpack_kept
+from jaxrl_llm.models.decoder import from_parameters, initialise, unembed
+from jaxrl_llm.models.logprobs import token_logprobs
 from oracles import number
-from tiny import VOCAB, equations, largest_difference, tiny
+from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
-N, D = 23, 16
-HIDDEN = 3 * jax.random.normal(jax.random.key(0), (N, D))
-TARGETS = np.random.default_rng(0).integers(0, VOCAB, N).astype(np.int32)
-KEPT = (np.random.default_rng(1).random((N, VOCAB)) < 0.3) | (np.arange(VOCAB) == TARGETS[:, None])
-KEPT[4] = np.arange(VOCAB) == TARGETS[4]  # nothing but the target
-KEPT[[0, 22]] = True
+P, N, D = 2, 23, 16
+HIDDEN = 3 * jax.random.normal(jax.random.key(0), (P, N, D))
+TARGETS = np.random.default_rng(0).integers(0, VOCAB, (P, N)).astype(np.int32)
+KEPT = (np.random.default_rng(1).random((P, N, VOCAB)) < 0.3) | (np.arange(VOCAB) == TARGETS[..., None])
+KEPT[0, 4] = np.arange(VOCAB) == TARGETS[0, 4]  # nothing but the target
+KEPT[[0, 1], [0, 22]] = True
 
 
 def plain(model, hidden, targets, temperature):
     """Both values from all logits."""
-    logp = jax.nn.log_softmax(unembed(model, hidden) / temperature)
-    return logp[np.arange(len(targets)), targets], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    return logprob_and_entropy(unembed(model, hidden) / temperature, targets)
 
 
 def words(kept):
-    """Kept sets bool[N, V] as uint32[N, ceil(V / 32)]; a full one as zeros."""
-    wide = np.pad(kept & ~kept.all(axis=1, keepdims=True), ((0, 0), (0, -kept.shape[1] % 32))).reshape(len(kept), -1, 32)
+    """Kept sets bool[..., V] as uint32[..., ceil(V / 32)]; a full one as zeros."""
+    cut = kept & ~kept.all(axis=-1, keepdims=True)
+    wide = np.pad(cut, (*[(0, 0)] * (kept.ndim - 1), (0, -kept.shape[-1] % 32))).reshape(*kept.shape[:-1], -1, 32)
     return np.sum(wide << np.arange(32, dtype=np.uint32), axis=-1).astype(np.uint32)
 
 
@@ -37,7 +37,7 @@ def plain_kept(model, hidden, targets, temperature):
     """Both values with the logits of all other tokens at -inf, and the whole distribution's entropy."""
     scaled = unembed(model, hidden) / temperature
     among = jax.nn.log_softmax(jnp.where(KEPT, scaled, -jnp.inf))
-    return among[np.arange(len(targets)), targets], plain(model, hidden, targets, temperature)[1]
+    return jnp.take_along_axis(among, targets[..., None], axis=-1)[..., 0], logprob_and_entropy(scaled, targets)[1]
 
 
 @pytest.mark.parametrize("kind", ["plain", "gemma"])
@@ -47,24 +47,69 @@ def test_equals_log_softmax_and_the_definition_of_entropy(kind, temperature):
     for found, wanted in zip(
         token_logprobs(model, HIDDEN, TARGETS, temperature), plain(model, HIDDEN, TARGETS, temperature), strict=True
     ):
-        assert found.dtype == jnp.float32
+        assert found.dtype == jnp.float32 and found.shape == (P, N)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 22, 23, 512])
-@pytest.mark.parametrize("kept", [None, words(KEPT)], ids=["all", "kept"])
-def test_the_chunk_changes_neither_values_nor_gradients(chunk, kept):
-    model, plain_form = tiny("gemma"), plain if kept is None else plain_kept
+def graded(function, model, hidden=HIDDEN, bonus=0.3):
+    """A loss of both values, and its gradients to the model and to the hidden states."""
 
-    def loss(function, model, hidden):
+    def loss(model, hidden):
         logp, entropy = function(model, hidden, TARGETS, 0.8)
-        return jnp.sum(jnp.sin(logp) + 0.3 * entropy**2)
+        return jnp.sum(jnp.sin(logp) + bonus * entropy**2)
 
-    whole = jax.value_and_grad(functools.partial(loss, plain_form), argnums=(0, 1))(model, HIDDEN)
-    chunked = functools.partial(token_logprobs, chunk=chunk, kept=kept)
-    parts = jax.value_and_grad(functools.partial(loss, chunked), argnums=(0, 1))(model, HIDDEN)
-    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5)
-    assert largest_difference(parts[1], whole[1]) < 1e-5
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(model, hidden)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("kept", [None, words(KEPT)], ids=["all", "kept"])
+@pytest.mark.parametrize("kind", ["plain", "gemma"])  # a head of its own, and a tied one with a soft cap
+def test_the_chunk_changes_neither_values_nor_gradients(kind, chunk, kept):
+    whole = graded(plain if kept is None else plain_kept, tiny(kind))
+    found = graded(functools.partial(token_logprobs, chunk=chunk, kept=kept), tiny(kind))
+    np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
+    assert largest_difference(found[1], whole[1]) < 1e-5
+
+
+def test_positions_that_are_not_asked_cost_nothing_and_give_nothing():
+    model, count = tiny("gemma"), 9
+    plain_form = lambda *args: [jnp.where(np.arange(N)[None] < count, x, 0) for x in plain(*args)]
+    asked = functools.partial(token_logprobs, chunk=3, count=count)
+    found, whole = graded(asked, model), graded(plain_form, model)
+    np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
+    assert largest_difference(found[1], whole[1]) < 1e-5
+    broken = HIDDEN.at[:, count:].set(jnp.nan)
+    again = graded(asked, model, broken)
+    assert largest_difference(again, found) == 0 and np.isfinite(again[0])
+
+
+def test_without_its_gradient_the_entropy_moves_nothing():
+    model = tiny("gemma")
+    still = graded(functools.partial(token_logprobs, entropy_gradient=False), model)
+    assert largest_difference(still[1], graded(plain, model, bonus=0.0)[1]) < 1e-5
+    np.testing.assert_allclose(still[0], graded(plain, model)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [None, words(KEPT)], ids=["all", "kept"])
+def test_the_gradient_written_by_hand_is_the_slope(kept):
+    """In float64, against finite differences; the soft cap and both values included."""
+    with jax.enable_x64(True):
+        model, hidden = jax.tree.map(lambda x: x.astype(jnp.float64), tiny("gemma")), HIDDEN.astype(jnp.float64)
+        given = functools.partial(token_logprobs, chunk=7, kept=kept)
+
+        @jax.jit
+        def loss(embed, hidden):
+            moved = jax.tree.map_with_path(lambda path, x: embed if "embed" in jax.tree_util.keystr(path) else x, model)
+            logp, entropy = given(moved, hidden, TARGETS, 0.8)
+            return jnp.sum(jnp.sin(logp) + 0.3 * entropy**2)
+
+        at = (model.weights.embed[...], hidden)
+        gradients, random = jax.jit(jax.grad(loss, argnums=(0, 1)))(*at), np.random.default_rng(0)
+        for _ in range(4):
+            way = [jnp.asarray(random.normal(size=x.shape)) for x in at]
+            up, down = (loss(*(x + s * w for x, w in zip(at, way, strict=True))) for s in (1e-5, -1e-5))
+            slope = sum(jnp.vdot(g, w) for g, w in zip(gradients, way, strict=True))
+            np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -78,8 +123,8 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
 
     peaks = []
     for count in counts:
-        kept = jnp.ones((count, vocab // 32), jnp.uint32) if replayed else None
-        inputs = jnp.zeros((count, D)), jnp.zeros(count, jnp.int32), kept
+        kept = jnp.ones((1, count, vocab // 32), jnp.uint32) if replayed else None
+        inputs = jnp.zeros((1, count, D)), jnp.zeros((1, count), jnp.int32), kept
         traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(model, *inputs)
         widest = max(v.aval.size for e in equations(traced.jaxpr.jaxpr) for v in e.outvars if hasattr(v.aval, "size"))
         assert widest <= max(chunk * vocab, D * vocab, kept.size if replayed else 0)
@@ -91,44 +136,17 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
 
 def test_the_kept_sets_of_the_paper():
     """DeepSeek-V3.2's ratio over the tokens that the sampler kept, and the wrong one without them."""
-    policies = jnp.log(jnp.asarray([number("V32_keep_sampling_mask/p_old_full"), [0.45, 0.35, 0.1, 0.1]], jnp.float32))
-    kept = np.tile(number("V32_keep_sampling_mask/kept") > 0, (2, 1))
-    target = jnp.full(2, int(number("V32_keep_sampling_mask/token")))
-    among = np.exp(logprob_and_entropy(policies, target, unpack_kept(jnp.asarray(words(kept)), 4))[0])
-    alone = np.exp(logprob_and_entropy(policies, target)[0])
+    policies = np.log(np.array([number("V32_keep_sampling_mask/p_old_full"), [0.45, 0.35, 0.1, 0.1]], np.float32))[None]
+    kept = np.tile(number("V32_keep_sampling_mask/kept") > 0, (1, 2, 1))
+    target = np.full((1, 2), int(number("V32_keep_sampling_mask/token")), np.int32)
+    identity = from_parameters(ModelConfig("llama", 4, 4, 1, 8, Attention(1, 1, 8)), {"head": jnp.eye(4)})
+    among = np.exp(token_logprobs(identity, policies, target, 1.0, kept=words(kept))[0])[0]
+    alone = np.exp(token_logprobs(identity, policies, target, 1.0)[0])[0]
     for found, name in {
         among[0]: "p_old_masked", among[1]: "p_new_masked", alone[1]: "p_new_unmasked",
         among[1] / among[0]: "ratio_right", alone[1] / among[0]: "ratio_wrong",
     }.items():  # fmt: skip
         np.testing.assert_allclose(found, number(f"V32_keep_sampling_mask/{name}"), rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("kept", [None, np.array([[0, 1, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0], [1] * 6]) > 0])
-def test_gradient_of_both_values_against_finite_differences(kept):
-    with jax.enable_x64(True):
-        logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 6)) * 2)
-        targets = jnp.asarray([5, 0, 3])
-
-        def loss(x):
-            logp, entropy = logprob_and_entropy(x, targets, kept)
-            return jnp.sum(logp * jnp.array([1.0, -2.0, 0.5])) + jnp.sum(entropy * jnp.array([0.3, 1.0, -1.0]))
-
-        grad = np.asarray(jax.grad(loss)(logits))
-        for row in range(3):
-            for column in range(6):
-                step = np.zeros((3, 6))
-                step[row, column] = 1e-6
-                np.testing.assert_allclose(
-                    (loss(logits + step) - loss(logits - step)) / 2e-6, grad[row, column], atol=1e-8
-                )
-
-
-def test_impossible_tokens_add_nothing():
-    logits = jnp.array([[1.0, 2.0, -jnp.inf, 0.5]])
-    logp, entropy = logprob_and_entropy(logits, jnp.array([1]))
-    three = jax.nn.log_softmax(jnp.array([1.0, 2.0, 0.5]))
-    np.testing.assert_allclose([logp[0], entropy[0]], [three[1], -jnp.sum(jnp.exp(three) * three)], rtol=1e-6)
-    assert logprob_and_entropy(logits, jnp.array([2]))[0][0] == -jnp.inf
 
 
 def test_bfloat16_hidden_states_give_float32_values():

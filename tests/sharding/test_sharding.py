@@ -22,8 +22,8 @@ from jaxrl_llm.sharding.rules import RULES, parameter_path
 from learner.rollouts import PROMPTS, TEMPERATURE, WIDTH, T, one_device, rollout
 from tiny import Compilations, largest_difference, tiny
 
-SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
-LAYOUT = Layout(8, 22, T)
+SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
+LAYOUT = Layout(8, 24, T)  # positions that every size of ``tensor`` divides
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(shape):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4)])
 def test_tokens_do_not_depend_on_the_mesh(shape):
     model, mesh, rules = tiny("windows"), mesh_of(shape), Sampling(max_new_tokens=6, stop_ids=(3, 11))
     prompts, seeds = [p for p in PROMPTS for _ in range(4)], range(12)
@@ -97,13 +97,26 @@ def test_matrices_and_their_moments_are_divided_over_fsdp():
                 assert share(leaf) == 1 / 8, name
 
 
+def test_a_model_that_lies_as_it_should_becomes_the_policy():
+    mesh = mesh_of((1, 8, 1))
+    model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
+    where = lambda tree: [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+    before, values = where(model), jax.device_get(tiny("plain"))
+    with jax.set_mesh(mesh):
+        state = create_state(model, build(Optimiser()), True, mesh)
+    assert where(state.policy) == before and not set(where(state.reference)) & set(before)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model))
+    for tree in (state.policy, state.reference):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), values)
+
+
 def test_both_axes_divide_a_matrix():
     mesh = mesh_of((2, 2, 2))
     model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
     for path, leaf in jax.tree.leaves_with_path(model):
         name = parameter_path(path)
-        if name != "embed":  # 50 rows do not divide by 4
-            assert share(leaf) == (1 / 4 if name in RULES else 1), name
+        wanted = 1 / 2 if name == "embed" else 1 / 4 if name in RULES else 1  # 50 rows divide by 2, not by 4
+        assert share(leaf) == wanted, name
 
 
 def test_heads_that_do_not_divide_stay_whole():
@@ -152,7 +165,8 @@ def test_layouts_fit_the_shape():
     mesh = mesh_of((2, 2, 2))
     assert batch_parts(mesh) == 4
     assert fitting((8, 9), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(("data", "fsdp"), None)
-    assert fitting((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
+    assert fitting((6, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec("data", "tensor")
+    assert fitting((5, 4), (("data", "fsdp"), "tensor"), mesh) == PartitionSpec(None, "tensor")
     assert constrain(np.ones(3), "data").shape == (3,)  # without a mesh nothing is asked for
     with jax.set_mesh(mesh):
         laid = jax.jit(lambda x: constrain(x, ("data", "fsdp"), None))(jnp.ones((8, 3)))

@@ -1,0 +1,119 @@
+"""``jaxrl-llm plan``: does a run fit a machine, how fast can it be, and what holds it back; before it is rented."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import first, parse, prepare_libraries, status, take, writable
+from jaxrl_llm.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxrl_llm.plan.machines import Machine
+    from jaxrl_llm.plan.planning import Plan
+
+USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--json FILE]
+                      [--plot FILE] [--recipe NAME] [--field value ...]
+
+NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64, planned by formula alone).
+--slices N         so many such slices
+--mean_tokens N    completions have N tokens on average (times only; memory is planned for the longest)
+--search           try meshes and microbatches; compile the most promising and print the best
+--quick            by formula, nothing is compiled
+--json FILE        all numbers, in bytes and seconds
+--plot FILE        a picture of the memory (.svg or .png; needs matplotlib)
+jaxrl-llm train CONFIG --help lists the fields."""
+MISSING = "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
+HELP = "Also --topology, --slices, --mean_tokens, --search, --quick, --json, --plot and --recipe: jaxrl-llm plan --help."
+
+
+def plan(arguments: list[str]) -> int:
+    """``plan CONFIG --topology NAME ...``; returns the exit code."""
+    given = first(arguments, USAGE, MISSING)
+    if given is None:
+        return 0
+    prepare_libraries()
+    asked = options(arguments)
+    run = settings(given, arguments, asked["--slices"])
+    from jaxrl_llm.plan.machines import parse_topology
+    from jaxrl_llm.plan.shapes import model_config
+
+    machine = parse_topology(asked["--topology"], asked["--slices"])
+    devices = None
+    if machine.chip.platform == "tpu":
+        from jaxrl_llm.plan.topology import describe
+
+        devices = describe(machine)
+    configs.validate(run)
+    config, source = model_config(run.model)
+    if asked["--search"]:
+        return search(run, config, machine, devices, asked)
+    configs.validate_on_devices(run, machine.devices)
+    from jaxrl_llm.plan.planning import plan as plan_one
+
+    compiling = devices is not None and not asked["--quick"]
+    made = plan_one(run, config, machine, devices, asked["--mean_tokens"], compiling, compiling, status)
+    status("")
+    show(made, source, asked)
+    return 0
+
+
+def options(arguments: list[str]) -> dict[str, Any]:
+    """The command's own options, removed from the arguments.
+
+    Raises:
+      InputError: no topology, or no number where one belongs.
+    """
+    found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in ("--search", "--quick")}
+    found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
+    if not found["--topology"]:
+        raise InputError("plan needs a machine: --topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)")
+    for flag, default in (("--slices", 1), ("--mean_tokens", None)):
+        text = take(arguments, flag.replace("_", "-"), True)
+        if text is not None and not (text.isdigit() and int(text)):
+            raise InputError(f"{flag} must be a positive number, got {text}")
+        found[flag] = default if text is None else int(text)
+    return found
+
+
+def settings(given: str, arguments: list[str], slices: int) -> configs.Run:
+    """The run as it would be trained."""
+    import dataclasses
+
+    _, run = configs.load_config(given)
+    recipe = take(arguments, "--recipe", True)
+    run = configs.with_recipe(run, recipe) if recipe else run
+    if slices > 1:
+        run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
+    return configs.resolved(parse(configs.Run, arguments, f"jaxrl-llm plan {given}", HELP, run))
+
+
+def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
+    """Print it, and write what was asked for."""
+    from jaxrl_llm.plan.report import lines, write
+
+    print("\n".join(lines(made, source)))
+    if asked["--json"]:
+        with writable(Path(asked["--json"]), "--json"):
+            write(Path(asked["--json"]), [(made, source)])
+    if asked["--plot"]:
+        from jaxrl_llm.plan.picture import draw
+
+        with writable(Path(asked["--plot"]), "--plot"):
+            draw([made], Path(asked["--plot"]))
+
+
+def search(run: configs.Run, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]) -> int:
+    """Meshes and microbatches, the best first."""
+    from jaxrl_llm.plan.search import best, table
+
+    found = best(run, config, machine, devices, asked["--mean_tokens"], asked["--quick"], status)
+    status("")
+    print("\n".join(table(found)))
+    if asked["--json"]:
+        from jaxrl_llm.plan.report import write
+
+        with writable(Path(asked["--json"]), "--json"):
+            write(Path(asked["--json"]), [(one, "") for one in found])
+    if not found:
+        print(f"nothing fits {machine.name}: take a larger machine, or lower rollout.max_new_tokens")
+    return 0

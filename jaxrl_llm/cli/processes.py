@@ -1,0 +1,86 @@
+"""A command that several processes run as one: the flags that say so, and an end that all of them share."""
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxrl_llm.cli.flags import take
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
+
+MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
+"""In errors of collectives and of the coordination service whose other side is gone."""
+FILE_SYSTEM_S = 20.0
+"""Until a file that one host writes is seen by another."""
+
+
+def take_distributed(arguments: list[str]) -> Distributed:
+    """Remove ``--distributed.*``; they say where a run goes on, never what it is, so no config.json holds them.
+
+    Raises:
+      InputError: a number is none.
+    """
+    found: dict[str, str | int] = {}
+    for name in ("coordinator", "processes", "process", "heartbeat-s"):
+        value = take(arguments, f"--distributed.{name}", True)
+        if value is None:
+            continue
+        if name != "coordinator" and not value.isdecimal():
+            raise InputError(f"--distributed.{name.replace('-', '_')} must be a number, got {value!r}")
+        found[name.replace("-", "_")] = value if name == "coordinator" else int(value)
+    if found.get("processes", 1) == 0 or found.get("heartbeat_s", 10) < 10:
+        raise InputError("--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
+    return Distributed(**found)
+
+
+@contextlib.contextmanager
+def together(given: Distributed) -> Iterator[Peers]:
+    """The link to the other processes; whatever ends the block early on one of them ends all, with one line each."""
+    peers = join(given)
+    try:
+        yield peers
+    except BaseException as error:
+        if peers.count > 1:
+            end_all(peers, error)
+        raise
+    peers.close()
+
+
+def end_all(peers: Peers, error: BaseException) -> None:
+    """Stop every process for the reason that this one has; does not return."""
+    from jaxrl_llm.cli import INTERRUPTED, WRONG_INPUT, explain
+
+    reason = str(error) if isinstance(error, InputError) else explain(error, "train")
+    if reason is not None:
+        peers.stop(WRONG_INPUT, reason)
+    if isinstance(error, KeyboardInterrupt):
+        peers.stop(INTERRUPTED, "interrupted")
+    if isinstance(error, Disagreement):
+        peers.stop(1, str(error))
+    if any(mark in str(error) for mark in MARKS_OF_LOSS):
+        peers.lost(str(error))
+    traceback.print_exception(error, file=sys.stderr)
+    peers.stop(1, f"{type(error).__name__}: {error}"[:500])
+
+
+def check_shared(peers: Peers, path: Path) -> None:
+    """Refuse a run whose folder is another one on another host.
+
+    ``path``: a file that process 0 has just written.
+
+    Raises:
+      InputError: a process that does not see it, or sees another content.
+    """
+    content = peers.first(path.read_text)
+    limit = time.monotonic() + FILE_SYSTEM_S
+    while not (seen := path.is_file() and path.read_text() == content) and time.monotonic() < limit:
+        time.sleep(0.2)
+    blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
+    if blind:
+        raise InputError(
+            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they share "
+            "with --run_dir"
+        )

@@ -1,0 +1,87 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): ``W + alpha / rank * a @ b`` beside a model that stays as it is.
+
+The sum is formed inside each layer, where the layer runs, so no gradient of a whole stack of weights ever exists: gradients,
+moments, checkpoints and the reference have the adapter's size. The reference is the base under the adapter that training
+began with, which is zero, so it costs no second copy of the weights.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import Lora, ModelConfig
+from jaxrl_llm.models.decoder import Adapter, Decoder, from_parameters, merged, parameter_shapes, to_parameters
+from jaxrl_llm.types import TrainState
+
+INPUTS = {"attn/o": 2}
+"""Axes of a weight that are summed over, where they are not one."""
+
+
+def create(config: ModelConfig, lora: Lora, key: jax.Array) -> Adapter:
+    """A float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero."""
+    shapes, parameters = parameter_shapes(config)["blocks"], {}
+    for index, target in enumerate(lora.targets):
+        part, name = target.split("/")
+        count, *sizes = shapes[part][name]
+        inputs, outputs = sizes[: INPUTS.get(target, 1)], sizes[INPUTS.get(target, 1) :]
+        a = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank)) / math.sqrt(math.prod(inputs))
+        parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((count, lora.rank, *outputs))}
+    return Adapter(lora.alpha / lora.rank, {"blocks": parameters})
+
+
+def attached(base: Decoder | None, policy: Any) -> Decoder:
+    """The model that ``policy`` stands for: itself without a base, or else the base with this adapter in its layers.
+
+    Nothing is computed or copied; ``forward`` adds the two layer by layer.
+    """
+    if base is None:
+        return policy
+    parameters = to_parameters(base)
+    adapter = Adapter(policy.scale, to_parameters(policy)["blocks"])
+    return from_parameters(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
+
+
+def merge(model: Decoder) -> Decoder:
+    """An ordinary model: an attached adapter is added to its weights, one layer at a time."""
+    blocks = model.weights.blocks
+    if not blocks.has("adapter"):
+        return model
+    summed = jax.lax.map(merged, blocks)
+    return from_parameters(model.config, to_parameters(model) | {"blocks": summed})
+
+
+def policy_model(state: TrainState) -> Decoder:
+    """The live model of a state."""
+    return attached(state.base, state.policy)
+
+
+def reference_model(state: TrainState) -> Decoder | None:
+    """The frozen model of a state, if it has one."""
+    return None if state.reference is None else attached(state.base, state.reference)
+
+
+@jax.jit
+def fingerprint(model: Decoder) -> Decoder:
+    """64 bits, as uint32[2], of the content of every weight; the same however the weights are laid out on devices.
+
+    Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
+    """
+    return jax.tree.map(_checksum, model)
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    sums = [jnp.sum(_mix(_mix(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)]
+    return jnp.stack(sums)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

@@ -1,0 +1,207 @@
+"""A plan: what a run needs of a machine, by the compiler's word where there is one, and by formulas elsewhere."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxrl_llm.config import Run
+from jaxrl_llm.learner.compute import compute_for, layout_for
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.plan import memory, sent
+from jaxrl_llm.plan.formulas import Work, counts, work
+from jaxrl_llm.plan.layout import Arrays, abstract_mesh, arrays, bytes_per_device, meshes
+from jaxrl_llm.plan.machines import Machine
+from jaxrl_llm.plan.memory import Memory
+from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
+from jaxrl_llm.plan.programs import Compiled, compile_one, names, subject
+from jaxrl_llm.plan.roofline import Device, Phase, phases
+from jaxrl_llm.rollout.slots import parts_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known of a run on a machine.
+
+    Attributes:
+      run: with its settings resolved.
+      machine: that it is planned for.
+      mesh: sizes of data, fsdp and tensor.
+      parameters: of the model.
+      work: of a step.
+      learning: memory of one device while it learns.
+      sampling: and while it samples.
+      phases: of a step, with their least times.
+      compiled: seconds of compilation by program; empty where all is by formula.
+      refused: those of them that need more memory than there is.
+      more: bytes that one more of each adds to a device: "prompts", "slots", "rows" of a microbatch.
+    """
+
+    run: Run
+    machine: Machine
+    mesh: tuple[int, int, int]
+    parameters: int
+    work: Work
+    learning: Memory
+    sampling: Memory
+    phases: tuple[Phase, ...]
+    compiled: dict[str, float]
+    refused: tuple[str, ...]
+    more: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of one device, at the worse of both halves."""
+        return max(self.learning.total, self.sampling.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both halves do."""
+        return self.peak <= self.machine.chip.memory
+
+    @property
+    def seconds(self) -> float:
+        """Of a step at least: its parts follow each other, or sampling and learning run side by side on devices of their own."""
+        learned = sum(p.seconds for p in self.phases if p.name in ("score", "update"))
+        sampled = sum(p.seconds for p in self.phases) - learned
+        return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
+
+    @property
+    def slowest(self) -> Phase:
+        """The part that takes longest."""
+        return max(self.phases, key=lambda p: p.seconds)
+
+    def utilisation(self, seconds: float) -> float:
+        """Share of the machine's peak that the training FLOPs would take in that time (MFU)."""
+        return self.work.train_flops / (seconds * self.machine.devices * self.machine.chip.flops)
+
+    @property
+    def most_prompts(self) -> int:
+        """The largest ``rollout.prompts`` whose data fits beside the rest."""
+        free = self.machine.chip.memory - self.learning.total
+        unit = self.run.learner.minibatches
+        return max(int((self.run.rollout.prompts + free / self.more["prompts"]) // unit * unit), 0)
+
+    @property
+    def most_slots(self) -> int:
+        """The largest ``rollout.slots`` whose cache fits beside the rest."""
+        free, unit = self.machine.chip.memory - self.sampling.total, self.mesh[0] * self.mesh[1]
+        return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
+
+    @property
+    def most_rows(self) -> int | None:
+        """The largest ``learner.microbatch_rows`` whose activations fit beside the rest; None where it is not known."""
+        if "rows" not in self.more:
+            return None
+        free, unit = self.machine.chip.memory - self.learning.total, self.mesh[0] * self.mesh[1]
+        return max(int((self.run.learner.microbatch_rows + free / self.more["rows"]) // unit * unit), 0)
+
+
+def plan(
+    run: Run, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None, compiling: bool,
+    more: bool = False, say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """A plan for the run.
+
+    Args:
+      run: resolved.
+      config: the model's.
+      machine: what is planned for.
+      devices: of a TPU, as its compiler describes them; None for GPUs.
+      mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
+      compiling: whether the run's programs are compiled; if not all is by formula.
+      more: find out how large microbatches may be, which takes one more compilation.
+      say: told what is being compiled.
+    """
+    sizes = run.mesh.sizes(machine.devices)
+    compute = compute_for(run.learner, config, machine.chip.platform)
+    if not compiling:
+        mesh, where = (abstract_mesh(sizes), _sampler_mesh(run, sizes, machine)) if devices is None else meshes(run, devices)
+        spots = hosts(machine) if devices is None else places(machine, mesh.devices.flat)
+        layout = layout_for(run.learner, compute, run.rollout.max_length, run.rollout.max_new_tokens, mesh)
+        held, todo = arrays(run, config, layout, mesh, where), work(run, config, layout, mean)
+        return _assembled(run, config, machine, sizes, held, todo, compute, spots, {})
+    one = subject(run, config, devices)
+    done = {}
+    for name in names(one):
+        say(f"compiling {name} for {machine.name}")
+        done[name] = compile_one(one, name)
+    todo, spots = work(run, config, one.programs.layout, mean), places(machine, one.mesh.devices.flat)
+    found = _assembled(run, config, machine, sizes, one.arrays, todo, compute, spots, done)
+    if not more:
+        return found
+    say(f"compiling update for {machine.name} with other microbatches")
+    return dataclasses.replace(found, more=found.more | row_bytes(run, config, devices, done["update"]))
+
+
+def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compiled) -> dict[str, float]:
+    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many; half as many if refused."""
+    rows, unit = run.learner.microbatch_rows, math.prod(run.mesh.sizes(len(devices))[:2])
+    other = 2 * rows if not update.refused else rows // 2 // unit * unit
+    if not other:
+        return {}
+    again = compile_one(subject(dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other)), config, devices), "update")
+    needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
+    return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
+
+
+def _sampler_mesh(run: Run, sizes: tuple[int, int, int], machine: Machine) -> Any:
+    apart = run.mesh.rollout
+    tensor = sizes[2] if not apart else next(t for t in range(min(sizes[2], apart), 0, -1) if sizes[2] % t == apart % t == 0)
+    return abstract_mesh((apart // tensor, 1, tensor) if apart else sizes)
+
+
+def _assembled(
+    run: Run, config: ModelConfig, machine: Machine, sizes: tuple[int, int, int], held: Arrays, todo: Work, compute: Compute,
+    spots: Places, done: dict[str, Compiled],
+) -> Plan:
+    base = memory.resident(held)
+    device = _device(machine, held, sizes)
+    traffics = sent.by_formula(run, config, held, todo, sizes, spots)
+    traffics |= {name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused}
+    learn, sample = _temporaries(run, config, held, todo, device, done)
+    slots = bytes_per_device(held.slots) + (_growth(done) if done else bytes_per_device(held.slots.cache) / 2)
+    return Plan(
+        run, machine, sizes, counts(config).total, todo,
+        memory.learning(run, held, base, learn, bool(done)), memory.sampling(run, held, base, sample, bool(done)),
+        tuple(phases(run, config, held, todo, device, compute, traffics)), {name: one.seconds for name, one in done.items()},
+        tuple(name for name, one in done.items() if one.refused),
+        {"prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts, "slots": slots / run.rollout.slots},
+    )  # fmt: skip
+
+
+def _device(machine: Machine, held: Arrays, sizes: tuple[int, int, int]) -> Device:
+    """One device's share: of a matrix product it does as much as it holds of the weights to sample from."""
+    leaves = jax.tree.leaves(held.sampled)
+    share = bytes_per_device(held.sampled) / sum(x.size * x.dtype.itemsize for x in leaves)
+    mesh = held.slots.tokens.sharding.mesh
+    return Device(machine.chip, share, sizes[0] * sizes[1], parts_of(mesh, held.slot_shape.rows))
+
+
+
+
+def _temporaries(
+    run: Run, config: ModelConfig, held: Arrays, todo: Work, device: Device, done: dict[str, Compiled]
+) -> tuple[float, float]:
+    """What learning and sampling need beside the arrays that are counted by kind."""
+    if not done:
+        learn = memory.update_temporary(run, config, held, todo, device.parts, device.share)
+        return learn, memory.sampling_temporary(run, config, held, device.slot_parts, device.share)
+    size = bytes_per_device
+    state, sampled, slots = size(held.state), size(held.sampled), size(held.slots)
+    learn = memory.compiled_temporary(done["update"], state + size(held.packed))
+    waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
+    waiting = max(waiting, 0) * memory.prompts_waiting(run)
+    decode = memory.compiled_temporary(done["decode"], sampled + slots)
+    moving = memory.compiled_temporary(done["weights"], size(held.state.policy) + sampled) if "weights" in done else 0
+    # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
+    return learn, max(decode + waiting, _growth(done) + waiting, done["prompts"].temporary + waiting, moving - slots)
+
+
+def _growth(done: dict[str, Compiled]) -> float:
+    """Bytes beside the full cache while it grows to that length: the one before it."""
+    growth = done.get("growth")
+    return 0.0 if growth is None else growth.refused or growth.arguments + growth.temporary

@@ -1,0 +1,273 @@
+"""Many processes as one run: how each learns which it is, what they tell each other, and how all stop when one does.
+
+Arrays travel by JAX's collectives. What only a host knows (scores, signals, files) is small and goes through the store of
+JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must keep.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+
+FOREVER_MS = 7 * 24 * 3600 * 1000
+"""Waiting ends when a process dies, which the coordination service notices; not by the clock."""
+PARTING_MS = 5000
+"""For the others to hear why this process stops."""
+LAST_WORDS_S, SERVICE_S = 3.0, 1.0
+"""For a process that fails to say so, after its connections are seen to close; and that process 0 stays for others to hear."""
+LOST = "another process of this run died or cannot be reached: run the same command again, on fewer if need be, to go on"
+KILLED = "this process was killed, or lost another one of its run: run the same command again, on fewer if need be, to go on"
+WITNESS = 'read farewell || echo "$0" >&2'
+"""A shell that speaks for a process which ends without a word: JAX aborts those that lose process 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributed:
+    """Which process of how many this one is; without it, what SLURM, Cloud TPU, Kubernetes or Open MPI say.
+
+    Attributes:
+      coordinator: HOST:PORT of process 0, a free port that the others reach.
+      processes: how many; 1 for a run of this process alone, whatever the environment says.
+      process: this one's number, from 0.
+      heartbeat_s: seconds after which a process that is not heard of counts as dead.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    heartbeat_s: int = 100
+
+
+def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The arguments of ``jax.distributed.initialize``; None where this process is a run by itself.
+
+    ``environment`` is read after JAX was imported, which marks a Cloud TPU there.
+
+    Raises:
+      InputError: only some of the three are given, or they do not fit each other.
+    """
+    named = {name: value for name, value in vars(given).items() if name != "heartbeat_s" and value is not None}
+    if given.processes == 1:
+        return None
+    if not named:
+        return _detected(environment)
+    missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in named]
+    if missing:
+        raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)} beside it")
+    if not re.fullmatch(r".+:\d+", given.coordinator):
+        raise InputError(f"--distributed.coordinator must be HOST:PORT, got {given.coordinator!r}")
+    if not 0 <= given.process < given.processes:
+        raise InputError(f"--distributed.process must be from 0 to {given.processes - 1}, got {given.process}")
+    return {
+        "coordinator_address": given.coordinator, "num_processes": given.processes, "process_id": given.process,
+        "cluster_detection_method": "deactivate",
+    }  # fmt: skip
+
+
+def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """How JAX is to find the other processes where a launcher started several."""
+    several = lambda name: int(environment.get(name, "1")) > 1
+    if "OMPI_MCA_orte_hnp_uri" in environment and several("OMPI_COMM_WORLD_SIZE"):
+        return {"cluster_detection_method": "ompi"}
+    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment and several("SLURM_NTASKS"):
+        return {"cluster_detection_method": "slurm"} | _slurm_devices(environment)
+    if _on_cloud_tpu(environment):
+        return {}
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        return {"cluster_detection_method": "k8s"}
+    return None
+
+
+def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
+    """JAX gives each task the GPU of its local number: wrong where a task has its node, or sees only its own GPU."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    count = len(visible.split(",")) if visible else int(environment.get("SLURM_GPUS_ON_NODE", "0"))
+    alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"
+    return {"local_device_ids": list(range(count))} if count and (alone or count == 1) else {}
+
+
+def _on_cloud_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether JAX found TPU chips as it was imported and may use them, and is not told to leave other hosts alone."""
+    if environment.get("TPU_ML_PLATFORM") != "JAX" or "tpu" not in environment.get("JAX_PLATFORMS", "tpu"):
+        return False
+    hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
+    return "," in hosts or "TPU_SKIP_MDS_QUERY" not in environment
+
+
+class Disagreement(RuntimeError):
+    """Processes of one run have come to different results."""
+
+
+class Peers:
+    """Owner of this process's link to the others of its run; without a ``client`` it is alone.
+
+    Every method is called by all processes in the same order, ``stop`` excepted.
+
+    Attributes:
+      index: this process's number.
+      count: of processes.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, client: Any = None):
+        self.index, self.count, self._client = index, count, client
+        self._rounds, self._leaving = itertools.count(), threading.Lock()
+        self._watch = threading.Thread(target=self._hear, daemon=True)
+        if client is not None:
+            command = ["/bin/sh", "-c", WITNESS, f"jaxrl-llm: {KILLED}"]
+            self._witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self._watch.start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files and speaks to people."""
+        return self.index == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's ``value`` (of JSON's kinds, NaN too), by process; it waits for the slowest."""
+        if self._client is None:
+            return [value]
+        number = next(self._rounds)
+        self._client.key_value_set(f"gather/{number}/{self.index:06d}", json.dumps(value))
+        self._client.wait_at_barrier(f"gather/{number}", FOREVER_MS)
+        if number:  # which all have read by now
+            self._client.key_value_delete(f"gather/{number - 1}/{self.index:06d}")
+        return [json.loads(found) for _, found in sorted(self._client.key_value_dir_get(f"gather/{number}"))]
+
+    def first(self, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns on process 0, where alone it is made; an InputError of it is raised on all."""
+        answer = None
+        if self.leads:
+            try:
+                answer = {"value": call()}
+            except InputError as error:
+                answer = {"error": str(error)}
+        answer = self.gather(answer)[0]
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return answer["value"]
+
+    def check_same(self, what: str, value: Any) -> None:
+        """Refuse to go on where ``value`` is not that of process 0.
+
+        Raises:
+          Disagreement: one line that names ``what`` and the first process that differs.
+        """
+        values = self.gather(value)
+        other = next((i for i, found in enumerate(values) if found != values[0]), None)
+        if other is not None:
+            raise Disagreement(f"process {other} has other {what} than process 0: {values[other]} and not {values[0]}")
+
+    def close(self) -> None:
+        """The run has ended on all processes alike: nobody listens for failures any more."""
+        if self._client is None:
+            return
+        self.gather(None)
+        if self.leads:
+            self._client.key_value_set("stopped", "null")
+        self._watch.join()
+        self._take_leave()
+
+    def lost(self, reason: str) -> None:
+        """End this process, whose collectives fail; the one that ended first may still say why, which is then what is told."""
+        self._watch.join(LAST_WORDS_S + SERVICE_S * self.leads)
+        with self._leaving:
+            self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
+
+    def stop(self, code: int, line: str) -> None:
+        """End this process at once, and the others with it: they print ``line`` too and exit with ``code``."""
+        with self._leaving:  # for good: the first thread to know of an end speaks alone
+            with contextlib.suppress(Exception):  # another was faster, or nobody is there to hear it
+                self._client.key_value_set("stopped", json.dumps([self.index, code, line]))
+            self._part(code, line)
+
+    def _hear(self) -> None:
+        """Wait, in a thread of its own, for one process to say why it stops, or for the service to miss one."""
+        try:
+            said = json.loads(self._client.blocking_key_value_get("stopped", FOREVER_MS))
+        except Exception:  # of JAX's own kinds; whatever it is, the others are out of reach
+            with self._leaving:
+                self._exit(1, LOST)  # before JAX aborts the process, which it does on the same news
+        if said is None or said[0] == self.index:
+            return
+        with self._leaving:
+            number, code, line = said
+            self._part(code, f"process {number} stopped: {line}")
+
+    def _part(self, code: int, line: str) -> None:
+        """Exit once all have heard; process 0 last, since the others are aborted when its service goes."""
+        with contextlib.suppress(Exception):  # some are gone already
+            self._client.wait_at_barrier("stopped", PARTING_MS)
+        time.sleep(SERVICE_S * self.leads)
+        self._exit(code, line)
+
+    def _exit(self, code: int, line: str) -> None:
+        """Without Python's farewells, which would wait for every process."""
+        self._take_leave()
+        # Past Python's buffers, and in one write, which no other thread's splits.
+        os.write(2, f"jaxrl-llm: {' '.join(line.split())}\n".encode())
+        os._exit(code)
+
+    def _take_leave(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._witness.communicate(b"\n")
+
+
+ALONE = Peers()
+
+
+def join(given: Distributed) -> Peers:
+    """The link to the other processes, before any backend starts; ``ALONE`` where there are none.
+
+    Raises:
+      InputError: the others cannot be found or reached.
+    """
+    import jax
+    from jax._src.distributed import global_state  # the store has no public name
+
+    arguments = joining(given, os.environ)
+    if arguments is None:
+        return ALONE
+    # Signals are ours: JAX's own handler would swallow those that come before the first step.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=given.heartbeat_s)
+    except Exception as error:  # launchers, name look-ups and RPCs fail each in their own way
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"the other processes cannot be joined ({reason}): give --distributed.coordinator, .processes and .process, or "
+            "--distributed.processes 1 for a run of this process alone"
+        ) from error
+    if global_state.num_processes == 1:
+        return ALONE
+    return Peers(global_state.process_id, global_state.num_processes, global_state.client)
+
+
+class Preemption:
+    """Notices SIGTERM and SIGINT while it is entered, so that a run can save and stop between two steps.
+
+    A second signal stops at once. With several processes each hears its own only: they tell each other between steps.
+    """
+
+    asked = False
+
+    def __enter__(self) -> "Preemption":
+        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self.asked = True
+        signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,251 @@
+"""Adapters: the base stays as it is, all else has the adapter's size, and sampler and learner still agree."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.checkpoint import Checkpoints, flatten, restore_policy
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Layout, Optimiser, Sample, create_state, make_update, pack
+from jaxrl_llm.learner.epochs import abstract_state, place
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.update import accumulate, score
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import Lora, ModelConfig
+from jaxrl_llm.models.decoder import from_parameters, initialise, logits, to_parameters
+from jaxrl_llm.models.lora import attached, create, fingerprint, merge, policy_model, reference_model
+from jaxrl_llm.rollout import Engine, Sampling
+from jaxrl_llm.rollout.weights import weights_for_sampling
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.sharding.rules import RULES, parameter_path
+from learner.rollouts import TEMPERATURE, WIDTH, T, one_device, rollout
+from tiny import KINDS, largest_difference, tiny
+
+LORA = Lora(rank=2, alpha=3.0)
+LAYOUT, COMPUTE = Layout(8, 22, T), Compute(remat="full")
+MODEL = tiny("windows")
+OPTIMISER = Optimiser(learning_rate=1e-2, weight_decay=0.1)
+
+
+def adapter(seed=1, lora=LORA, kind="windows"):
+    """An adapter that matters: both factors are random."""
+    made = create(KINDS[kind], lora, jax.random.key(seed))
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(0.2 * random.normal(size=x.shape).astype(np.float32)), made)
+
+
+def state_on(mesh, reference=True, **given):
+    state = create_state(jax.tree.map(jnp.copy, MODEL), build(OPTIMISER), reference, mesh, LORA, seed=5)
+    policy = jax.device_put(given.get("policy", state.policy), shardings(state.policy, mesh))
+    return state._replace(policy=policy)
+
+
+@jax.jit
+def gradient(policy, packed, base=None):
+    return accumulate(policy, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], COMPUTE, base=base)
+
+
+@functools.cache
+def updater():
+    return make_update(PRESETS["dapo"], build(OPTIMISER), learning_rate(OPTIMISER), COMPUTE)
+
+
+def leaves(tree):
+    """Copies of the arrays of a model or adapter by path (a view would keep a buffer from being donated)."""
+    return {parameter_path(path): np.array(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("targets", [LORA.targets, ("attn/o", "mlp/up")])
+def test_the_policy_begins_as_the_base_exactly(targets):
+    fresh = create(MODEL.config, Lora(2, 3.0, targets), jax.random.key(0))
+    assert {path.rpartition("/")[0] for path in leaves(fresh)} == {f"blocks/{target}" for target in targets}
+    tokens = np.arange(24).reshape(2, 12)
+    np.testing.assert_array_equal(logits(attached(MODEL, fresh), tokens), logits(MODEL, tokens))
+    random = [np.std(x) * np.sqrt(np.prod(x.shape[1:-1])) for path, x in leaves(fresh).items() if path.endswith("/a")]
+    np.testing.assert_allclose(random, 1.0, atol=0.3)
+
+
+def test_weights_and_gradients_are_those_of_the_sum_written_out():
+    policy = adapter()
+    factors, before, packed = leaves(policy), leaves(MODEL), pack(rollout(), LAYOUT)
+    model = jax.jit(merge)(attached(MODEL, policy))
+    found = leaves(gradient(policy, packed, MODEL)[0])
+    whole = leaves(gradient(model, packed)[0])
+    assert found.keys() == factors.keys()
+    for path, weight in leaves(model).items():
+        if f"{path}/a" not in factors:
+            np.testing.assert_array_equal(weight, before[path])
+            continue
+        rank = factors[f"{path}/a"].shape[-1]
+        for layer in range(len(weight)):
+            a, b = factors[f"{path}/a"][layer].reshape(-1, rank), factors[f"{path}/b"][layer].reshape(rank, -1)
+            shape = (a.shape[0], b.shape[1])
+            np.testing.assert_allclose(
+                weight[layer].reshape(shape), before[path][layer].reshape(shape) + 1.5 * a @ b, atol=1e-6
+            )
+            g = whole[path][layer].reshape(shape)
+            for name, wanted in {"a": 1.5 * g @ b.T, "b": 1.5 * a.T @ g}.items():
+                got = found[f"{path}/{name}"][layer].reshape(wanted.shape)
+                np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max(), err_msg=f"{path}/{name}")
+
+
+def test_an_update_moves_the_adapter_alone():
+    state = state_on(one_device(), policy=adapter())
+    before, pointers = leaves(state.base), [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.base)]
+    old, reference = leaves(state.policy), leaves(state.reference)
+    assert {x.size for x in jax.tree.leaves(state.opt_state)} == {1} | {x.size for x in old.values()}
+    data = place(pack(rollout(), LAYOUT), one_device())
+    for _ in range(2):
+        state, metrics = updater()(state, data, TEMPERATURE)
+    assert metrics["grad_norm"] > 0 and int(state.updates) == 2
+    assert all(np.abs(x - old[path]).max() > 1e-3 for path, x in leaves(state.policy).items())
+    for path, x in leaves(state.base).items():
+        assert x.tobytes() == before[path].tobytes() == leaves(MODEL)[path].tobytes(), path
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.base)] == pointers, "the base was copied"
+    jax.tree.map(np.testing.assert_array_equal, leaves(state.reference), reference)
+
+
+def test_the_reference_is_the_base():
+    state = state_on(one_device(), policy=adapter())
+    packed = pack(rollout(), LAYOUT)
+    scored = lambda model: np.asarray(score(model, packed, jnp.float32(TEMPERATURE), COMPUTE))
+    np.testing.assert_array_equal(scored(reference_model(state)), scored(MODEL))
+    assert np.abs(scored(policy_model(state)) - scored(MODEL)).max() > 1e-2
+    assert reference_model(state._replace(reference=None)) is None
+    assert sum(x.size for x in jax.tree.leaves(state.reference)) == sum(x.size for x in jax.tree.leaves(state.policy))
+
+
+def test_sampler_and_learner_agree():
+    state = state_on(one_device(), policy=adapter())
+    weights = weights_for_sampling(MODEL, "float32", one_device(), one_device(), keep=True)(policy_model(state))
+    assert jax.tree.structure(weights) == jax.tree.structure(MODEL)
+    rules = Sampling(TEMPERATURE, max_new_tokens=T)
+    prompts = [list(s.prompt) for s in rollout()]
+    found = Engine(MODEL, 8, WIDTH, 4).generate(weights, prompts, range(len(prompts)), rules)
+    samples = [
+        Sample(s.prompt, c.tokens, c.mask, c.sampler_logp, 1.0) for s, c in zip(rollout(), found, strict=True)
+    ]
+    _, metrics = gradient(state.policy, pack(samples, LAYOUT), state.base)
+    assert 0 <= metrics["sampler/logp_abs_diff_mean"] <= metrics["sampler/logp_abs_diff_max"] < 1e-5
+    _, base = gradient(create(MODEL.config, LORA, jax.random.key(0)), pack(samples, LAYOUT), MODEL)
+    assert base["sampler/logp_abs_diff_max"] > 1e-2
+
+
+def test_in_bfloat16_both_round_the_same_sum():
+    policy, base = adapter(), tiny("windows", dtype="bfloat16")
+    weights = weights_for_sampling(base, "bfloat16", one_device(), one_device(), keep=False)(attached(base, policy))
+    tokens = np.arange(24).reshape(2, 12)
+    inside = logits(attached(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
+    np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)
+    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
+    grads, _ = jax.eval_shape(lambda p, b: compute(p, pack(rollout(), LAYOUT), jnp.float32(1), base=b), policy, base)
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+
+
+@functools.cache
+def memory(lora):
+    """Bytes of the compiled update of a model that is large beside its activations: (temporary, model, trained)."""
+    config = ModelConfig("llama", 4096, 256, 4, 768, KINDS["plain"].attention, tied_embeddings=True)
+    model = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
+    state = abstract_state(model, build(OPTIMISER), False, lora)
+    packed = jax.eval_shape(lambda: pack(rollout(), Layout(1, 20, T)))
+    compiled = updater().lower(state, packed, TEMPERATURE).compile()
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return compiled.memory_analysis().temp_size_in_bytes, size(model), size(state.policy)
+
+
+def test_no_gradient_of_the_base_is_ever_held():
+    whole, model, _ = memory(Lora())
+    small, _, trained = memory(LORA)
+    assert trained < model / 50
+    assert whole > model, "without an adapter there is a gradient of everything"
+    assert small < 0.5 * model, (small / model, whole / model)
+
+
+def test_the_mesh_changes_nothing():
+    mesh, alone = make_mesh(MeshShape(2, 2, 2)), one_device()
+    moments = []
+    for where in (alone, mesh):
+        with jax.set_mesh(where):
+            state = jax.block_until_ready(state_on(where, policy=adapter()))
+            state, _ = jax.block_until_ready(updater()(state, place(pack(rollout(), LAYOUT), where), TEMPERATURE))
+        moments.append(jax.device_get(state.opt_state[1].mu))
+        for (path, leaf), layout in zip(
+            jax.tree.leaves_with_path(state), jax.tree.leaves(shardings(state, where)), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(layout, leaf.ndim), jax.tree_util.keystr(path)
+    assert largest_difference(moments[1], moments[0]) < 1e-5  # the gradients, clipped, times 1 - b1
+
+
+def test_an_adapter_is_divided_as_its_weight():
+    for path in leaves(adapter()):
+        weight, name = path.rpartition("/")[::2]
+        layers, *rest = RULES[weight]
+        inputs = 2 if weight.endswith("attn/o") else 1
+        wanted = [layers, *rest[:inputs], None] if name == "a" else [layers, None, *rest[inputs:]]
+        assert list(RULES[path]) == wanted, path
+
+
+def test_a_fingerprint_is_of_the_content_wherever_it_lies():
+    model = tiny("gemma")
+    wanted = leaves(fingerprint(model))
+    for shape in ((1, 8, 1), (2, 2, 2)):
+        mesh = make_mesh(MeshShape(*shape))
+        found = leaves(fingerprint(jax.device_put(model, shardings(model, mesh))))
+        assert all(np.array_equal(found[path], wanted[path]) for path in wanted)
+    assert len({x.tobytes() for x in wanted.values()}) == len(wanted)
+
+    def of(change):
+        values = np.array(to_parameters(model)["embed"])
+        change(values)
+        return leaves(fingerprint({"weights": {"embed": jnp.asarray(values)}}))["embed"].tobytes()
+
+    def swap(x):
+        x[[0, 7]] = x[[7, 0]]
+
+    def nudge(x):
+        x[3, 4] = np.nextafter(x[3, 4], np.float32(9))
+
+    same, *others = of(lambda x: None), of(swap), of(nudge)
+    assert same == wanted["embed"].tobytes() and len({same, *others}) == 3
+
+
+def test_a_checkpoint_holds_the_adapter_and_knows_its_base(tmp_path):
+    mesh, other = make_mesh(MeshShape(1, 8, 1)), make_mesh(MeshShape(2, 2, 2))
+    state = state_on(mesh, policy=adapter())
+    like = abstract_state(MODEL, build(OPTIMISER), True, LORA)
+    saved = flatten(state)
+    assert {"policy/blocks/attn/q/a", "reference/blocks/mlp/down/b", "base/embed"} <= saved.keys()
+    assert max(x.size for x in saved.values()) < MODEL.weights.blocks.mlp.gate[...].size
+    assert all(x.shape == (2,) for name, x in saved.items() if name.startswith("base/"))
+    with Checkpoints(tmp_path) as store:
+        store.save(3, state, {"cursor": 1})
+    with Checkpoints(tmp_path) as store:
+        for where in (mesh, other, one_device()):
+            found, host = store.restore(3, like, where, jax.tree.map(jnp.copy, MODEL))
+            assert host == {"cursor": 1} and jax.tree.structure(found) == jax.tree.structure(state)
+            for a, b, layout in zip(
+                jax.tree.leaves(found), jax.tree.leaves(state), jax.tree.leaves(shardings(found, where)), strict=True
+            ):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+                assert a.sharding.is_equivalent_to(layout, a.ndim)
+        with pytest.raises(InputError, match="trained beside another model.*blocks/attn/k differs") as refused:
+            store.restore(3, like, mesh, other_base())
+        assert "\n" not in str(refused.value)
+        with pytest.raises(InputError, match="start over with --fresh"):
+            store.restore(3, abstract_state(MODEL, build(OPTIMISER), True), mesh)
+    alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy), other, MODEL)
+    jax.tree.map(np.testing.assert_array_equal, leaves(alone), leaves(state.policy))
+    with pytest.raises(InputError, match="trained beside another model"):
+        restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy), other, other_base())
+
+
+def other_base():
+    """The base with a single number changed."""
+    parameters = to_parameters(MODEL)
+    parameters["blocks"]["attn"]["k"] = parameters["blocks"]["attn"]["k"].at[1, 2, 0, 3].add(1e-6)
+    return from_parameters(MODEL.config, parameters)

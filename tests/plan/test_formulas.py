@@ -1,0 +1,133 @@
+"""Formulas of work and memory against independent counts of real programs and real arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax.extend.core import jaxprs_in_params
+
+from jaxrl_llm import learner
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models.cache import empty_cache
+from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.plan.formulas import attention_share, counts, forward_flops, update_flops, visible_pairs, work
+from jaxrl_llm.plan.layout import abstract_mesh, arrays, bytes_per_device
+from jaxrl_llm.plan.programs import Subject, compile_one, subject
+from jaxrl_llm.rollout import Engine
+from jaxrl_llm.rollout.slots import as_rules, empty_slots, run_chunk
+from jaxrl_llm.rollout.sampling import asked
+from plan.tinyrun import CONFIG, tiny_run, with_learner
+
+MESHES = [(1, 8, 1), (2, 2, 2)]
+
+
+def products(jaxpr):
+    """FLOPs of all matrix products of a jaxpr, loops of known length multiplied out, others once."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (left, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * equation.outvars[0].aval.size * int(np.prod([shape[axis] for axis in left]))
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            total += times * products(inner)
+    return total
+
+
+@pytest.mark.parametrize("remat, attention", [("full", "xla"), ("none", "xla")])
+def test_an_update_runs_the_products_that_the_formula_says(remat, attention):
+    run = with_learner(tiny_run((1, 1, 1), prompts=2, group=2), remat=remat)
+    one = subject(run, CONFIG, jax.devices()[:1])
+    held = one.arrays
+    assert held.microbatches == 1 and held.packed.target.shape[-1] <= 512  # both loops whose bounds are data run once
+    jaxpr = jax.make_jaxpr(one.programs.update)(held.state, held.packed, jax.ShapeDtypeStruct((), np.float32))
+    todo = work(run, CONFIG, one.programs.layout)
+    predicted = update_flops(CONFIG, todo, remat, attention)
+    # What is padded to a quarter of a row among the predictions is computed too.
+    padding = held.packed.target.size - todo.sampled
+    assert products(jaxpr.jaxpr) == predicted + 4 * forward_flops(CONFIG, 0, 0, padding)
+
+
+def test_a_decode_step_runs_the_products_that_the_formula_says():
+    model = jax.eval_shape(lambda key: initialise(CONFIG, key), jax.random.key(0))
+    run = tiny_run((1, 1, 1))
+    one = subject(run, CONFIG, jax.devices()[:1])
+    a = one.arrays
+    rules = jax.eval_shape(lambda: as_rules(a.sampling))
+    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampling), a.slot_shape.group))(model, a.slots, rules)
+    slots, columns = run.rollout.slots, a.slot_shape.columns + 1
+    lanes = a.slot_shape.blocks * a.slot_shape.group * a.slot_shape.prompt_columns
+    pairs = CONFIG.layers * (slots * columns + lanes)
+    assert products(jaxpr.jaxpr) == forward_flops(CONFIG, slots, pairs, slots)
+
+
+@pytest.mark.parametrize("windows", [(), (3, 0), (5, 5)])
+@pytest.mark.parametrize("first, last", [(0, 7), (4, 9), (2, 3)])
+def test_visible_pairs_are_those_of_a_loop(windows, first, last):
+    config = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, windows=windows))
+    counted = sum(
+        1
+        for window in windows or (0, 0)
+        for query in range(first, last)
+        for key in range(query + 1)
+        if not window or query - key < window
+    )
+    assert visible_pairs(config, first, last) == counted
+
+
+def test_attention_hides_half_at_best():
+    assert attention_share("xla", 128) == 1.0 and attention_share("xla", 8192) == 9 / 16
+    assert attention_share("cudnn", 8192) == 1.0 and attention_share("splash", 8192) == 0.5 + 1 / 32
+
+
+def test_six_n_per_token_is_the_known_count():
+    """Qwen2.5-0.5B by hand: 24 layers of 14,909,440 weights in products, a head of 136,134,656, and short rows."""
+    from jaxrl_llm.plan.shapes import model_config
+
+    config, _ = model_config("Qwen/Qwen2.5-0.5B")
+    n = counts(config)
+    assert n.layers == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864) and n.head == 896 * 151936
+    assert 3 * forward_flops(config, 1, 0, 1) == 6 * (n.layers + n.head)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
+    run = tiny_run(mesh)
+    one = subject(run, CONFIG, jax.devices())
+    held = arrays(run, CONFIG, one.programs.layout, abstract_mesh(mesh), abstract_mesh(mesh))
+    model = initialise(CONFIG, jax.random.key(0))
+    state = learner.create_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, one.mesh)
+    slots = empty_slots(CONFIG, held.slot_shape, jnp.float32, one.where)
+    for planned, real in [(held.state, state), (held.slots, slots)]:
+        there = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(real))
+        assert bytes_per_device(planned) == there
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
+    one = subject(tiny_run(mesh), CONFIG, jax.devices())
+    size = bytes_per_device
+    done = compile_one(one, "update")
+    given = size(one.arrays.state) + size(one.arrays.packed) + 4  # and the temperature
+    unused = size(one.arrays.packed.totals.sequences) + size(one.arrays.packed.sampler_logp)
+    assert given - unused <= done.arguments <= given and done.outputs < 0.01 * given
+    assert done.temporary > size(one.arrays.state.policy)  # the gradient at least
+
+
+def test_slots_are_planned_at_the_largest_that_an_engine_takes():
+    run = tiny_run((1, 1, 1), prompts=9, group=4)
+    one = subject(run, CONFIG, jax.devices()[:1])
+    engine, weights = Engine(one.arrays.sampled, 32, run.rollout.max_length, 8, None, group=4), initialise(CONFIG, jax.random.key(1))
+    engine.start(one.arrays.sampling)
+    prompts = [[i // 4 + 1] * run.rollout.max_prompt_tokens for i in range(36)]
+    engine.submit(prompts, range(36))
+    while engine.busy:
+        engine.step(weights)
+    seen = [[int(word.strip(",")) for word in shape.split() if word.strip(",").isdigit()] for shape in engine.shapes if "decode" in shape]
+    planned = one.arrays.slot_shape
+    most = [max(sizes[i] for sizes in seen) for i in range(4)]
+    assert most[:2] == [planned.rows, planned.columns] and most[2] <= planned.blocks and most[3] == planned.prompt_columns

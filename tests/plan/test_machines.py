@@ -1,0 +1,77 @@
+"""Machines by name, models by name: what is understood, and what is refused with a remedy."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.plan.formulas import counts
+from jaxrl_llm.plan.machines import CHIPS, EXAMPLES, parse_topology
+from jaxrl_llm.plan.shapes import model_config, published
+
+
+@pytest.mark.parametrize("text, devices, shape", [
+    ("v5e:4x4", 16, (4, 4)), ("v5p:8x8x4", 256, (8, 8, 4)), ("V6E:16x16", 256, (16, 16)), ("h100:64", 64, (64,)),
+    ("tpu7x:2x2x1", 8, (2, 2, 1))])  # fmt: skip
+def test_a_topology_is_a_chip_and_a_shape(text, devices, shape):
+    machine = parse_topology(text)
+    assert (machine.devices, machine.shape, machine.name) == (devices, shape, text.lower())
+
+
+def test_slices_multiply_devices():
+    machine = parse_topology("v5e:4x4", 2)
+    assert (machine.devices, machine.per_slice, machine.name) == (32, 16, "v5e:4x4 x 2 slices")
+
+
+@pytest.mark.parametrize("text, remedy", [
+    ("v5litepod-16", "write v5e:4x4"), ("v6e-8", "write v6e:2x4"), ("v5p-128", "write v5p:4x4x4"), ("h100-8", "write h100:8"),
+    ("v5e:16", "2 sizes, as in v5e:4x4"), ("v5p:4x4", "3 sizes"), ("h200:2x4", "a number of devices"), ("v9:2x2", "there are v4")])  # fmt: skip
+def test_another_name_is_refused_with_the_right_one(text, remedy):
+    with pytest.raises(InputError, match=remedy):
+        parse_topology(text)
+
+
+@pytest.mark.parametrize("text, slices", [("v5e:4x4", 0), ("h100:8", 2)])
+def test_slices_that_make_no_sense_are_refused(text, slices):
+    with pytest.raises(InputError, match="--slices"):
+        parse_topology(text, slices)
+
+
+def test_every_chip_has_an_example_and_sound_peaks():
+    assert set(EXAMPLES) == set(CHIPS) and all(parse_topology(text).chip.name == name for name, text in EXAMPLES.items())
+    for chip in CHIPS.values():
+        assert all(value > 0 for name, value in dataclasses.asdict(chip).items() if name in ("flops", "bandwidth", "memory", "link", "network"))
+        # What a chip computes while it reads one number: the machine balance of every accelerator of these years.
+        assert 80 < chip.flops / chip.bandwidth < 700 and chip.network < chip.link
+
+
+@pytest.mark.parametrize("name, parameters", [
+    ("Qwen/Qwen2.5-0.5B", 494_032_768), ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304), ("Qwen/Qwen2.5-7B", 7_615_616_512),
+    ("Qwen/Qwen2.5-32B", 32_763_876_352), ("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-8B", 8_190_735_360),
+    ("meta-llama/Llama-3.1-8B", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400)])  # fmt: skip
+def test_published_shapes_have_the_published_number_of_parameters(name, parameters):
+    config, source = model_config(name)
+    assert counts(config).total == parameters and "copied into this package" in source
+
+
+def test_every_published_shape_can_be_read():
+    assert len(published()) > 30 and {config["model_type"] for config in published().values()} <= set(FAMILIES)
+    for name in published():
+        assert model_config(name)[0].layers > 0
+
+
+def test_a_directory_is_read_before_the_table(tmp_path):
+    from jaxrl_llm.models.builtin import TINY
+    from jaxrl_llm.models.hf_config import write_config
+    from jaxrl_llm.models.weights import write_json
+
+    write_json(tmp_path / "config.json", write_config(TINY, "float32"))
+    config, source = model_config(str(tmp_path))
+    assert config.width == TINY.width and source == str(tmp_path / "config.json")
+    assert model_config("tiny-random") == (TINY, "built in")
+
+
+def test_a_model_of_no_such_name_is_refused():
+    with pytest.raises(InputError, match="no such model"):
+        model_config("qwen2.5-32b")

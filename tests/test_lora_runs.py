@@ -1,0 +1,79 @@
+"""A run that trains an adapter, through the command line: broken off, gone on with, tested, asked and exported."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import assert_refused, commands
+
+from jaxrl_llm.models import load_pretrained, save_pretrained
+from jaxrl_llm.models.decoder import from_parameters, to_parameters
+
+FLAGS = "--model base --recipe grpo --rollout.prompts 2 --learner.lora.rank 2 --learner.lora.targets attn/q mlp/down"
+LINES = {
+    "whole": f"train smoke {FLAGS} --steps 3 --run_dir whole",
+    "half": f"train smoke {FLAGS} --steps 2 --run_dir broken",
+    "rest": f"train smoke {FLAGS} --steps 3 --run_dir broken",
+    "eval": "eval whole --json",
+    "export": "export whole --out model",
+    "eval export": "eval model --config smoke --json",
+    "generate": "generate whole --temperature 0 --max_new_tokens 8 --prompt hello",
+    "no rank": "train smoke --learner.lora.rank -1",
+    "no target": "train smoke --learner.lora.rank 2 --learner.lora.targets embed",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    save_pretrained(*load_pretrained("tiny-random"), folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
+
+
+def rows(path):
+    """Metrics by step but for what the clock decides, and for the evaluation at the end of the first half."""
+    clock = ("time/", "throughput/", "event/resumed", "eval/")
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(folder, answers):
+    for name in ("whole", "half", "rest"):
+        assert answers[name].code == 0, answers[name].err
+    whole, broken = rows(folder / "whole/metrics.jsonl"), rows(folder / "broken/metrics.jsonl")
+    assert whole == broken and len(whole) == 4
+    assert whole[-1]["kl"] > 0 and whole[1]["sampler/logp_abs_diff_max"] < 1e-5
+
+
+def test_what_is_tested_asked_and_exported_is_the_adapted_model(folder, answers):
+    for name in ("eval", "export", "eval export", "generate"):
+        assert answers[name].code == 0, answers[name].err
+    last = json.loads((folder / "whole/metrics.jsonl").read_text().splitlines()[-1])
+    logged = {name: value for name, value in last.items() if name.startswith("eval/")}
+    ours, theirs = (json.loads(answers[name].out) for name in ("eval", "eval export"))
+    assert logged and {k: ours[k] for k in logged} == {k: theirs[k] for k in logged} == logged
+    base, model = (to_parameters(load_pretrained(folder / name)[0])["blocks"] for name in ("base", "model"))
+    moved = {f"{p}/{n}": float(np.abs(model[p][n] - base[p][n]).max()) for p in ("attn", "mlp") for n in base[p]}
+    assert {name for name, size in moved.items() if size} == {"attn/q", "mlp/down"}
+    assert min(moved["attn/q"], moved["mlp/down"]) > 1e-3
+
+
+def test_a_run_is_not_continued_beside_another_base(folder, answers):
+    assert answers["rest"].code == 0
+    model, tokenizer = load_pretrained("tiny-random")
+    (folder / "base").rename(folder / "before")
+    parameters = to_parameters(model)
+    other = parameters | {"embed": parameters["embed"].at[3, 4].add(1e-3)}
+    save_pretrained(from_parameters(model.config, other), tokenizer, folder / "base")
+    longer, asked = commands([f"train smoke {FLAGS} --steps 4 --run_dir broken", "generate broken --prompt hello"], folder)
+    assert_refused(asked, "trained beside another model", "embed differs")
+    assert longer.code == 2 and longer.err.splitlines()[-1] == asked.err.strip()
+
+
+def test_what_cannot_be_adapted_is_refused(answers):
+    assert_refused(answers["no rank"], "learner.lora.rank must be at least 0")
+    assert_refused(answers["no target"], "learner.lora.targets must be some of attn/q,", "got embed")
