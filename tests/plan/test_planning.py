@@ -111,7 +111,8 @@ def test_the_command_plans(tmp_path):
 
 
 def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
-    without = "import sys; sys.modules['libtpu'] = None"  # as where it is not installed
+    # As where it is not installed; JAX has told this process, and so its children, where it is.
+    without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
     answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
     assert answer.code == 2 and "pip install 'jaxrl-llm[tpu]'" in answer.err and answer.err.count("\n") == 1
 
