@@ -111,5 +111,7 @@ def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int
     heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
     waiting = prompts_waiting(run) * 2 * config.layers * rows * piece * calls * heads * config.attention.head_dim * width
     logits = 4 * 4 * run.rollout.slots / parts * config.vocab_size * share
-    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) / 2
+    columns = arrays.slot_shape.columns
+    before = 1 << (columns - 1).bit_length() - 1  # the cache of before, beside the one that it becomes
+    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) * before / columns
     return max(logits, growing) + waiting

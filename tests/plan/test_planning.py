@@ -110,6 +110,13 @@ def test_the_command_plans(tmp_path):
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out and (tmp_path / "plan.json").exists()
 
 
+def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
+    # As where it is not installed; JAX has told this process, and so its children, where it is.
+    without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
+    answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
+    assert answer.code == 2 and "pip install 'jaxrl-llm[tpu]'" in answer.err and answer.err.count("\n") == 1
+
+
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
     refused = {
         "plan smoke": "--topology v5e:4x4",
