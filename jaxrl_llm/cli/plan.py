@@ -11,19 +11,20 @@ if TYPE_CHECKING:
     from jaxrl_llm.plan.machines import Machine
     from jaxrl_llm.plan.planning import Plan
 
-USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--json FILE]
-                      [--plot FILE] [--recipe NAME] [--field value ...]
+USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
+                      [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64, planned by formula alone).
 --slices N         so many such slices
 --mean_tokens N    completions have N tokens on average (times only; memory is planned for the longest)
 --search           try meshes and microbatches; compile the most promising and print the best
 --quick            by formula, nothing is compiled
+--largest          also how many microbatch_rows fit, which compiles the update once more
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg or .png; needs matplotlib)
 jaxrl-llm train CONFIG --help lists the fields."""
 MISSING = "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
-HELP = "Also --topology, --slices, --mean_tokens, --search, --quick, --json, --plot and --recipe: jaxrl-llm plan --help."
+HELP = "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --json, --plot and --recipe: jaxrl-llm plan --help."
 
 
 def plan(arguments: list[str]) -> int:
@@ -51,7 +52,7 @@ def plan(arguments: list[str]) -> int:
     from jaxrl_llm.plan.planning import plan as plan_one
 
     compiling = devices is not None and not asked["--quick"]
-    made = plan_one(run, config, machine, devices, asked["--mean_tokens"], compiling, compiling, status)
+    made = plan_one(run, config, machine, devices, asked["--mean_tokens"], compiling, compiling and asked["--largest"], status)
     status("")
     show(made, source, asked)
     return 0
@@ -63,7 +64,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
     Raises:
       InputError: no topology, or no number where one belongs.
     """
-    found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in ("--search", "--quick")}
+    found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in ("--search", "--quick", "--largest")}
     found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
     if not found["--topology"]:
         raise InputError("plan needs a machine: --topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)")
@@ -89,7 +90,7 @@ def settings(given: str, arguments: list[str], slices: int) -> configs.Run:
 
 def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
     """Print it, and write what was asked for."""
-    from jaxrl_llm.plan.report import lines, write
+    from jaxrl_llm.plan.report import lines, to_json, write
 
     print("\n".join(lines(made, source)))
     if asked["--json"]:
@@ -99,7 +100,7 @@ def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
         from jaxrl_llm.plan.picture import draw
 
         with writable(Path(asked["--plot"]), "--plot"):
-            draw([made], Path(asked["--plot"]))
+            draw([to_json(made, source)], Path(asked["--plot"]))
 
 
 def search(run: configs.Run, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]) -> int:

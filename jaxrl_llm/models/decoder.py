@@ -138,14 +138,14 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     with jax.named_scope("mlp"):
-        gate, up = (activation(jnp.einsum("bsd,df->bsf", h, p[...]), "mlp") for p in (w.mlp.gate, w.mlp.up))
-        h = jnp.einsum("bsf,fd->bsd", layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
+        gate, up = (activation(layers.project(h, p[...]), "mlp") for p in (w.mlp.gate, w.mlp.up))
+        h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
         h = activation(h, "residual")
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
 
 
 def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = (activation(jnp.einsum("bsd,dnh->bsnh", h, p[...]), "heads") for p in (w.q, w.k, w.v))
+    q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.q, w.k, w.v))
     if w.has("q_bias"):
         q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
     if w.has("q_norm"):

@@ -70,7 +70,6 @@ class Work:
     Attributes:
       completions: B.
       mean: tokens of each.
-      prompt_tokens: of each prompt.
       sampled: tokens, B * mean.
       prompts_flops: keys and values of all prompts, once for each group.
       decode_flops: all sampled tokens.
@@ -80,11 +79,11 @@ class Work:
       row_tokens: S.
       microbatches: of an update, that hold anything.
       updates: of the optimiser.
+      passes: forward passes that learning from a batch is worth: 3, or 2 where weights are frozen under an adapter.
     """
 
     completions: int
     mean: int
-    prompt_tokens: int
     sampled: int
     prompts_flops: float
     decode_flops: float
@@ -94,11 +93,12 @@ class Work:
     row_tokens: int
     microbatches: int
     updates: int
+    passes: int
 
     @property
     def train_flops(self) -> float:
-        """Of all updates that count as work: three forward passes each, nothing computed twice."""
-        return 3 * self.forward * self.updates
+        """Of all updates that count as work: nothing computed twice, and no gradient of a frozen weight."""
+        return self.passes * self.forward * self.updates
 
 
 def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None) -> Work:
@@ -115,8 +115,8 @@ def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None)
     algorithm = run.recipe.algorithm
     passes = (updates(run) > 1) + (algorithm.needs_reference)
     return Work(
-        completions, mean, prompt, completions * mean, prompts_flops, decode, passes, (prompts_flops + decode) * share,
-        microbatches * layout.rows, layout.row_tokens, microbatches, updates(run),
+        completions, mean, completions * mean, prompts_flops, decode, passes, (prompts_flops + decode) * share,
+        microbatches * layout.rows, layout.row_tokens, microbatches, updates(run), 2 if run.learner.lora.rank else 3,
     )  # fmt: skip
 
 
@@ -142,4 +142,4 @@ def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> 
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
     repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
     # The head's logits are always computed again in the backward pass.
-    return 3 * body + REMAT_PASSES[remat] * repeated + 4 * forward_flops(config, 0, 0, predictions)
+    return one.passes * body + REMAT_PASSES[remat] * repeated + (one.passes + 1) * forward_flops(config, 0, 0, predictions)

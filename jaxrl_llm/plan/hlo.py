@@ -73,7 +73,7 @@ def parse(text: str, devices: int) -> Program:
         if current is None and (head := _COMPUTATION.match(line)):
             current = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # kernels write attributes over several lines, which may begin so too
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
             instruction = _instruction(line[match.end() :], match[2], bool(match[1]))

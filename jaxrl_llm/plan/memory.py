@@ -18,7 +18,7 @@ class Memory:
     """Bytes of one device by kind; all but ``temporary`` are the exact sizes of arrays.
 
     Attributes:
-      weights: of the policy that learns.
+      weights: of the policy that learns, and of the frozen base under its adapter.
       optimiser: its moments.
       reference: the frozen policy.
       batch: a step's packed data, of all its updates.
@@ -90,8 +90,9 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
     learner, a = run.learner, config.attention
     width = 2 if learner.compute_dtype == "bfloat16" else 4
     tokens = learner.microbatch_rows * one.row_tokens / parts
-    policy = bytes_per_device(arrays.state.policy)
-    gradients = 2 * policy + policy * width / jax.tree.leaves(arrays.state.policy)[0].dtype.itemsize
+    learned, state = bytes_per_device(arrays.state.policy), arrays.state
+    narrow = sum(bytes_per_device(x) * width / x.dtype.itemsize for x in jax.tree.leaves((state.policy, state.base)))
+    gradients = 2 * learned + narrow
     layer = tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     kept = {"full": 1, "dots": 3 + (a.heads + 2 * a.kv_heads) * a.head_dim * share / config.width
             + 2 * config.mlp_width * share / config.width, "none": 0}[learner.remat] * tokens * config.width * width * config.layers  # fmt: skip
@@ -110,5 +111,7 @@ def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int
     heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
     waiting = prompts_waiting(run) * 2 * config.layers * rows * piece * calls * heads * config.attention.head_dim * width
     logits = 4 * 4 * run.rollout.slots / parts * config.vocab_size * share
-    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) / 2
+    columns = arrays.slot_shape.columns
+    before = 1 << (columns - 1).bit_length() - 1  # the cache of before, beside the one that it becomes
+    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) * before / columns
     return max(logits, growing) + waiting

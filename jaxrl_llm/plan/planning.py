@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def most_slots(self) -> int:
-        """The largest ``rollout.slots`` whose cache fits beside the rest."""
+        """The largest ``rollout.slots`` that fits beside the rest, where temporaries grow as the cache does: they grow less."""
         free, unit = self.machine.chip.memory - self.sampling.total, self.mesh[0] * self.mesh[1]
         return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
 
@@ -163,13 +163,13 @@ def _assembled(
     traffics = sent.by_formula(run, config, held, todo, sizes, spots)
     traffics |= {name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused}
     learn, sample = _temporaries(run, config, held, todo, device, done)
-    slots = bytes_per_device(held.slots) + (_growth(done) if done else bytes_per_device(held.slots.cache) / 2)
+    sampler = memory.sampling(run, held, base, sample, bool(done))
     return Plan(
         run, machine, sizes, counts(config).total, todo,
-        memory.learning(run, held, base, learn, bool(done)), memory.sampling(run, held, base, sample, bool(done)),
+        memory.learning(run, held, base, learn, bool(done)), sampler,
         tuple(phases(run, config, held, todo, device, compute, traffics)), {name: one.seconds for name, one in done.items()},
         tuple(name for name, one in done.items() if one.refused),
-        {"prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts, "slots": slots / run.rollout.slots},
+        {"prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts, "slots": (sampler.cache + sample) / run.rollout.slots},
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def _temporaries(
     waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
     waiting = max(waiting, 0) * memory.prompts_waiting(run)
     decode = memory.compiled_temporary(done["decode"], sampled + slots)
-    moving = memory.compiled_temporary(done["weights"], size(held.state.policy) + sampled) if "weights" in done else 0
+    moving = memory.compiled_temporary(done["weights"], size((held.state.policy, held.state.base)) + sampled) if "weights" in done else 0
     # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
     return learn, max(decode + waiting, _growth(done) + waiting, done["prompts"].temporary + waiting, moving - slots)
 

@@ -95,7 +95,7 @@ def phases(
     """The parts of a step; ``sent`` is what one call of each program sends."""
     calls = calls_of(run, work)
     costs = {
-        "weights": (0.0, bytes_per_device(arrays.state.policy) + bytes_per_device(arrays.sampled)),
+        "weights": (0.0, bytes_per_device((arrays.state.policy, arrays.state.base)) + bytes_per_device(arrays.sampled)),
         "prompts": prompts_cost(run, config, arrays, device),
         "decode": decode_cost(run, config, arrays, work, device),
         "score": score_cost(config, arrays, work, device, compute),
@@ -119,7 +119,7 @@ def prompts_cost(run: Run, config: ModelConfig, arrays: Arrays, device: Device) 
 def decode_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device) -> tuple[float, float]:
     """FLOPs and bytes of one chunk, averaged over the lengths of the cache as it grows."""
     rollout, shape, slots = run.rollout, arrays.slot_shape, run.rollout.slots / device.slot_parts
-    pairs = config.layers * (work.prompt_tokens + work.mean / 2)
+    pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     flops = forward_flops(config, 1, pairs, 1) * slots * device.share
     columns = mean_columns(work.mean, rollout.chunk, shape.columns)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin

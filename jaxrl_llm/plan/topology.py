@@ -61,7 +61,7 @@ def _reason(machine: Machine, text: str) -> str:
     line = next(iter(text.splitlines()), "")
     if "lockfile" in text or "libtpu_lock" in text:
         return "libtpu is in use by another process that does not share it: wait for it to end, then run the same command again"
-    if "libtpu" in text.lower() and ("not found" in text or "could not" in text.lower() or "No module" in text):
+    if "TPU support not installed" in text or "No module" in text:
         return NO_COMPILER
     return f"topology {machine.name}: the TPU compiler refuses it ({line}); sizes of 1, 2 or multiples of 4 are known"
 

@@ -69,6 +69,9 @@ TPU_LIKE = """HloModule jit_f, is_scheduled=true
 ENTRY %main (a: bf16[4,8], b: (f32[32,8], s32[], s32[])) -> bf16[64,8] {
   %a = bf16[4,8]{1,0} parameter(0)
   %b = (f32[32,8]{1,0}, s32[], s32[]) parameter(1)
+  %kernel = bf16[4,8]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"sizes":"{\\"block\\": 128}"
+}}, metadata={op_name="kernel"}
   %begun = (bf16[4,8]{1,0}, bf16[64,8]{1,0}) fusion(%a), kind=kLoop, calls=%fused_computation.1
   %while.2 = (f32[32,8]{1,0}, s32[], s32[]) while(%b), condition=%condition.2, body=%body.2
   ROOT %ended = bf16[64,8]{1,0} fusion(%a), kind=kLoop, calls=%fused_computation.2

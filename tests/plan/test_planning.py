@@ -1,0 +1,128 @@
+"""Plans: one compiled for a TPU that is not there, the rest by formula; what they say, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from commands import command, commands
+from jaxrl_llm.plan.machines import parse_topology
+from jaxrl_llm.plan.picture import draw
+from jaxrl_llm.plan.planning import plan
+from jaxrl_llm.plan.programs import compile_one, needed, subject
+from jaxrl_llm.plan.report import lines, write
+from jaxrl_llm.plan.search import best, candidates, table
+from jaxrl_llm.plan.topology import describe
+from plan.tinyrun import CONFIG, tiny_run, with_learner
+
+GPUS = parse_topology("h100:8")
+SLICE = parse_topology("v5e:2x2")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One plan by the TPU's compiler, for all tests."""
+    return plan(tiny_run((1, 2, 2)), CONFIG, SLICE, describe(SLICE), None, True)
+
+
+def test_the_real_programs_compile_for_a_tpu_slice(compiled):
+    assert set(compiled.compiled) == {"weights", "prompts", "decode", "growth", "update"} and not compiled.refused
+    assert compiled.fits and compiled.learning.compiled and compiled.learning.temporary > 0
+    by_name = {p.name: p for p in compiled.phases}
+    assert set(by_name) == {"weights", "prompts", "decode", "score", "update"}
+    kinds = {t.kind for t in by_name["update"].traffic}
+    assert kinds and sum(t.ici for t in by_name["update"].traffic) > 0 == sum(t.dcn for p in compiled.phases for t in p.traffic)
+    # No device sends its part of the cache away when it grows: only weights are gathered for sampling.
+    assert sum(t.ici for t in by_name["weights"].traffic) > 0
+
+
+def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_path):
+    text = "\n".join(lines(compiled, "built in"))
+    for word in ("temporaries, the compiler's", "update: ", "(compiled)", "by formula", "FITS", "bound by", "MFU"):
+        assert word in text
+    write(tmp_path / "plan.json", [(compiled, "built in")])
+    value = json.loads((tmp_path / "plan.json").read_text())
+    assert value["memory"]["learning"]["total"] == compiled.learning.total and value["fits"] and value["mesh"]["tensor"] == 2
+    draw([value], tmp_path / "plan.svg")
+    assert "tiny-random" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_program_that_needs_too_much_is_a_number_and_no_traceback():
+    run = tiny_run((1, 4, 1), slots=1 << 16, max_prompt_tokens=1024, max_new_tokens=16384, chunk=16)
+    run = with_learner(run, row_tokens=0)
+    one = subject(run, CONFIG, describe(SLICE))
+    done = compile_one(one, "decode")
+    assert done.refused > SLICE.chip.memory and not done.temporary
+
+
+def test_the_number_is_read_from_the_refusal():
+    text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 36.50G of 15.75G hbm."
+    assert needed(text) == 36.5 * 2**30
+
+
+def by_formula(run):
+    return plan(run, CONFIG, GPUS, None, None, False)
+
+
+def test_gpus_are_planned_by_formula_alone():
+    found = by_formula(tiny_run((1, 4, 2)))
+    assert found.fits and not found.compiled and not found.learning.compiled
+    assert "a formula's" in "\n".join(lines(found, ""))
+
+
+def test_more_of_everything_costs_more():
+    run = tiny_run((1, 4, 2), prompts=32, slots=64)
+    base = by_formula(run)
+    slots = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, slots=128)))
+    assert slots.sampling.cache == 2 * base.sampling.cache and slots.learning == base.learning
+    rows = by_formula(with_learner(run, microbatch_rows=16))
+    assert rows.learning.temporary > base.learning.temporary and rows.sampling == base.sampling
+    prompts = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=64)))
+    assert prompts.learning.batch > base.learning.batch and prompts.seconds > base.seconds
+    assert prompts.work.train_flops == 2 * base.work.train_flops
+
+
+def test_what_fits_at_most_fits_and_more_does_not():
+    run = tiny_run((1, 4, 2), slots=64)
+    small = dataclasses.replace(GPUS, chip=dataclasses.replace(GPUS.chip, memory=by_formula(run).peak * 3))
+    most = plan(run, CONFIG, small, None, None, False).most_slots
+    assert most > 64
+
+    def fits(slots):
+        changed = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, slots=slots))
+        return plan(changed, CONFIG, small, None, None, False).fits
+
+    assert fits(most) and not fits(most * 4)
+
+
+def test_a_search_ranks_meshes_that_fit():
+    run = tiny_run((1, 8, 1))
+    every = candidates(run, CONFIG, GPUS)
+    assert len({(one.mesh, one.learner.microbatch_rows) for one in every}) == len(every) > 4
+    assert all(one.mesh.tensor in (1, 2) for one in every)  # two key/value heads
+    found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
+    assert found and [p.seconds for p in found] == sorted(p.seconds for p in found) and all(p.fits for p in found)
+    assert len(table(found)) == 1 + len(found)
+
+
+def test_the_command_plans(tmp_path):
+    done = command("plan", "smoke", "--topology", "h100:2", "--json", "plan.json", folder=tmp_path)
+    assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out and (tmp_path / "plan.json").exists()
+
+
+def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
+    # As where it is not installed; JAX has told this process, and so its children, where it is.
+    without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
+    answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
+    assert answer.code == 2 and "pip install 'jaxrl-llm[tpu]'" in answer.err and answer.err.count("\n") == 1
+
+
+def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
+    refused = {
+        "plan smoke": "--topology v5e:4x4",
+        "plan smoke --topology v5litepod-16": "write v5e:4x4",
+        "plan smoke --topology h100:3": "make it a multiple of 3",
+        "plan smoke --topology h100:2 --slices x": "--slices must be a positive number",
+    }
+    for answer, words in zip(commands(list(refused), tmp_path), refused.values(), strict=True):
+        assert answer.code == 2 and words in answer.err and answer.err.count("\n") == 1
