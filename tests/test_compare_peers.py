@@ -1,6 +1,7 @@
-"""The comparison of samplers, as far as it needs none but our own: a real run, and the table's arithmetic."""
+"""The comparison with peers, as far as it needs none but our own: real runs, and the table's arithmetic."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,22 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl_llm.models import logits
+
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import bench_rollout  # noqa: E402
 import compare_peers  # noqa: E402
+import peer_checks  # noqa: E402
+import peer_processes  # noqa: E402
 
 TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 --repeats 2".split())
 
 
 def run(*arguments):
     command = [sys.executable, str(TOOLS / "compare_peers.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent)
+    one_device = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent, env=one_device)
 
 
 def answer(seconds, computed=100, others=0.0):
-    return {"seconds": seconds, "cpu_s": 2 * seconds, "computed": computed, "others": others}
+    return {"seconds": seconds, "cpu_s": 2 * seconds, "computed": computed, "others": others, "peak_mb": round(10 * seconds)}
 
 
 def first_answer(**fields):
@@ -44,6 +50,40 @@ def test_a_run_with_our_own_sampler_counts_and_checks_its_tokens(tmp_path):
     # A draw from 259 nearly equal words scores about -log(259); any truncation would score higher.
     assert ours["mean_logp"] == pytest.approx(-np.log(259), abs=0.3)
     assert lines[0].split()[0] == "seconds" and lines[1].split()[0] == "ours"
+
+
+def test_a_step_of_our_own_samples_and_learns_from_all_tokens(tmp_path):
+    done = run("--what", "step", "--only", "ours", "--lengths", "long", "--folder", str(tmp_path / "peers"), *TINY)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    options = bench_rollout.Options(slots=4, group=2, prompt=8, completion=8, lengths="long")
+    question = compare_peers.question_of(options, "step", 259)
+    ours = found["rows"]["ours"]
+    assert found["requests"] == 4 and found["tokens"] == sum(question["limits"])
+    # The ratio is 1, and every completion weighs as much: the loss does not depend on the model.
+    assert ours["loss"] == pytest.approx(-np.mean(question["advantages"]), abs=1e-5)
+    assert ours["greedy"] == "8/8" and ours["grad_norm"] > 0 and ours["peak_mb"] > 50
+    assert 0 < ours["useful"] < 1
+
+
+def test_what_is_learned_from_has_the_lengths_that_are_sampled():
+    options = bench_rollout.Options(slots=8, group=4, prompt=5, completion=20, lengths="long")
+    question = compare_peers.question_of(options, "update", 50)
+    assert [len(tokens) for tokens in question["completions"]] == question["limits"] and len(question["advantages"]) == 8
+    assert len(compare_peers.question_of(options, "rollout", 50)["prompts"]) == 32
+
+
+def test_an_update_is_told_by_its_loss_and_norm_and_nothing_that_was_not_sampled():
+    found = compare_peers.seen(None, {}, {}, {"updates": [[-0.25, 1.5], [-0.25, 1.4]]})
+    assert found == {"loss": -0.25, "grad_norm": 1.5}
+
+
+def test_other_losses_and_gradients_than_ours_are_refused():
+    ours = [[-0.5, 2.0], [-0.5, 1.9]]
+    peer_checks.same_updates("peer", ours, [[-0.500001, 2.001], [-0.5, 1.9]])
+    for other in ([[-0.5, 2.0], [-0.5, 1.95]], [[-0.51, 2.0], [-0.5, 1.9]]):
+        with pytest.raises(SystemExit, match="compare_peers: update [12] of peer has loss and gradient norm"):
+            peer_checks.same_updates("peer", ours, other)
 
 
 def test_an_unknown_contestant_is_one_line():
@@ -72,6 +112,8 @@ def test_lengths_are_equal_or_have_a_tail_of_mean_three_tenths():
 def test_ours_always_takes_part_and_comes_first():
     assert compare_peers.chosen("batching, ours,tunix") == ["ours", "tunix", "batching"]
     assert compare_peers.chosen("") == ["ours"]
+    assert compare_peers.chosen("batching,trl", "update") == ["ours", "trl"]
+    assert compare_peers.chosen("batching,trl", "step") == ["ours", "trl", "batching"]
 
 
 def test_a_row_holds_medians_and_a_ratio_is_the_peers_time_over_ours():
@@ -79,8 +121,8 @@ def test_a_row_holds_medians_and_a_ratio_is_the_peers_time_over_ours():
     peer = compare_peers.row(first_answer(), [answer(5.0, 400), answer(4.0, 400), answer(6.0, 400)], 100)
     assert ours["seconds"] == 2.0 and ours["tokens_per_s"] == 50.0 and ours["useful"] == 1.0
     assert ours["spread"] == 4.0 and ours["others"] == 0.25 and ours["warmup_s"] == 9.0
-    assert ours["cpu_s"] == 4.0
-    assert peer["useful"] == 0.25
+    assert ours["cpu_s"] == 4.0 and ours["peak_mb"] == 90
+    assert peer["useful"] == 0.25 and compare_peers.row(first_answer(), [answer(5.0, 400)], 100, phases=2)["useful"] == 0.5
     assert compare_peers.ratios({"ours": ours, "peer": peer}) == {"peer": 2.5}
     checks = {"greedy": "8/8", "mean_logp": -1.0}
     header, *lines = compare_peers.table({"ours": ours | checks, "peer": peer | checks}).splitlines()
@@ -93,34 +135,35 @@ def test_the_score_is_the_mean_of_single_scores_and_no_prompt_or_padding_counts(
     prompts, completions = [[1, 2], [3, 4, 5]], [[6, 7, 8, 9], [10]]
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        out = np.asarray(compare_peers.logits(model, [prompt + completion]), np.float64)[0]
+        out = np.asarray(logits(model, [prompt + completion]), np.float64)[0]
         out -= np.log(np.exp(out).sum(axis=-1, keepdims=True))
         scores += [out[len(prompt) - 1 + i, token] for i, token in enumerate(completion)]
-    assert compare_peers.mean_logp(model, prompts, completions) == pytest.approx(np.mean(scores), abs=1e-5)
+    assert peer_checks.mean_logp(model, prompts, completions) == pytest.approx(np.mean(scores), abs=1e-5)
 
 
 def test_agreement_ends_where_two_texts_part():
-    assert compare_peers.agreement([1, 2, 3, 4], [1, 2, 9, 4]) == 2
-    assert compare_peers.agreement([1, 2], [1, 2, 3]) == 2
-    assert compare_peers.agreement([5], [6]) == 0
+    assert peer_checks.agreement([1, 2, 3, 4], [1, 2, 9, 4]) == 2
+    assert peer_checks.agreement([1, 2], [1, 2, 3]) == 2
+    assert peer_checks.agreement([5], [6]) == 0
 
 
 def test_completions_of_other_lengths_are_refused():
-    compare_peers.checked("peer", {"completions": [[1], [2, 3]]}, [1, 2])
+    peer_checks.checked("peer", {"completions": [[1], [2, 3]]}, [1, 2])
+    peer_checks.checked("peer", {"seconds": 1.0}, [1, 2])  # an update samples none
     with pytest.raises(SystemExit, match="compare_peers: peer returned 3 tokens in wrong lengths; 3 were asked for"):
-        compare_peers.checked("peer", {"completions": [[1, 2], [3]]}, [1, 2])
+        peer_checks.checked("peer", {"completions": [[1, 2], [3]]}, [1, 2])
 
 
 def test_every_peer_has_exact_versions_and_ours_has_no_environment(tmp_path):
-    for name, peer in compare_peers.PEERS.items():
+    for name, peer in peer_processes.PEERS.items():
         assert (TOOLS / "peers" / peer.script).is_file()
         assert bool(peer.pins) == (name != "ours")
         assert all(len(pin.split("==")) == 2 and pin.split("==")[1][0].isdigit() for pin in peer.pins)
-    assert compare_peers.python_of((), tmp_path) == Path(sys.executable) and not list(tmp_path.iterdir())
+    assert peer_processes.python_of((), tmp_path) == Path(sys.executable) and not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_dies_is_told_with_the_end_of_its_log(tmp_path):
-    worker = compare_peers.started("ours", tmp_path)
+    worker = peer_processes.started("ours", tmp_path)
     with pytest.raises(SystemExit, match="(?s)compare_peers: ours ended without an answer.*KeyError: 'model'"):
         worker.ask({"mode": ""})
     worker.close()

@@ -29,7 +29,7 @@ from bench_rollout import measured_peaks, model_of, requests
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.learner import Layout, Learner, Optimiser, Sample, create_state, learn, make_update, pack
-from jaxrl_llm.learner.compute import compute_for, platform_of
+from jaxrl_llm.learner.compute import compute_for, layout_for, platform_of
 from jaxrl_llm.learner.epochs import place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate
@@ -82,9 +82,8 @@ def set_up(model: Decoder, settings: Learner, prompt: int, completion: int) -> t
     mesh = make_mesh(MeshShape())
     optimiser, compute = build(settings.optimiser), compute_for(settings, model.config, platform_of(mesh))
     update = make_update(ALGORITHM, optimiser, learning_rate(settings.optimiser), compute)
-    row_tokens = settings.row_tokens or -(-max(prompt + completion, 256) // 128) * 128
-    layout = Layout(settings.microbatch_rows, row_tokens, completion)
-    return create_state(model, optimiser, False, mesh), Setup(settings, layout, compute, update, mesh)
+    layout = layout_for(settings, compute, prompt + completion, completion, mesh)
+    return create_state(model, optimiser, False, mesh, settings.lora), Setup(settings, layout, compute, update, mesh)
 
 
 def samples_of(prompts: list[Any], completions: list[Any], advantages: list[float], group: int) -> list[list[Sample]]:

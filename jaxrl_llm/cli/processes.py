@@ -7,10 +7,11 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import take
+from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 
+FLAGS = ("coordinator", "processes", "process", "heartbeat-s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
 """In errors of collectives and of the coordination service whose other side is gone."""
 FILE_SYSTEM_S = 20.0
@@ -21,16 +22,19 @@ def take_distributed(arguments: list[str]) -> Distributed:
     """Remove ``--distributed.*``; they say where a run goes on, never what it is, so no config.json holds them.
 
     Raises:
-      InputError: a number is none.
+      InputError: a number is none, or another of their names is given.
     """
     found: dict[str, str | int] = {}
-    for name in ("coordinator", "processes", "process", "heartbeat-s"):
+    for name in FLAGS:
         value = take(arguments, f"--distributed.{name}", True)
         if value is None:
             continue
         if name != "coordinator" and not value.isdecimal():
             raise InputError(f"--distributed.{name.replace('-', '_')} must be a number, got {value!r}")
         found[name.replace("-", "_")] = value if name == "coordinator" else int(value)
+    for argument in arguments:
+        if argument.startswith("--distributed"):
+            raise InputError(f"no option {argument}: {suggest(argument, [f'--distributed.{name}' for name in FLAGS])}")
     if found.get("processes", 1) == 0 or found.get("heartbeat_s", 10) < 10:
         raise InputError("--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
     return Distributed(**found)
@@ -61,7 +65,7 @@ def end_all(peers: Peers, error: BaseException) -> None:
     if isinstance(error, Disagreement):
         peers.stop(1, str(error))
     if any(mark in str(error) for mark in MARKS_OF_LOSS):
-        peers.lost()
+        peers.lost(str(error))
     traceback.print_exception(error, file=sys.stderr)
     peers.stop(1, f"{type(error).__name__}: {error}"[:500])
 
@@ -81,6 +85,6 @@ def check_shared(peers: Peers, path: Path) -> None:
     blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
     if blind:
         raise InputError(
-            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they share "
-            "with --run_dir"
+            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
+            "share with --run_dir"
         )

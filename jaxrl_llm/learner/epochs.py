@@ -133,7 +133,9 @@ def completion_logps(
 ) -> list[np.ndarray]:
     """Log-probabilities (nats, float32[t]) of each sample's tokens under a model that is not differentiated."""
     packed = place(pack(samples, layout), mesh)
-    values = np.asarray(jax.device_get(score(model, packed, jnp.float32(temperature), compute)))
+    # A process can read what its own devices hold, no more.
+    everywhere = jax.device_put(score(model, packed, jnp.float32(temperature), compute), replicated(mesh))
+    values = np.asarray(jax.device_get(everywhere))
     return [values[at][: len(s.tokens)] for s, at in zip(samples, places(samples, layout), strict=True)]
 
 

@@ -1,5 +1,6 @@
 """The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights; and the learning rate."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,10 +15,6 @@ from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
 
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
-
-FACTORED = 128
-"""Adafactor factors the second moment of matrices with at least this many rows and columns, as the paper's code does."""
-
 
 class Offloaded(NamedTuple):
     """An optimiser's state that lies in the host's memory between updates; the layout rules know it by this name."""
@@ -71,28 +68,20 @@ def _adam(config: Optimiser) -> optax.GradientTransformation:
 def _adafactor(config: Optimiser) -> optax.GradientTransformation:
     """Second moments of matrices as rows times columns, their decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
 
-    Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it. As in arXiv
-    2106.04560, section 3.4, there is no relative step size, and steps are not clipped.
+    Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it; those with fewer
+    than 128 rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, there is no relative step size; steps are not
+    clipped.
     """
+    fold = functools.partial(jax.tree.map_with_path, _folded)
     decay = lambda step, _: jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
-    scale = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED, epsilon=config.eps**2, decay_rate_fn=decay)
+    scale = optax.scale_by_factored_rms(epsilon=config.eps**2, decay_rate_fn=decay)
     momentum = _kept_in(optax.ema(config.b1), "ema", config.momentum_dtype) if config.b1 else optax.identity()
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        directions, state = scale.update(_foldable(grads), state, _foldable(params))
+        directions, state = scale.update(fold(grads), state, fold(params))
         return jax.tree.map(lambda d, g: d.reshape(g.shape), directions, grads), state
 
-    return optax.chain(optax.GradientTransformation(lambda params: scale.init(_foldable(params)), update), momentum)
-
-
-def _foldable(tree: Any) -> Any:
-    """Arrays folded to matrices where these are large enough to be factored; smaller ones keep the shape of their layout."""
-
-    def fold(path: tuple, x: jax.Array) -> jax.Array:
-        folded = _folded(path, x)
-        return folded if min(folded.shape[-2:]) >= FACTORED else x
-
-    return jax.tree.map_with_path(fold, tree)
+    return optax.chain(optax.GradientTransformation(lambda params: scale.init(fold(params)), update), momentum)
 
 
 def _muon(config: Optimiser) -> optax.GradientTransformation:

@@ -16,7 +16,7 @@ from jaxrl_llm.models import layers
 from jaxrl_llm.models.attention import Rows, attention_over
 from jaxrl_llm.models.compute import REMAT, Compute
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.sharding import BATCH, constrain
+from jaxrl_llm.sharding import activation
 
 
 class Weights(nnx.Module):
@@ -132,19 +132,20 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
     """One layer on x [B, S, D]; ``angles`` [B, S, H / 2] turn queries and keys, ``attend`` knows mask and cache."""
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre, post = config.norm.placement != "post", config.norm.placement != "pre"
-    h = norm(x, w.norms.attn[...]) if pre else x
+    h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     with jax.named_scope("attention"):
-        h = _attention(w.attn, config, h, angles, attend)
+        h = activation(_attention(w.attn, config, h, angles, attend), "residual")
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
-    h = norm(x, w.norms.mlp[...]) if pre else x
+    h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     with jax.named_scope("mlp"):
-        gate = layers.ACTIVATIONS[config.activation](jnp.einsum("bsd,df->bsf", h, w.mlp.gate[...]))
-        h = jnp.einsum("bsf,fd->bsd", gate * jnp.einsum("bsd,df->bsf", h, w.mlp.up[...]), w.mlp.down[...])
+        gate, up = (activation(layers.project(h, p[...]), "mlp") for p in (w.mlp.gate, w.mlp.up))
+        h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
+        h = activation(h, "residual")
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
 
 
 def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = (jnp.einsum("bsd,dnh->bsnh", h, p[...]) for p in (w.q, w.k, w.v))
+    q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.q, w.k, w.v))
     if w.has("q_bias"):
         q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
     if w.has("q_norm"):
@@ -153,7 +154,8 @@ def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array,
     q, k = layers.rotate(q, angles), layers.rotate(k, angles)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
-    return jnp.einsum("bsnh,nhd->bsd", out.reshape(*out.shape[:2], -1, out.shape[-1]), w.o[...])
+    out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
+    return jnp.einsum("bsnh,nhd->bsd", out, w.o[...])
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -189,13 +191,14 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
         w = merged(w)
         attend = functools.partial(attention, window=window)
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
-        return constrain(x, BATCH), None
+        return activation(x, "residual"), None
 
     if REMAT[compute.remat] is not None:
         layer = jax.checkpoint(layer, policy=REMAT[compute.remat])
-    x = constrain(embed(model, jnp.asarray(rows.tokens)), BATCH)
+    # First whole: positions divided as the vocabulary is would gather the table instead.
+    x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)), unroll=compute.unroll)
-    return layers.rms_norm(x, model.weights.final_norm[...], config.norm)
+    return activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
 
 
 def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:

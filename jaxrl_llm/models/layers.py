@@ -11,6 +11,28 @@ MASKED = -1e30
 """Score of a forbidden position: finite, so that a row with no allowed position stays finite."""
 
 
+@jax.custom_vjp
+def project(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [B, S, D] times w [D, ...].
+
+    Its own gradient to the weights is the same product with its operands the other way round: what JAX derives made CPUs
+    transpose the wide gradient of an MLP, and compute the activation's twice for it.
+    """
+    return jnp.tensordot(x, w, 1)
+
+
+def _project(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.tensordot(x, w, 1), (x, w)
+
+
+def _project_back(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    return jnp.tensordot(g, w, (tuple(range(2, g.ndim)), tuple(range(1, w.ndim)))), jnp.tensordot(x, g, ((0, 1), (0, 1)))
+
+
+project.defvjp(_project, _project_back)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     """``x / rms(x) * weight`` over the last axis, computed in float32 and returned in x's dtype."""
     wide = x.astype(jnp.float32)

@@ -48,9 +48,10 @@ class Memory:
 
 
 def resident(arrays: Arrays) -> Memory:
-    """The state, which is there in both halves."""
+    """The state, which is there in both halves; moments that lie in the host's memory take none here."""
     state, size = arrays.state, bytes_per_device
-    return Memory(size((state.policy, state.base)), size(state.opt_state), size(state.reference))
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != "pinned_host"]
+    return Memory(size(state.policy) + size(state.base), size(moments), size(state.reference))
 
 
 def learning(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:

@@ -2,12 +2,13 @@
 
 from jaxrl_llm.sharding.arrays import Part, from_parts, held_parts, laid_out
 from jaxrl_llm.sharding.mesh import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, replicated, rollout_mesh
-from jaxrl_llm.sharding.rules import layout_of, sampling_shardings, shardings
+from jaxrl_llm.sharding.rules import activation, layout_of, sampling_shardings, shardings
 
 __all__ = [
     "BATCH",
     "MeshShape",
     "Part",
+    "activation",
     "batch_parts",
     "constrain",
     "fitting",

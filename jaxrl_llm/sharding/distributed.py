@@ -1,11 +1,13 @@
 """Many processes as one run: how each learns which it is, what they tell each other, and how all stop when one does.
 
-Arrays travel by JAX's collectives. What only a host knows (scores, signals, files) is small and goes through the store of
-JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must keep.
+Arrays travel by JAX's collectives. What only a host knows (scores, signals, files) is small and goes through the store
+of JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must
+keep.
 """
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -24,11 +26,11 @@ FOREVER_MS = 7 * 24 * 3600 * 1000
 PARTING_MS = 5000
 """For the others to hear why this process stops."""
 LAST_WORDS_S, SERVICE_S = 3.0, 1.0
-"""For a process that fails to say so, after its connections are seen to close; and that process 0 stays for others to hear."""
-LOST = "another process of this run died or cannot be reached: run the same command again, on fewer if need be, to go on"
-KILLED = "this process was killed, or lost another one of its run: run the same command again, on fewer if need be, to go on"
-WITNESS = 'read farewell || echo "$0" >&2'
-"""A shell that speaks for a process which ends without a word: JAX aborts those that lose process 0."""
+"""For a failing process to say why, once its connections are seen to close; and for others to hear process 0."""
+AGAIN = "run the same command again, on fewer if need be, to go on"
+LOST = f"another process of this run died or cannot be reached: {AGAIN}"
+KILLED = f"this process was killed, or lost another one of its run: {AGAIN}"
+UNMET = "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,12 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if _on_cloud_tpu(environment):
         return {}
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        return {"cluster_detection_method": "k8s"}
+        if importlib.util.find_spec("kubernetes") is None:
+            raise InputError(
+                "this is a pod of an indexed Job, which JAX asks Kubernetes about: pip install kubernetes, or give "
+                "--distributed.coordinator, .processes and .process, or --distributed.processes 1 for this pod alone"
+            )
+        return {}
     return None
 
 
@@ -123,8 +130,7 @@ class Peers:
         self._rounds, self._leaving = itertools.count(), threading.Lock()
         self._watch = threading.Thread(target=self._hear, daemon=True)
         if client is not None:
-            command = ["/bin/sh", "-c", WITNESS, f"jaxrl-llm: {KILLED}"]
-            self._witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self._witness = witness(KILLED)
             self._watch.start()
 
     @property
@@ -175,13 +181,13 @@ class Peers:
         if self.leads:
             self._client.key_value_set("stopped", "null")
         self._watch.join()
-        self._take_leave()
+        dismiss(self._witness)
 
-    def lost(self) -> None:
-        """End this process, whose collectives fail; the one that ended first may still say why, which is then what is told."""
+    def lost(self, reason: str) -> None:
+        """End this process, whose collectives fail; if the one that ended first says why, that is told instead."""
         self._watch.join(LAST_WORDS_S + SERVICE_S * self.leads)
         with self._leaving:
-            self._exit(1, LOST)
+            self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
 
     def stop(self, code: int, line: str) -> None:
         """End this process at once, and the others with it: they print ``line`` too and exit with ``code``."""
@@ -212,14 +218,22 @@ class Peers:
 
     def _exit(self, code: int, line: str) -> None:
         """Without Python's farewells, which would wait for every process."""
-        self._take_leave()
+        dismiss(self._witness)
         # Past Python's buffers, and in one write, which no other thread's splits.
         os.write(2, f"jaxrl-llm: {' '.join(line.split())}\n".encode())
         os._exit(code)
 
-    def _take_leave(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._witness.communicate(b"\n")
+
+def witness(line: str) -> subprocess.Popen:
+    """A shell that says ``line`` where this process ends without a word; JAX aborts one that loses the others."""
+    command = ["/bin/sh", "-c", 'read farewell || echo "$0" >&2', f"jaxrl-llm: {line}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def dismiss(shell: subprocess.Popen) -> None:
+    """End a witness that has nothing to say."""
+    with contextlib.suppress(BrokenPipeError):
+        shell.communicate(b"\n")
 
 
 ALONE = Peers()
@@ -239,14 +253,17 @@ def join(given: Distributed) -> Peers:
         return ALONE
     # Signals are ours: JAX's own handler would swallow those that come before the first step.
     jax.config.update("jax_enable_preemption_service", False)
+    waiting = witness(UNMET)
     try:
         jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=given.heartbeat_s)
     except Exception as error:  # launchers, name look-ups and RPCs fail each in their own way
         reason = " ".join(str(error).split())
         raise InputError(
-            f"the other processes cannot be joined ({reason}): give --distributed.coordinator, .processes and .process, or "
-            "--distributed.processes 1 for a run of this process alone"
+            f"the other processes cannot be joined ({reason}): give --distributed.coordinator, .processes and "
+            ".process, or --distributed.processes 1 for a run of this process alone"
         ) from error
+    finally:
+        dismiss(waiting)
     if global_state.num_processes == 1:
         return ALONE
     return Peers(global_state.process_id, global_state.num_processes, global_state.client)

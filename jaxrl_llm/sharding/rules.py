@@ -1,11 +1,11 @@
-"""Where each parameter lives: one table from its path to a ``PartitionSpec``."""
+"""Where everything lives: one table from a parameter's path to its mesh axes, and one from an activation's name."""
 
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.sharding.mesh import fitting
+from jaxrl_llm.sharding.mesh import BATCH, constrain, fitting
 
 RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
@@ -38,6 +38,22 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     "blocks/mlp/down/b": (None, None, "fsdp"),
 }
 """Mesh axis of each dimension, by parameter path; what is not listed (norms) is on every device."""
+
+ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
+    # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass keeps
+    # of a layer, shrink by it. The sums after a product are scattered and gathered again before the next one, which moves as
+    # much as making them whole everywhere would (Korthikanti et al., arXiv 2205.05198).
+    "residual": (BATCH, "tensor", None),
+    "hidden": (BATCH, None, None),
+    "heads": (BATCH, None, "tensor", None),
+    "mlp": (BATCH, None, "tensor"),
+}
+"""Mesh axes of what flows through a layer: residual stream and hidden states [B, S, D], heads [B, S, N, H], MLP [B, S, F]."""
+
+
+def activation(x: jax.Array, name: str) -> jax.Array:
+    """``x`` laid out as ``ACTIVATIONS`` says, inside jit on the mesh set by ``jax.set_mesh``; as it is where there is none."""
+    return constrain(x, *ACTIVATIONS[name])
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:

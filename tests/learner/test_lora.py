@@ -142,17 +142,18 @@ def test_in_bfloat16_both_round_the_same_sum():
     inside = logits(attached(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
     np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)
     compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
-    grads, _ = jax.eval_shape(lambda p, b: compute(p, pack(rollout(), LAYOUT), jnp.float32(1), base=b), policy, base)
+    packed = pack(rollout(), LAYOUT)
+    grads, _ = jax.eval_shape(lambda p, b: compute(p, packed, jnp.float32(1), base=b), policy, base)
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
 @functools.cache
 def memory(lora):
     """Bytes of the compiled update of a model that is large beside its activations: (temporary, model, trained)."""
-    config = ModelConfig("llama", 64, 256, 4, 1024, KINDS["plain"].attention, tied_embeddings=True)
+    config = ModelConfig("llama", 4096, 256, 4, 768, KINDS["plain"].attention, tied_embeddings=True)
     model = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
     state = abstract_state(model, build(OPTIMISER), False, lora)
-    packed = jax.eval_shape(lambda: pack(rollout(), Layout(1, 20, T)))
+    packed = pack(rollout(), Layout(1, 20, T))
     compiled = updater().lower(state, packed, TEMPERATURE).compile()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     return compiled.memory_analysis().temp_size_in_bytes, size(model), size(state.policy)

@@ -50,9 +50,9 @@ def read_back(packed, m):
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.integers(1, 3))
-def test_every_completion_is_there_once_behind_its_prompt(samples, rows):
-    packed = pack(samples, Layout(rows, S, T))
+@given(batches(), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, share):
+    packed = pack(samples, Layout(rows * parts, S, T, parts, share))
     numbers = []
     for m in range(len(packed.mask)):
         found = read_back(packed, m)
@@ -97,6 +97,14 @@ def test_a_group_that_fits_costs_its_prompt_once():
     ]
     packed = pack(samples, Layout(1, S, T))
     assert packed.totals.microbatches == 1 and (packed.rows.group > 0).sum() == 6 + 4 * 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(1, 3))
+def test_completions_with_prompts_of_their_own_are_segments(samples, rows):
+    packed = pack(samples, Layout(rows, S, T, share_prompts=False))
+    assert (packed.rows.group > 0).sum() == sum(len(s.prompt) + len(s.tokens) for s in samples)
+    assert packed.rows.branch.max() == 1 and packed.rows.group.max(axis=-1).sum() == len(samples)
 
 
 @settings(max_examples=30, deadline=None)

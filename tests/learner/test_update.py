@@ -23,6 +23,7 @@ LAYOUTS = {
     "one row": (Layout(1, 20, T), Compute()),
     "two rows": (Layout(2, 22, T), COMPUTE),
     "four rows": (Layout(4, 60, T), Compute(remat="dots", unroll=True)),
+    "two parts, own prompts": (Layout(4, 40, T, parts=2, share_prompts=False), Compute()),
 }
 WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 """GSPO with a band that the tiny model's ratios fall inside and outside of."""
@@ -68,8 +69,11 @@ def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
 
 
 def test_the_layouts_above_really_differ():
-    one, two, four = (int(pack(rollout(), layout).totals.microbatches) for layout, _ in LAYOUTS.values())
-    assert one > two > four == 1
+    packed = [pack(rollout(), layout) for layout, _ in LAYOUTS.values()]
+    one, two, four, parts = (int(p.totals.microbatches) for p in packed)
+    assert one > two > four == 1 == parts
+    assert (packed[3].rows.group > 0).sum() > (packed[2].rows.group > 0).sum()
+    assert packed[3].source.shape[1] == 2 and (packed[3].place[0, 1] < packed[3].mask[0].size).any()
 
 
 def test_scores_of_a_packed_step_are_those_of_single_rows():

@@ -1,15 +1,18 @@
 """Log-probabilities by chunks: equal to log-softmax, and never all logits at one time."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, unembed
 from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.sharding import BATCH, MeshShape, make_mesh, shardings
 from oracles import number
 from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
@@ -132,6 +135,56 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
     one_chunk, all_logits = chunk * vocab * 4, counts[1] * vocab * 4
     assert peaks[1] - peaks[0] < one_chunk / 2, peaks
     assert peaks[1] < 8 * one_chunk < all_logits, peaks
+
+
+def test_a_large_vocabulary_takes_a_third_of_what_all_its_logits_take():
+    count, vocab, width = 4096, 152064, 64
+    model = jax.eval_shape(lambda: initialise(ModelConfig("llama", vocab, width, 1, 8, Attention(1, 1, 8)), jax.random.key(0)))
+    inputs = jax.ShapeDtypeStruct((1, count, width), jnp.float32), jax.ShapeDtypeStruct((1, count), jnp.int32)
+
+    def peak(function):
+        def loss(model, hidden, targets):
+            logp, entropy = function(model, hidden, targets, 1.0)
+            return jnp.sum(jnp.sin(logp)), jnp.sum(entropy)
+
+        graded = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        return graded.lower(model, *inputs).compile().memory_analysis().temp_size_in_bytes
+
+    whole = peak(plain)
+    assert whole > count * vocab * 4
+    assert peak(token_logprobs) <= 0.35 * whole
+
+
+COLLECTIVES = r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+
+
+def moved_in_loops(program):
+    """The largest array, in entries, that a collective inside a loop of a compiled program moves."""
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", program))
+    inside = [part for part in program.split("\n\n") if re.match(r"\s*%?([\w.\-]*)", part).group(1) in bodies]
+    shapes = [shape for part in inside for found in re.findall(COLLECTIVES, part) for shape in re.findall(r"\[([\d,]+)\]", found)]
+    return max(int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_on_a_mesh_the_head_moves_once_and_not_for_each_chunk(tied):
+    config = ModelConfig("llama", 640, D, 1, 8, Attention(1, 1, 8), tied_embeddings=tied)
+    model, mesh = initialise(config, jax.random.key(0), scale=0.3), make_mesh(MeshShape(2, 2, 2))
+    hidden, targets = jnp.tile(HIDDEN, (2, 1, 1)), np.tile(TARGETS, (2, 1))
+
+    @jax.jit
+    def loss(model, hidden):
+        logp, entropy = token_logprobs(model, hidden, targets, 0.8, 8)
+        return jnp.sum(jnp.sin(logp) + 0.3 * entropy**2)
+
+    graded = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(hidden, NamedSharding(mesh, PartitionSpec(BATCH)))
+        given = jax.device_put(model, shardings(model, mesh)), rows
+        compiled = graded.lower(*given).compile()
+        found = compiled(*given)
+    assert largest_difference(found, graded(model, hidden)) < 1e-5
+    assert moved_in_loops(compiled.as_text()) <= 8 * D
 
 
 def test_the_kept_sets_of_the_paper():

@@ -1,5 +1,6 @@
 """One device or eight: the same gradients, the same tokens, and weights that are really divided."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
@@ -16,14 +17,15 @@ from jaxrl_llm.learner.epochs import place
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.decoder import causal_rows, forward, initialise
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.sharding import MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
+from jaxrl_llm.sharding import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path
 from learner.rollouts import PROMPTS, TEMPERATURE, WIDTH, T, one_device, rollout
-from tiny import Compilations, largest_difference, tiny
+from tiny import KINDS, Compilations, largest_difference, tiny
 
-SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
-LAYOUT = Layout(8, 22, T)
+SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
+LAYOUT = Layout(8, 24, T)  # positions that every size of ``tensor`` divides
 
 
 @functools.cache
@@ -52,7 +54,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(shape):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4)])
 def test_tokens_do_not_depend_on_the_mesh(shape):
     model, mesh, rules = tiny("windows"), mesh_of(shape), Sampling(max_new_tokens=6, stop_ids=(3, 11))
     prompts, seeds = [p for p in PROMPTS for _ in range(4)], range(12)
@@ -95,6 +97,30 @@ def test_matrices_and_their_moments_are_divided_over_fsdp():
             name = parameter_path(path)
             if name in RULES and name != "embed":  # 50 rows do not divide by 8
                 assert share(leaf) == 1 / 8, name
+
+
+def kept_of_a_layer(mesh, columns):
+    """Bytes by which a device's memory grows with each further layer of a backward pass that keeps the layers' inputs."""
+    found = []
+    for count in (2, 10):
+        config = dataclasses.replace(KINDS["plain"], width=32, layers=count)
+        model = jax.eval_shape(lambda key, c=config: initialise(c, key), jax.random.key(0))
+        like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings(model, mesh))
+        tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(BATCH)))
+        loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), Compute(remat="full"))))
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(jax.grad(loss), out_shardings=shardings(model, mesh)).lower(like, tokens).compile()
+        found.append(compiled.memory_analysis().temp_size_in_bytes)
+    return (found[1] - found[0]) / 8
+
+
+def test_what_is_kept_of_a_layer_is_divided_over_tensor():
+    columns = 128
+    residual = 8 * columns * 32 * 4
+    weights = 4 * (2 * 32 * (4 + 2) * 8 + 3 * 32 * 24)
+    grown = kept_of_a_layer(mesh_of((1, 1, 8)), columns)
+    assert residual / 8 <= grown <= residual / 8 + weights
+    assert kept_of_a_layer(mesh_of((1, 1, 8)), columns + 1) > residual, "129 positions do not divide"
 
 
 def test_a_model_that_lies_as_it_should_becomes_the_policy():

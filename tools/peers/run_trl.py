@@ -1,13 +1,15 @@
-"""TRL's rollouts without a server: GRPOTrainer's own call of transformers' ``generate``, or continuous batching.
+"""TRL without a server: GRPOTrainer's own call of transformers' ``generate``, or continuous batching; and its loss.
 
-``mode`` generate: a trainer made for the purpose is asked for completions by the method that it uses in training; a
-batch runs until its longest row is done. ``mode`` batching: the manager behind ``generate_batch``, which TRL calls with
-one length for all, is given each request with its own.
+``mode`` generate: the trainer is asked for completions by the method that it uses in training; a batch runs until its
+longest row is done. ``mode`` batching: the manager behind ``generate_batch``, which TRL calls with one length for all, is
+given each request with its own. Both learn by the trainer's own loss and optimiser. Liger's kernels need a GPU; the
+log-probabilities without whole logits are in that loss always.
 """
 
+import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
@@ -16,7 +18,11 @@ import torch
 import transformers
 from transformers.generation import ContinuousBatchingConfig
 from trl import GRPOConfig, GRPOTrainer
-from worker import Contestant, batches, serve
+from worker import Contestant, batches, padded, serve
+
+PACKAGES = ("trl", "transformers", "torch")
+MICROBATCH = 16
+"""Rows of one forward and backward pass."""
 
 
 def words(count: int) -> transformers.PreTrainedTokenizerFast:
@@ -26,23 +32,51 @@ def words(count: int) -> transformers.PreTrainedTokenizerFast:
 
 
 def trainer_of(model: Any, work: dict[str, Any]) -> GRPOTrainer:
-    """A GRPO trainer on the CPU that never trains: temperature 1, the whole vocabulary."""
-    rows = datasets.Dataset.from_dict({"prompt": ["<eos>"] * 2})
+    """A GRPO trainer on the CPU: temperature 1, the whole vocabulary, no reference, nothing recomputed for less memory."""
+    rows = datasets.Dataset.from_dict({"prompt": ["<eos>"] * work["slots"]})
+    size = math.gcd(work["slots"], MICROBATCH)
     arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], num_generations=2,
-        per_device_train_batch_size=2, max_completion_length=work["completion"], temperature=1.0, top_p=1.0, top_k=0,
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], num_generations=work["group"],
+        per_device_train_batch_size=size, gradient_accumulation_steps=work["slots"] // size, gradient_checkpointing=False,
+        loss_type="grpo", beta=0.0, epsilon=0.2, learning_rate=work["learning_rate"], weight_decay=0.0,
+        max_completion_length=work["completion"], temperature=1.0, top_p=1.0, top_k=0,
     )  # fmt: skip
     reward = lambda completions, **_: [0.0] * len(completions)
     return GRPOTrainer(model, reward, arguments, rows, processing_class=words(model.config.vocab_size))
 
 
-def fixed_batches(model: Any, work: dict[str, Any]) -> Contestant:
+def learner(trainer: GRPOTrainer, work: dict[str, Any]) -> Callable[[list[list[int]]], tuple[float, float, int]]:
+    """The trainer's loss on rows as wide as the longest completion, as it batches them, and the optimiser that it makes."""
+    model, accelerator, parts = trainer.model, trainer.accelerator, trainer.args.gradient_accumulation_steps
+    optimiser = trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = parts
+    prompts, advantages = torch.tensor(work["prompts"]), torch.tensor(work["advantages"])
+
+    def update(completions: list[list[int]]) -> tuple[float, float, int]:
+        model.train()
+        width, total = max(map(len, completions)), 0.0
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in completions])
+        batch = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "advantages": advantages}
+        batch |= {"completion_ids": torch.tensor(padded(completions, width, 0)), "completion_mask": mask}
+        for rows in torch.arange(len(mask)).chunk(parts):
+            loss = trainer.compute_loss(model, {name: values[rows] for name, values in batch.items()})
+            accelerator.backward(loss)
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+        optimiser.step()
+        optimiser.zero_grad()
+        return total, norm, len(mask) * (work["prompt"] + width)
+
+    return update
+
+
+def fixed_batches(trainer: GRPOTrainer, model: Any, work: dict[str, Any]) -> tuple[Callable, Callable]:
     """``generate`` as the trainer calls it, with its defaults: dynamic cache, SDPA, no compilation."""
-    trainer = trainer_of(model, work)
 
     def greedy() -> Sequence[int]:
         prompt, pad = torch.tensor(work["prompts"][:1]), model.config.vocab_size
         rule = transformers.GenerationConfig(max_new_tokens=work["completion"], do_sample=False, pad_token_id=pad)
+        model.eval()
         with torch.no_grad():
             return model.generate(prompt, generation_config=rule)[0, prompt.shape[1] :].tolist()
 
@@ -55,10 +89,10 @@ def fixed_batches(model: Any, work: dict[str, Any]) -> Contestant:
             computed += max(limits) * len(prompts)
         return tokens, computed
 
-    return Contestant(greedy, generate, ("trl", "transformers", "torch"), "GRPOTrainer's defaults")
+    return greedy, generate
 
 
-def continuous_batches(model: Any, work: dict[str, Any]) -> Contestant:
+def continuous_batches(trainer: GRPOTrainer, model: Any, work: dict[str, Any]) -> tuple[Callable, Callable]:
     """A manager for each call, as ``generate_batch`` makes it; as many requests at a time as there are slots.
 
     Twice the pages that these need: the scheduler starts no request where few are free.
@@ -81,19 +115,20 @@ def continuous_batches(model: Any, work: dict[str, Any]) -> Contestant:
                     done[result.request_id] = result.generated_tokens
         return [done[name] for name in names], sum(limits)
 
-    return Contestant(
-        lambda: complete(work["prompts"][:1], [work["completion"]], sample=False)[0][0],
-        lambda seed: (transformers.set_seed(seed), complete(work["prompts"], work["limits"], sample=True))[1],
-        ("trl", "transformers", "torch"),
-        "a length for each request, SDPA",
-    )
+    greedy = lambda: complete(work["prompts"][:1], [work["completion"]], sample=False)[0][0]
+    return greedy, lambda seed: (transformers.set_seed(seed), complete(work["prompts"], work["limits"], sample=True))[1]
 
 
 def make(work: dict[str, Any]) -> Contestant:
     """The contestant that the mode names, with all cores."""
     torch.set_num_threads(os.cpu_count() or 1)
     model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
-    return {"generate": fixed_batches, "batching": continuous_batches}[work["mode"]](model, work)
+    trainer = trainer_of(model, work)
+    ways = {"generate": fixed_batches, "batching": continuous_batches}
+    settings = {"generate": "generate as GRPOTrainer calls it", "batching": "a length for each request, SDPA"}
+    learning = f"; {trainer.args.per_device_train_batch_size} rows at a time, nothing recomputed"
+    update = None if work["what"] == "rollout" else learner(trainer, work)
+    return Contestant(*ways[work["mode"]](trainer, model, work), update, PACKAGES, settings[work["mode"]] + learning)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,31 @@
-"""Tunix's own sampler, which runs in the trainer's process ("vanilla"): a batch runs until its longest row is done."""
+"""Tunix: its own sampler, which runs in the trainer's process ("vanilla"), and the step of its GRPO learner.
+
+A batch is sampled until its longest row is done. Its packing of rows needs the attention kernel for TPUs.
+"""
 
 import functools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import optax
+from flax import nnx
 from tunix.generate.sampler import CacheConfig, Sampler
-from worker import Contestant, batches, serve
+from tunix.rl import function_registry
+from tunix.rl.common import TrainExample
+from tunix.rl.grpo.grpo_learner import GRPOConfig
+from tunix.rl.trainer import Trainer
+from tunix.sft.peft_trainer import TrainingConfig
+from worker import Contestant, batches, padded, serve
+
+PAD, END = -1, -2
+"""No tokens."""
+MICROBATCH = 16
+"""Rows of one forward and backward pass."""
 
 
 class Ids:
@@ -28,11 +45,11 @@ class Ids:
 
     def eos_id(self) -> int:
         """No token."""
-        return -2
+        return END
 
     def pad_id(self) -> int:
         """No token."""
-        return -1
+        return PAD
 
 
 def load(directory: str) -> Any:
@@ -65,6 +82,40 @@ def load(directory: str) -> Any:
     return params.create_model_from_safe_tensors(directory, of, dtype=jnp.float32)
 
 
+def trainer_of(model: Any, work: dict[str, Any], parts: int) -> Trainer:
+    """The trainer as its GRPO learner sets it up, for an optimiser step of so many passes; the gradient's norm is noted."""
+    algorithm = GRPOConfig(num_generations=work["group"], beta=0.0, epsilon=0.2)
+    algorithm.temperature = 1.0
+    adam = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.adamw(work["learning_rate"], weight_decay=0.0))
+    trainer = Trainer(model, adam, TrainingConfig(eval_every_n_steps=1, gradient_accumulation_steps=parts), lambda: {})
+    loss = function_registry.get_policy_loss_fn(algorithm.policy_loss_fn)
+    given = functools.partial(loss, algo_config=algorithm, pad_id=PAD, eos_id=END)
+    trainer.with_loss_fn(lambda model, train_example: given(model, train_example), has_aux=True)
+    trainer.with_gen_model_input_fn(lambda example: {"train_example": example})
+    return trainer
+
+
+def learner(model: Any, work: dict[str, Any]) -> Callable[[list[list[int]]], tuple[float, float, int]]:
+    """The step that its GRPO learner trains by, on rows as wide as the longest completion may be, as that learner has them."""
+    count = len(work["prompts"])
+    size = math.gcd(count, MICROBATCH)
+    trainer = trainer_of(model, work, count // size)
+    step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
+    prompts, advantages = jnp.asarray(work["prompts"], jnp.int32), jnp.asarray(work["advantages"], jnp.float32)
+
+    def update(completions: list[list[int]]) -> tuple[float, float, int]:
+        tokens = jnp.asarray(padded(completions, work["completion"], PAD), jnp.int32)
+        batch = TrainExample(prompts, prompts != PAD, tokens, tokens != PAD, advantages, None, None)
+        losses = []
+        for start in range(0, count, size):
+            losses.append(step(jax.tree.map(lambda x, at=start: x[at : at + size], batch))[0])
+        jax.block_until_ready(nnx.state(model))
+        norm = optax.tree.get(nnx.as_pure(nnx.state(trainer.optimizer)), "norm")
+        return float(sum(losses)) / len(losses), float(norm), tokens.shape[0] * (work["prompt"] + work["completion"])
+
+    return update
+
+
 def make(work: dict[str, Any]) -> Contestant:
     """A cache of exactly the longest request; every batch stops with its longest row; no log-probabilities."""
     model = load(work["model"])
@@ -76,6 +127,7 @@ def make(work: dict[str, Any]) -> Contestant:
         return sampler(work["prompts"][:1], work["completion"], work["prompt"]).tokens[0]
 
     def generate(seed: int) -> tuple[list[Sequence[int]], int]:
+        sampler.transformer_state = nnx.variables(model)
         tokens, computed = [], 0
         for index, (prompts, limits) in enumerate(batches(work)):
             steps, draw = max(limits), 1000 * seed + index
@@ -83,8 +135,9 @@ def make(work: dict[str, Any]) -> Contestant:
             computed += steps * len(prompts)
         return tokens, computed
 
-    settings = "cache of the longest request, no log-probabilities"
-    return Contestant(greedy, generate, ("google-tunix", "jax", "flax"), settings)
+    settings = f"cache of the longest request, no log-probabilities; {MICROBATCH} rows at a time, nothing recomputed"
+    update = None if work["what"] == "rollout" else learner(model, work)
+    return Contestant(greedy, generate, update, ("google-tunix", "jax", "flax"), settings)
 
 
 if __name__ == "__main__":

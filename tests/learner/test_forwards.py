@@ -1,0 +1,65 @@
+"""How many forward passes a step makes: none that nothing reads."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.learner import Layout, Learner, create_state, learn, make_update
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.decoder import causal_rows, forward
+from learner.rollouts import TEMPERATURE, T, groups, one_device, rollout
+from tiny import VOCAB, equations, tiny
+
+MODEL, MESH = tiny("windows"), one_device()
+
+
+def embeddings(function, *given):
+    """How often the traced program looks tokens up in the embedding: each forward pass does so once, no backward pass does."""
+    traced = jax.make_jaxpr(function)(*given)
+    tables = [e.invars[0].aval.shape for e in equations(traced.jaxpr) if e.primitive.name == "gather"]
+    return tables.count((VOCAB, MODEL.config.width))
+
+
+def step(settings, algorithm, in_loss=True):
+    """Forward passes of every update of one rollout, scoring included; all microbatches of a call count once."""
+    samples = groups(rollout())
+    real = make_update(algorithm, build(settings.optimiser), learning_rate(settings.optimiser), Compute(remat="full"))
+
+    def update(state, packed, temperature):
+        return real(state, packed, temperature)[0], {"policy_kl": np.float32(0)}
+
+    def whole(state):
+        layout = Layout(2, 40, T)
+        return learn(state, samples, settings, layout, Compute(), update, TEMPERATURE, 0, MESH, in_loss)[0]
+
+    state = create_state(tiny("windows"), build(settings.optimiser), algorithm.needs_reference, MESH)
+    return embeddings(whole, state)
+
+
+@pytest.mark.parametrize(("settings", "name", "wanted"), [
+    (Learner(), "dapo", 1),  # one update follows the rollout: no old policy, and no KL: no reference
+    (Learner(), "grpo", 2),  # and the reference once
+    (Learner(epochs=2), "dapo", 3),  # the old policy once, two updates
+    (Learner(minibatches=3), "dapo", 6),  # of each minibatch
+    (Learner(epochs=3), "grpo", 5),  # old policy and reference once, however often they are compared with
+    (Learner(epochs=2, minibatches=2), "grpo", 8),
+])  # fmt: skip
+def test_forward_passes_of_a_step(settings, name, wanted):
+    assert step(settings, PRESETS[name]) == wanted
+
+
+def test_a_reference_that_the_loss_does_not_read_is_not_scored():
+    in_reward = dataclasses.replace(PRESETS["grpo"], kl_in="reward")
+    assert in_reward.needs_reference and step(Learner(), in_reward, in_loss=False) == 1
+
+
+def test_the_count_counts():
+    rows = jnp.zeros((2, 4), jnp.int32)
+    once = lambda model: jnp.sum(forward(model, causal_rows(rows), Compute(remat="full")))
+    assert embeddings(once, MODEL) == 1 == embeddings(jax.grad(once), MODEL)
+    assert embeddings(lambda model: once(model) + once(model), MODEL) == 2

@@ -1,0 +1,128 @@
+"""Every attention back end against scores of a whole row at one time, and what none of them may build."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.attention import MOST, PREFIXES, SHORT, Rows, attention_over
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import Attention
+from jaxrl_llm.models.decoder import forward
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from tiny import KINDS, VOCAB, equations, largest_difference, tiny
+
+SPLASH = Compute(attention="splash", interpret=True)
+CUDNN = Compute(attention="cudnn", interpret=True)
+
+
+def packed(width, lengths, shared, rows=2):
+    """Rows of groups: each a prompt of a third, then two branches of it where ``shared``; the rest is padding."""
+    out = Rows(*(np.zeros((rows, width), np.int32) for _ in Rows._fields))
+    out.tokens[:] = np.random.default_rng(0).integers(0, VOCAB, out.tokens.shape)
+    start = 0
+    for number, length in enumerate(lengths, start=1):
+        own, middle = length // 3, length // 3 + length // 3
+        at = np.arange(length)
+        later = (at >= middle) & shared
+        out.group[:, start : start + length] = number
+        out.branch[:, start : start + length] = np.where(at < own, 0, 1 + later)
+        out.positions[:, start : start + length] = np.where(later, at - middle + own, at)
+        start += length
+    return out
+
+
+def whole(config, rows, q, k, v, window):
+    """All scores of all rows, masked by loops over what each column may see."""
+    seen = np.zeros((*rows.group.shape, rows.group.shape[1]), bool)
+    for r, column in np.ndindex(rows.group.shape):
+        before = np.arange(rows.group.shape[1]) <= column
+        path = (rows.group[r] == rows.group[r, column]) & np.isin(rows.branch[r], [0, rows.branch[r, column]])
+        near = rows.positions[r, column] - rows.positions[r] < window if window else True
+        seen[r, column] = before & path & near & (rows.group[r, column] > 0)
+    s = jnp.einsum("bskgh,bkhz->bkgsz", q, k) * (config.scale or config.head_dim**-0.5)
+    s = config.softcap * jnp.tanh(s / config.softcap) if config.softcap else s
+    return jnp.einsum("bkgsz,bkzh->bskgh", jax.nn.softmax(jnp.where(seen[:, None, None], s, -1e30)), v)
+
+
+def inputs(config, rows, width):
+    keys, (K, H) = jax.random.split(jax.random.key(0), 3), (config.kv_heads, config.head_dim)
+    shapes = (rows, width, K, config.heads // K, H), (rows, K, H, width), (rows, K, width, H)
+    return [2 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def graded(attend, real, q, k, v):
+    """Values at real positions, and the gradients of a loss of them."""
+
+    def loss(q, k, v):
+        out = jnp.where(real[..., None, None, None], attend(q, k, v), 0)
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+
+@pytest.mark.parametrize(("width", "lengths"), [(40, (7, 21, 9)), (300, (150, 20, 99)), (1100, (700, 353))])
+@pytest.mark.parametrize("window", [0, 5])
+def test_parts_of_a_row_equal_the_whole(width, lengths, window):
+    config, rows = Attention(4, 2, 8, softcap=5.0, scale=0.5), packed(width, lengths, True, 1)
+    given = inputs(config, 1, width)
+    attend = functools.partial(attention_over(rows, config, Compute()), window=jnp.int32(window))
+    found = graded(attend, rows.group > 0, *given)
+    wanted = graded(functools.partial(whole, config, rows, window=window), rows.group > 0, *given)
+    assert largest_difference(found, wanted) < 1e-5
+
+
+def test_long_rows_never_hold_all_scores_and_no_row_makes_those_above_the_diagonal():
+    config = Attention(2, 1, 8)
+    for width in (1024, 4096):
+        rows = jax.tree.map(jnp.asarray, packed(width, (width,), False, 1))
+        given = jax.eval_shape(functools.partial(inputs, config, 1, width))
+        loss = lambda rows, *given: jnp.sum(attention_over(rows, config, Compute())(*given, jnp.int32(0)))
+        traced = jax.make_jaxpr(jax.grad(loss, argnums=(1, 2, 3)))(rows, *given)
+        made = [v.aval.size for e in equations(traced.jaxpr) for v in e.outvars]
+        assert max(made) <= config.heads * width * (MOST if width > SHORT else width // PREFIXES), width
+    assert_half_is_made(config, 1024)
+
+
+def assert_half_is_made(config, width):
+    rows, given = packed(width, (width,), False, 1), jax.eval_shape(functools.partial(inputs, config, 1, width))
+    traced = jax.make_jaxpr(functools.partial(attention_over(rows, config, Compute()), window=jnp.int32(0)))(*given)
+    products = [e.outvars[0].aval for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
+    scores = sum(x.size for x in products if config.head_dim not in x.shape)
+    assert 0.5 <= scores / (config.heads * width**2) < 0.6
+
+
+@pytest.mark.parametrize(("kind", "compute"), [("gemma", SPLASH), ("windows", CUDNN)], ids=["splash", "cudnn"])
+def test_kernels_equal_xla_through_a_model(kind, compute):
+    model, rows = tiny(kind), packed(128, (30, 51, 20), compute is CUDNN)
+    real = (rows.group > 0)[..., None]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def graded(model, compute):
+        def loss(model):
+            hidden = jnp.where(real, forward(model, rows, compute), 0)
+            return jnp.sum(jnp.sin(hidden)), hidden
+
+        return jax.value_and_grad(loss, has_aux=True)(model)
+
+    assert largest_difference(graded(model, compute), graded(model, Compute())) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])
+def test_splash_attention_divides_over_a_mesh(shape):
+    model, rows = tiny("gemma"), packed(128, (30, 51, 20), False, 4)
+    run = jax.jit(lambda model, rows: forward(model, rows, SPLASH))
+    mesh = make_mesh(MeshShape(*shape))
+    with jax.set_mesh(mesh):
+        found = run(jax.device_put(model, shardings(model, mesh)), rows)
+    real = (rows.group > 0)[..., None]
+    assert largest_difference(np.where(real, found, 0), np.where(real, run(model, rows), 0)) < 1e-5
+
+
+def test_rows_that_splash_attention_cannot_divide():
+    attend = attention_over(packed(96, (96,), False), KINDS["plain"].attention, SPLASH)
+    with pytest.raises(InputError, match="learner.row_tokens 96 must be a multiple of 128 for splash attention"):
+        attend(*inputs(KINDS["plain"].attention, 2, 96), jnp.int32(0))
