@@ -196,7 +196,8 @@ def _temporaries(
     waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
     waiting = max(waiting, 0) * memory.prompts_waiting(run)
     decode = memory.compiled_temporary(done["decode"], sampled + slots)
-    moving = memory.compiled_temporary(done["weights"], size((held.state.policy, held.state.base)) + sampled) if "weights" in done else 0
+    weights = done.get("weights", Compiled("weights"))
+    moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
     # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
     return learn, max(decode + waiting, _growth(done) + waiting, done["prompts"].temporary + waiting, moving - slots)
 

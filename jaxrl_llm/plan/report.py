@@ -42,14 +42,14 @@ def memory_lines(plan: Plan) -> list[str]:
     """The table of memory."""
     words = {name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype) for name, text in WORDS.items()}
     whose = "the compiler's" if plan.learning.compiled else "a formula's"
-    rows = [f"{'memory of one device, GiB':<44}{'sampling':>10}{'learning':>10}"]
+    rows = [f"{'memory of one device, GiB':<50}{'sampling':>10}{'learning':>10}"]
     one, other = plan.sampling.kinds(), plan.learning.kinds()
     for name, text in words.items():
         if one[name] or other[name]:
             note = f", {whose}" if name == "temporary" else ""
-            rows.append(f"  {text + note:<42}{_gib(one[name])}{_gib(other[name])}")
-    rows.append(f"  {'in all':<42}{_gib(plan.sampling.total)}{_gib(plan.learning.total)}")
-    return [*rows, f"  {'there is':<42}{_gib(plan.machine.chip.memory)}{_gib(plan.machine.chip.memory)}"]
+            rows.append(f"  {text + note:<48}{_gib(one[name])}{_gib(other[name])}")
+    rows.append(f"  {'in all':<48}{_gib(plan.sampling.total)}{_gib(plan.learning.total)}")
+    return [*rows, f"  {'there is':<48}{_gib(plan.machine.chip.memory)}{_gib(plan.machine.chip.memory)}"]
 
 
 def _gib(value: float) -> str:
@@ -58,20 +58,20 @@ def _gib(value: float) -> str:
 
 def time_lines(plan: Plan) -> list[str]:
     """The table of times."""
-    rows = [f"{'seconds of a step, at least (formulas)':<44}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"]
+    rows = [f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"]
     for p in plan.phases:
         times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
-        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<42}{times}   {p.binds}")
+        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds}")
     return rows
 
 
 def network_lines(plan: Plan) -> list[str]:
     """The table of collectives."""
-    rows = [f"{'sent by one device in a step':<44}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"]
+    rows = [f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"]
     for p in plan.phases:
         whose = "compiled" if p.name in plan.compiled and not refused(plan, p.name) else "formula"
         for t in by_kind(p.traffic):
-            rows.append(f"  {f'{p.name}: {t.kind} ({whose})':<42}{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}")
+            rows.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}")
     return rows if len(rows) > 1 else ["nothing is sent between devices"]
 
 
