@@ -12,6 +12,8 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA starts as many threads as there are devices: two programs at once would take them from each other and wait for ever.
+os.environ.setdefault("PJRT_NPROC", "32")
 # 8 devices that share a busy core may wait for each other for long; XLA would end the process after 40 seconds.
 PATIENT = ("--xla_cpu_collective_call_terminate_timeout_seconds=600", "--xla_cpu_collective_timeout_seconds=600")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT)).strip()
