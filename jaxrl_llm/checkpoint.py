@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.lora import fingerprint
+from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
 from jaxrl_llm.sharding import replicated, shardings
 from jaxrl_llm.types import Completion, Group, Problem, TrainState

@@ -20,3 +20,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT)).
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Whole runs first: they take longest, and what is last should be short, so that all workers end together."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)

@@ -44,7 +44,7 @@ REFUSED = {
     "train smoke --steps x": ["--steps: expected INT, got 'x'"],
     "train smoke --learner.optimiser.learning_rate fast": ["learning-rate: expected FLOAT, got 'fast'"],
     "train smoke --learner.optimiser.learning_rate": ["Missing value", "learning-rate"],
-    "train smoke --learner.optimiser.schedule cosine": ["decay_updates must be above warmup"],
+    "train smoke --learner.optimiser.schedule cosine": ["learner.optimiser.decay must be two counts", "above warmup"],
     "train smoke surplus": ["Unrecognized options: surplus"],
     "train smoke --recipe gpso": ["no recipe 'gpso'", "did you mean gspo?"],
     "train smoke --recipe": ["--recipe needs a value"],

@@ -13,6 +13,8 @@ KERNELS = {"splash": "tpu", "cudnn": "gpu"}
 """Attention back ends beside "xla", and the platform that has them."""
 CUDNN_HEAD = 128
 """The widest head of cuDNN's fused attention on every generation that has it."""
+SHORT_ROW, TILES = 256, {"cpu": 32}
+"""Tokens below which a row is too small to be worth its overhead, and what its length is a multiple of (128 if not listed)."""
 UNROLLED_LAYERS = 12
 """Up to how many layers have their own part of a CPU program."""
 
@@ -62,6 +64,14 @@ def layout_for(settings: Learner, compute: Compute, longest: int, completion_tok
 
     Splash attention knows segments only: there every completion follows its own copy of the prompt.
     """
-    row_tokens = settings.row_tokens or -(-max(longest, 256) // 128) * 128
+    row_tokens = settings.row_tokens or _row_tokens(longest, completion_tokens, platform_of(mesh))
     share = compute.attention != "splash"
     return Layout(settings.microbatch_rows, row_tokens, completion_tokens, batch_parts(mesh), share)
+
+
+def _row_tokens(longest: int, completion_tokens: int, platform: str) -> int:
+    """Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the platform's tiles."""
+    prompt = longest - completion_tokens
+    completions = max(-(-(SHORT_ROW - prompt) // completion_tokens), 1)
+    tile = TILES.get(platform, 128)
+    return -(-(prompt + completions * completion_tokens) // tile) * tile

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.errors import InputError
@@ -134,8 +132,8 @@ def _splash_rows(
     mesh = jax.sharding.get_abstract_mesh()
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array) -> jax.Array:
-        kernel = _splash_kernel(q.shape[1], q.shape[2], window, config.softcap, interpret)
-        one = lambda q, k, v, g: kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(g, g))
+        kernel, segments = _splash_kernel(q.shape[1], q.shape[2], window, config.softcap, interpret)
+        one = lambda q, k, v, g: kernel(q, k, v, segment_ids=segments(g, g))
         return jax.vmap(one)(q, k, v, group)
 
     if mesh.empty:
@@ -146,14 +144,20 @@ def _splash_rows(
     return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, group)
 
 
-def _splash_kernel(heads: int, columns: int, window: int, softcap: float | None, interpret: bool) -> Any:
+def _splash_kernel(heads: int, columns: int, window: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
+    """The kernel of one row, and the type of its segments."""
+    # Half a second that programs without it need not wait for.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
     block = next((b for b in BLOCKS if columns % b == 0), None)
     if block is None:
         raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
     shape = (columns, columns)
     mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
     sizes = splash_kernel.BlockSizes(*(block,) * 8)
-    return splash_kernel.make_splash_mha(
+    kernel = splash_kernel.make_splash_mha(
         splash_mask.MultiHeadMask([mask] * heads), head_shards=1, q_seq_shards=1, block_sizes=sizes,
         attn_logits_soft_cap=softcap, interpret=interpret,
     )
+    return kernel, splash_kernel.SegmentIds

@@ -60,28 +60,3 @@ def policy_model(state: TrainState) -> Decoder:
 def reference_model(state: TrainState) -> Decoder | None:
     """The frozen model of a state, if it has one."""
     return None if state.reference is None else attached(state.base, state.reference)
-
-
-@jax.jit
-def fingerprint(model: Decoder) -> Decoder:
-    """64 bits, as uint32[2], of the content of every weight; the same however the weights are laid out on devices.
-
-    Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
-    """
-    return jax.tree.map(_checksum, model)
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    sums = [jnp.sum(_mix(_mix(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)]
-    return jnp.stack(sums)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> jnp.uint32(16))

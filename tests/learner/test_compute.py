@@ -51,6 +51,7 @@ def test_layouts_follow_the_mesh_and_the_attention():
     mesh = one_device()
     assert platform_of(mesh) == "cpu"
     layout = layout_for(Learner(microbatch_rows=4), Compute(), 300, 200, mesh)
-    assert (layout.rows, layout.row_tokens, layout.completion_tokens, layout.parts) == (4, 384, 200, 1)
+    assert (layout.rows, layout.row_tokens, layout.completion_tokens, layout.parts) == (4, 320, 200, 1)
+    assert layout_for(Learner(), Compute(), 160, 128, mesh).row_tokens == 32 + 2 * 128
     assert layout.share_prompts and not layout_for(Learner(), Compute(attention="splash"), 300, 200, mesh).share_prompts
     assert layout_for(Learner(row_tokens=310), Compute(), 300, 200, mesh).row_tokens == 310

@@ -17,7 +17,8 @@ from jaxrl_llm.learner.update import accumulate, score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, logits, to_parameters
-from jaxrl_llm.models.lora import attached, create, fingerprint, merge, policy_model, reference_model
+from jaxrl_llm.models.fingerprint import fingerprint
+from jaxrl_llm.models.lora import attached, create, merge, policy_model, reference_model
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.rollout.weights import weights_for_sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_update import ADAM, computed, samples_of, set_up, updated
+from bench_update import ADAM, LEARNER, computed, samples_of, set_up, updated
 from worker import Contestant, serve
 
-from jaxrl_llm.learner import Learner, pack
+from jaxrl_llm.learner import pack
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout import Engine, Sampling
@@ -19,7 +19,7 @@ class Policy:
     """The weights that are sampled from, and what improves them."""
 
     def __init__(self, model: Decoder, work: dict[str, Any]):
-        settings = Learner(optimiser=dataclasses.replace(ADAM, learning_rate=work["learning_rate"]))
+        settings = dataclasses.replace(LEARNER, optimiser=dataclasses.replace(ADAM, learning_rate=work["learning_rate"]))
         self._state, self._setup = set_up(model, settings, work["prompt"], work["completion"])
         self._work, self.mesh = work, self._setup.mesh
         # Lengths never change, and so neither does this.
