@@ -40,7 +40,7 @@ from jaxrl_llm.types import TrainState
 
 ALGORITHM: Algorithm = dataclasses.replace(PRESETS["grpo"], kl_coef=0.0)
 ADAM = Optimiser(learning_rate=1e-4, clip_norm=0.0)
-LEARNER = Learner(optimiser=ADAM, microbatch_rows=8, remat="none")
+LEARNER = Learner(optimiser=ADAM, microbatch_rows=4, remat="none")
 """The settings that were fastest on CPUs at 7m."""
 
 
