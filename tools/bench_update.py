@@ -7,9 +7,9 @@ as the trainer does it; every setting of the learner is an option. ``lengths`` a
 completions'. ``backward_s`` is loss and gradient of packed data; ``update_s`` is all of ``learn``: packing, transfer, loss,
 gradient, optimiser and metrics. ``mfu`` is the share of ``update_s`` that the least number of operations would take
 (forward and backward once, a prompt once for its group, the head for completions only) at the speed of a matrix product
-measured here too. ``filled`` is the share of the computed
-positions that hold a token of a prompt (once for its group) or of a completion. ``temp_mb`` is what the compiled update needs beside its arguments, ``peak_mb`` the process's largest
-memory, compiling included. ``compile_s`` is what the first call took longer.
+measured here too. ``filled`` is the share of the computed positions that hold a token of a prompt (once for its group) or of a
+completion. ``temp_mb`` is what the compiled update needs beside its arguments, ``peak_mb`` the process's largest memory,
+compiling included. ``compile_s`` is what the first call took longer.
 """
 
 import dataclasses
