@@ -1,8 +1,8 @@
 """Everything that a run needs to continue, written by Orbax in the background.
 
 A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of what lives on the
-host: data cursor, surplus and unfinished groups, evaluations so far. Random numbers need no state: they are functions of the run's seed
-and of counters.
+host: data cursor, surplus and unfinished groups, evaluations so far. Random numbers need no state: they are functions of the
+run's seed and of counters.
 """
 
 import base64

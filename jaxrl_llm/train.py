@@ -180,7 +180,10 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         progress.status("saving")
         store.close()
     if code == GUARD:
-        say(f"step {step}: the gradient is not a number; the state before it is saved. Lower learner.optimiser.learning_rate and go on with --fresh")
+        say(
+            f"step {step}: the gradient is not a number; the state before it is saved. Lower learner.optimiser.learning_rate and "
+            "go on with --fresh"
+        )
     if code == PREEMPTED:
         say(f"stopped after step {step}, state saved: run the same command again to go on")
     return code
@@ -248,7 +251,10 @@ def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> 
     """Refuse a task whose longest prompt does not fit."""
     longest = max((len(tasks.encode(p, task, tokenizer)) for p in problems), default=0)
     limit = run.rollout.max_prompt_tokens
-    configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: set --rollout.max_prompt_tokens {longest} (now {limit})")
+    configs.require(
+        longest <= limit,
+        f"the longest prompt of {task.label} has {longest} tokens: set --rollout.max_prompt_tokens {longest} (now {limit})",
+    )
 
 
 def learn_from(
@@ -309,7 +315,9 @@ def control(run: Run, host: Host, metrics: dict[str, float], completions: int) -
     return {"kl_coef": used}
 
 
-def after_evaluation(run: Run, state: TrainState, host: Host, found: Evaluated | None, optimiser: Any) -> tuple[TrainState, dict[str, Any]]:
+def after_evaluation(
+    run: Run, state: TrainState, host: Host, found: Evaluated | None, optimiser: Any
+) -> tuple[TrainState, dict[str, Any]]:
     """Keep the best accuracy; where the recipe says so, reset the reference once evaluations have stopped improving."""
     if found is None:
         return state, {}

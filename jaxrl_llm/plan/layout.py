@@ -66,9 +66,8 @@ def arrays(run: Run, config: ModelConfig, layout: learner.Layout, mesh: Any, whe
     shape = largest_shape(config, run.rollout, compute_dtype, where, sampling)
     packed, microbatches = packed_shapes(minibatch(run, config.vocab_size), layout)
     logp = packed.sampler_logp
-    packed = packed._replace(
-        old_logp=logp if updates(run) > 1 else None, ref_logp=logp if run.recipe.algorithm.kl_in_loss and state.reference is not None else None
-    )
+    compared = run.recipe.algorithm.kl_in_loss and state.reference is not None
+    packed = packed._replace(old_logp=logp if updates(run) > 1 else None, ref_logp=logp if compared else None)
     return Arrays(
         placed(state, shardings(state, mesh)), placed(sampled, sampling_shardings(sampled, where)),
         abstract_slots(config, shape, compute_dtype, where, sampling), shape,

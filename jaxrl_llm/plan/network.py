@@ -89,7 +89,8 @@ def traffic(collective: Collective, where: Places) -> Traffic:
 
 def _links(collective: Collective, where: Places) -> float:
     """Links over which a device can send at one time: two along each closed axis of the torus on which its group lies."""
-    machine, members = where.machine, np.unique(collective.groups[:1] if collective.kind != "collective-permute" else collective.groups)
+    groups = collective.groups if collective.kind == "collective-permute" else collective.groups[:1]
+    machine, members = where.machine, np.unique(groups)
     coordinates = where.coordinates[members]
     if coordinates.shape[1] == 0:
         return 1.0

@@ -143,7 +143,8 @@ def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compile
     other = 2 * rows if not update.refused else rows // 2 // unit * unit
     if not other:
         return {}
-    again = compile_one(subject(dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other)), config, devices), "update")
+    changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
+    again = compile_one(subject(changed, config, devices), "update")
     needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
     return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
 
@@ -169,7 +170,10 @@ def _assembled(
         memory.learning(run, held, base, learn, bool(done)), sampler,
         tuple(phases(run, config, held, todo, device, compute, traffics)), {name: one.seconds for name, one in done.items()},
         tuple(name for name, one in done.items() if one.refused),
-        {"prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts, "slots": (sampler.cache + sample) / run.rollout.slots},
+        {
+            "prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts,
+            "slots": (sampler.cache + sample) / run.rollout.slots,
+        },
     )  # fmt: skip
 
 

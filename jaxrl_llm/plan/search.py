@@ -75,6 +75,7 @@ def table(plans: list[Plan]) -> list[str]:
         mesh, rows_each = " x ".join(map(str, p.mesh)), p.run.learner.microbatch_rows
         where = f"{p.slowest.name}, {p.slowest.binds}"
         rows.append(
-            f"{mesh:<20}   {rows_each:>15}   {p.run.rollout.slots:>5}   {p.sampling.total / gib:>12.1f}   {p.learning.total / gib:>8.1f}   {p.seconds:>17.1f}   {where}"
+            f"{mesh:<20}   {rows_each:>15}   {p.run.rollout.slots:>5}   {p.sampling.total / gib:>12.1f}   "
+            f"{p.learning.total / gib:>8.1f}   {p.seconds:>17.1f}   {where}"
         )
     return rows

@@ -16,7 +16,8 @@ from jaxrl_llm.sharding import sampling_shardings
 def weights_for_sampling(shapes: Decoder, dtype: Any, learner: Mesh, sampler: Mesh, keep: bool) -> Callable[[Decoder], Decoder]:
     """A function from the policy to weights to sample from.
 
-    One compiled call casts them, adds an attached adapter as the learner's layers do, and lays them out; where the sampler has devices of its own, they are then moved there.
+    One compiled call casts them, adds an attached adapter as the learner's layers do, and lays them out; where the sampler has
+    devices of its own, they are then moved there.
 
     Args:
       shapes: of the policy, without an adapter.

@@ -11,7 +11,9 @@ LOGGED_ANSWERS = 200
 """Answers of an evaluation that are written to samples.jsonl at most."""
 
 
-def record(writer: RunWriter | None, progress: Progress, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]) -> None:
+def record(
+    writer: RunWriter | None, progress: Progress, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]
+) -> None:
     """Write a step's metrics and samples, where there is a writer, and show its line."""
     metrics = {name: value for name, value in row.items()} | (found.metrics() if found else {})
     lines = [
@@ -21,7 +23,8 @@ def record(writer: RunWriter | None, progress: Progress, step: int, found: Evalu
     ]
     for problem, answers, right in zip(found.problems, found.completions, found.correct, strict=True) if found else ():
         if len(lines) < LOGGED_ANSWERS:
-            lines.append({"kind": "evaluation", "prompt": problem.prompt[-1]["content"], "completion": answers[0].text, "correct": bool(right[0])})
+            asked, answer = problem.prompt[-1]["content"], answers[0].text
+            lines.append({"kind": "evaluation", "prompt": asked, "completion": answer, "correct": bool(right[0])})
     if writer is not None:
         writer.samples(step, lines)
         writer.write(step, metrics)
