@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
-from jaxrl_llm.sharding import replicated, shardings
+from jaxrl_llm.sharding import abstract, replicated, shardings
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
 
@@ -34,8 +34,8 @@ def flatten(state: TrainState) -> dict[str, Any]:
 
 def _fingerprint(model: Any) -> Any:
     """Fingerprints of a model's weights, as shapes where there are only shapes."""
-    abstract = isinstance(jax.tree.leaves(model)[0], jax.ShapeDtypeStruct)
-    return jax.eval_shape(fingerprint, model) if abstract else fingerprint(model)
+    only_shapes = isinstance(jax.tree.leaves(model)[0], jax.ShapeDtypeStruct)
+    return jax.eval_shape(fingerprint, model) if only_shapes else fingerprint(model)
 
 
 def unflatten(arrays: dict[str, Any], like: TrainState) -> TrainState:
@@ -92,7 +92,7 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         layout = shardings(like, mesh)
-        target = flatten(jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, layout))
+        target = flatten(abstract(like, layout))
         saved = self._manager.item_metadata(step)["state"]
         _refuse_other({name: tuple(meta.shape) for name, meta in saved.tree.items()}, target)
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
@@ -147,9 +147,7 @@ def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None
     """
     import orbax.checkpoint as ocp
 
-    paths, treedef = jax.tree.flatten_with_path(jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings(like, mesh)
-    ))
+    paths, treedef = jax.tree.flatten_with_path(abstract(like, shardings(like, mesh)))
     target = {f"policy/{_name(path)}": leaf for path, leaf in paths}
     marks = {} if base is None else {f"base/{_name(path)}": x for path, x in jax.tree.leaves_with_path(_fingerprint(base))}
     wanted = target | {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for name, x in marks.items()}

@@ -117,17 +117,12 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
         parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
         optimiser = build(run.learner.optimiser)
-        reference, lora = run.recipe.algorithm.needs_reference, run.learner.lora
-        if start is None:
-            state, host, start = learner.create_state(model, optimiser, reference, mesh, lora, run.seed), Host(), 0
-        else:
+        if start is not None:
             progress.status(f"restoring step {start}")
-            state, data = store.restore(start, abstract_state(model, optimiser, reference, lora), mesh, model)
-            host = Host.from_json(data)
+        state, host = begin(run, model, optimiser, store, start, mesh)
         del model  # its arrays are the state's now, or were read for their shapes only
-        if run.recipe.controller is not None and host.kl_coef is None:
-            host.kl_coef = run.recipe.algorithm.kl_coef
-        if start == 0:
+        if start is None:
+            start = 0
             found = parts.test(parts.weights(policy_model(state)))
             host.best = found.accuracy if found else host.best
             record(writer, progress, 0, found, {}, [])
@@ -160,17 +155,15 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
                 row |= events
             else:
                 found = None
-            if run.recipe.reference_reset and step % run.recipe.reference_reset == 0:
-                state, row["event/reference_reset"] = reset_reference(state, run, optimiser), True
-            if run.recipe.optimiser_reset and step % run.recipe.optimiser_reset == 0:
-                state, row["event/optimiser_reset"] = reset_optimiser(state, optimiser), True
+            state, events = reset_on_schedule(run, state, optimiser, step)
+            row |= events
 
             broken = not math.isfinite(row.get("grad_norm", 0.0))
             row |= {"event/not_a_number": True} if broken else {}
             row["time/step_s"] = time.perf_counter() - began
             row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
             record(writer, progress, step, found, row, batch.groups[: run.output.samples])
-            asked = together(peers, stop, step, batch, row)
+            asked = agreed_to_stop(peers, stop, step, batch, row)
             if last or broken or asked or step % run.output.checkpoint_every == 0:
                 progress.status("saving")
                 store.save(step, state, host.to_json())
@@ -180,13 +173,26 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         progress.status("saving")
         store.close()
     if code == GUARD:
-        say(
-            f"step {step}: the gradient is not a number; the state before it is saved. Lower learner.optimiser.learning_rate and "
-            "go on with --fresh"
-        )
+        remedy = "Lower learner.optimiser.learning_rate and go on with --fresh"
+        say(f"step {step}: the gradient is not a number; the state before it is saved. {remedy}")
     if code == PREEMPTED:
         say(f"stopped after step {step}, state saved: run the same command again to go on")
     return code
+
+
+def begin(
+    run: Run, model: Decoder, optimiser: Any, store: Checkpoints, start: int | None, mesh: Any
+) -> tuple[TrainState, Host]:
+    """A fresh state, or that of step ``start``; the model is taken, or read for its shapes only."""
+    reference, lora = run.recipe.algorithm.needs_reference, run.learner.lora
+    if start is None:
+        state, host = learner.create_state(model, optimiser, reference, mesh, lora, run.seed), Host()
+    else:
+        state, data = store.restore(start, abstract_state(model, optimiser, reference, lora), mesh, model)
+        host = Host.from_json(data)
+    if run.recipe.controller is not None and host.kl_coef is None:
+        host.kl_coef = run.recipe.algorithm.kl_coef
+    return state, host
 
 
 def writing(run: Run, directory: Path, resumed_at: int | None, peers: Peers) -> AbstractContextManager[RunWriter | None]:
@@ -196,7 +202,7 @@ def writing(run: Run, directory: Path, resumed_at: int | None, peers: Peers) -> 
     return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run))
 
 
-def together(peers: Peers, stop: Preemption, step: int, batch: Collected, row: dict[str, Any]) -> bool:
+def agreed_to_stop(peers: Peers, stop: Preemption, step: int, batch: Collected, row: dict[str, Any]) -> bool:
     """Whether any process was asked to stop after this step.
 
     Raises:
@@ -251,10 +257,8 @@ def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> 
     """Refuse a task whose longest prompt does not fit."""
     longest = max((len(tasks.encode(p, task, tokenizer)) for p in problems), default=0)
     limit = run.rollout.max_prompt_tokens
-    configs.require(
-        longest <= limit,
-        f"the longest prompt of {task.label} has {longest} tokens: set --rollout.max_prompt_tokens {longest} (now {limit})",
-    )
+    remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
+    configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: {remedy}")
 
 
 def learn_from(
@@ -327,6 +331,16 @@ def after_evaluation(
         return state, {}
     host.stalled = 0
     return reset_reference(state, run, optimiser), {"event/reference_reset": True}
+
+
+def reset_on_schedule(run: Run, state: TrainState, optimiser: Any, step: int) -> tuple[TrainState, dict[str, Any]]:
+    """The resets that the recipe makes every so many steps, and the events that tell of them."""
+    events: dict[str, Any] = {}
+    if run.recipe.reference_reset and step % run.recipe.reference_reset == 0:
+        state, events["event/reference_reset"] = reset_reference(state, run, optimiser), True
+    if run.recipe.optimiser_reset and step % run.recipe.optimiser_reset == 0:
+        state, events["event/optimiser_reset"] = reset_optimiser(state, optimiser), True
+    return state, events
 
 
 def reset_reference(state: TrainState, run: Run, optimiser: Any) -> TrainState:

@@ -63,13 +63,18 @@ def visible(rows: Rows, window: jax.Array | int, queries: slice = slice(None), k
     return causal & (q(group) == k(group)) & (q(group) > 0) & same_path & near
 
 
+def part_columns(columns: int) -> int:
+    """Columns of a part of a row, whose queries get the keys up to its end."""
+    return max(-(-columns // PREFIXES), min(LEAST, columns))
+
+
 def _xla(rows: Rows, config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array) -> jax.Array:
     """Scores of a part of the queries at a time, with the keys up to the part's end: half of all scores are never made.
 
     In long rows the backward pass makes a part's scores again, and a part takes few queries at a time.
     """
     total = q.shape[1]
-    part = max(-(-total // PREFIXES), min(LEAST, total))
+    part = part_columns(total)
     parts = []
     for start in range(0, total, part):
         end = min(start + part, total)

@@ -5,7 +5,7 @@ import math
 
 from jaxrl_llm.config import Run
 from jaxrl_llm.learner.batch import Layout, packed_shapes
-from jaxrl_llm.models.attention import BLOCKS, LEAST, PREFIXES
+from jaxrl_llm.models.attention import BLOCKS, part_columns
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.layers import layer_windows
@@ -127,8 +127,7 @@ REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
 def attention_share(attention: str, columns: int) -> float:
     """The share of all pairs of a row's columns that a back end computes: it knows that what is later is not seen."""
     if attention == "xla":
-        part = max(-(-columns // PREFIXES), min(LEAST, columns))
-        parts = -(-columns // part)
+        parts = -(-columns // part_columns(columns))
         return (parts + 1) / (2 * parts)
     return 0.5 + BLOCKS[0] / (2 * columns) if attention == "splash" else 1.0
 

@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.ahead import abstract_slots, largest_shape
 from jaxrl_llm.rollout.places import Shape
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.rollout.slots import Slots
-from jaxrl_llm.sharding import sampling_shardings, shardings
+from jaxrl_llm.sharding import abstract, make_mesh, rollout_mesh, sampling_shardings, shardings
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.types import TrainState
 
@@ -69,9 +69,9 @@ def arrays(run: Run, config: ModelConfig, layout: learner.Layout, mesh: Any, whe
     compared = run.recipe.algorithm.kl_in_loss and state.reference is not None
     packed = packed._replace(old_logp=logp if updates(run) > 1 else None, ref_logp=logp if compared else None)
     return Arrays(
-        placed(state, shardings(state, mesh)), placed(sampled, sampling_shardings(sampled, where)),
+        abstract(state, shardings(state, mesh)), abstract(sampled, sampling_shardings(sampled, where)),
         abstract_slots(config, shape, compute_dtype, where, sampling), shape,
-        placed(packed, batch_shardings(packed, mesh)), microbatches, sampling,
+        abstract(packed, batch_shardings(packed, mesh)), microbatches, sampling,
     )  # fmt: skip
 
 
@@ -92,11 +92,6 @@ def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
     return [Sample(prompt, ids, mask, logp, advantage, kept=kept) for prompt in prompts for _ in range(rollout.group)]
 
 
-def placed(tree: Any, layout: Any) -> Any:
-    """Shapes with their shardings."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout)
-
-
 def bytes_per_device(tree: Any) -> int:
     """Bytes that one device holds of these arrays, padding of their layout left out."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -104,6 +99,4 @@ def bytes_per_device(tree: Any) -> int:
 
 def meshes(run: Run, devices: list[Any]) -> tuple[Mesh, Mesh]:
     """Where the run learns and where it samples, of these devices."""
-    from jaxrl_llm.sharding import make_mesh, rollout_mesh
-
     return make_mesh(run.mesh, devices), rollout_mesh(run.mesh, devices)

@@ -10,7 +10,7 @@ from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.plan.formulas import Work
 from jaxrl_llm.plan.layout import Arrays, bytes_per_device
 from jaxrl_llm.plan.programs import Compiled
-from jaxrl_llm.rollout.ahead import prompt_calls
+from jaxrl_llm.rollout.ahead import columns_before, prompt_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,8 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
     narrow = sum(bytes_per_device(x) * width / x.dtype.itemsize for x in jax.tree.leaves((state.policy, state.base)))
     gradients = 2 * learned + narrow
     layer = tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
-    kept = {"full": 1, "dots": 3 + (a.heads + 2 * a.kv_heads) * a.head_dim * share / config.width
-            + 2 * config.mlp_width * share / config.width, "none": 0}[learner.remat] * tokens * config.width * width * config.layers  # fmt: skip
-    kept = layer * config.layers if learner.remat == "none" else kept
+    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
+    kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[learner.remat] * config.layers
     keys = min(one.row_tokens, 1024)
     scores = 3 * 4 * tokens * a.heads * share * keys
     hidden = 2 * tokens * config.width * width
@@ -112,6 +111,6 @@ def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int
     waiting = prompts_waiting(run) * 2 * config.layers * rows * piece * calls * heads * config.attention.head_dim * width
     logits = 4 * 4 * run.rollout.slots / parts * config.vocab_size * share
     columns = arrays.slot_shape.columns
-    before = 1 << (columns - 1).bit_length() - 1  # the cache of before, beside the one that it becomes
-    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) * before / columns
+    # The cache of before, beside the one that it becomes.
+    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) * columns_before(columns) / columns
     return max(logits, growing) + waiting

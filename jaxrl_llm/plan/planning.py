@@ -119,7 +119,8 @@ def plan(
     sizes = run.mesh.sizes(machine.devices)
     compute = compute_for(run.learner, config, machine.chip.platform)
     if not compiling:
-        mesh, where = (abstract_mesh(sizes), _sampler_mesh(run, sizes, machine)) if devices is None else meshes(run, devices)
+        described = abstract_mesh(sizes), abstract_mesh(run.mesh.sampling_sizes(machine.devices))
+        mesh, where = described if devices is None else meshes(run, devices)
         spots = hosts(machine) if devices is None else places(machine, mesh.devices.flat)
         layout = layout_for(run.learner, compute, run.rollout.max_length, run.rollout.max_new_tokens, mesh)
         held, todo = arrays(run, config, layout, mesh, where), work(run, config, layout, mean)
@@ -147,12 +148,6 @@ def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compile
     again = compile_one(subject(changed, config, devices), "update")
     needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
     return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
-
-
-def _sampler_mesh(run: Run, sizes: tuple[int, int, int], machine: Machine) -> Any:
-    apart = run.mesh.rollout
-    tensor = sizes[2] if not apart else next(t for t in range(min(sizes[2], apart), 0, -1) if sizes[2] % t == apart % t == 0)
-    return abstract_mesh((apart // tensor, 1, tensor) if apart else sizes)
 
 
 def _assembled(
@@ -183,8 +178,6 @@ def _device(machine: Machine, held: Arrays, sizes: tuple[int, int, int]) -> Devi
     share = bytes_per_device(held.sampled) / sum(x.size * x.dtype.itemsize for x in leaves)
     mesh = held.slots.tokens.sharding.mesh
     return Device(machine.chip, share, sizes[0] * sizes[1], parts_of(mesh, held.slot_shape.rows))
-
-
 
 
 def _temporaries(

@@ -101,7 +101,7 @@ def lower_prompts(one: Subject) -> jax.stages.Lowered:
 def lower_growth(one: Subject) -> jax.stages.Lowered:
     """The last growth of the cache, from half its length or so."""
     a, columns = one.arrays, one.arrays.slot_shape.columns
-    before = a.slot_shape._replace(columns=1 << (columns - 1).bit_length() - 1)
+    before = a.slot_shape._replace(columns=ahead.columns_before(columns))
     small = ahead.abstract_slots(a.sampled.config, before, a.slots.cache.k.dtype, one.where, a.sampling)
     return ahead.lower_growth(small, columns, one.where)
 

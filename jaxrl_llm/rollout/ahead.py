@@ -16,6 +16,7 @@ from jaxrl_llm.rollout.requests import Request
 from jaxrl_llm.rollout.sampling import asked
 from jaxrl_llm.rollout.settings import Rollout, Sampling
 from jaxrl_llm.rollout.slots import Slots, as_rules, empty_slots, extend_prompts, layout, parts_of, rearranged, run_chunk
+from jaxrl_llm.sharding import abstract
 
 
 def largest_shape(config: Any, rollout: Rollout, dtype: Any, mesh: Any, sampling: Sampling) -> Shape:
@@ -31,7 +32,7 @@ def largest_shape(config: Any, rollout: Rollout, dtype: Any, mesh: Any, sampling
 def abstract_slots(config: Any, shape: Shape, dtype: Any, mesh: Any, sampling: Sampling) -> Slots:
     """Slots as shapes with their layout; ``mesh`` may be abstract."""
     slots = jax.eval_shape(lambda: empty_slots(config, shape, dtype, None, sampling.repetition))
-    return jax.tree.map(_laid_out, slots, layout(slots, mesh))
+    return abstract(slots, layout(slots, mesh))
 
 
 def lower_chunk(model: Decoder, slots: Slots, rollout: Rollout, sampling: Sampling, group: int, mesh: Mesh) -> jax.stages.Lowered:
@@ -48,6 +49,11 @@ def lower_growth(slots: Slots, columns: int, mesh: Mesh) -> jax.stages.Lowered:
         return rearranged.lower(slots, order, columns, mesh, parts_of(mesh, slots.tokens.shape[0]))
 
 
+def columns_before(columns: int) -> int:
+    """Columns of the cache before it grew to so many, at most."""
+    return 1 << (columns - 1).bit_length() - 1
+
+
 def prompt_calls(tokens: int) -> tuple[int, int, int]:
     """How prompts of so many tokens are computed: sequences in one call, tokens of each, calls for each."""
     piece = bucket(tokens) if bucket(tokens) <= LONGEST_CALL else PIECE
@@ -62,7 +68,3 @@ def lower_prompts(model: Decoder, rollout: Rollout, dtype: Any, mesh: Mesh) -> j
     cache: Cache = jax.eval_shape(lambda: empty_cache(model.config, rows, bucket(calls * piece), dtype))
     with jax.set_mesh(mesh):
         return extend_prompts.lower(model, cache, int32(rows), int32(rows, piece), calls > 1)
-
-
-def _laid_out(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,6 +1,6 @@
 """The mesh and the layout of every array on it."""
 
-from jaxrl_llm.sharding.arrays import Part, from_parts, held_parts, laid_out
+from jaxrl_llm.sharding.arrays import Part, abstract, from_parts, held_parts, laid_out
 from jaxrl_llm.sharding.mesh import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, replicated, rollout_mesh
 from jaxrl_llm.sharding.rules import activation, layout_of, sampling_shardings, shardings
 
@@ -8,6 +8,7 @@ __all__ = [
     "BATCH",
     "MeshShape",
     "Part",
+    "abstract",
     "activation",
     "batch_parts",
     "constrain",

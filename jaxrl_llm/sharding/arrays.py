@@ -46,6 +46,11 @@ def laid_out(tree: Any, layout: Any) -> Any:
     return jax.tree.map(put, tree, jax.tree.broadcast(layout, tree))
 
 
+def abstract(tree: Any, layout: Any) -> Any:
+    """Shapes and dtypes of a tree with a tree of shardings, without arrays."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout)
+
+
 def held_parts(shape: tuple[int, ...], layout: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
     """The different parts that this process' devices hold, as (start, stop) of each dimension, and who holds them."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}

@@ -62,6 +62,14 @@ class MeshShape:
             raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} {where}: set one of them to -1")
         return data * self.slices, fsdp, tensor
 
+    def sampling_sizes(self, devices: int, slices: int = 1) -> tuple[int, int, int]:
+        """As ``sizes``, of the mesh that samples; its devices lie in so many slices."""
+        data, fsdp, tensor = self.sizes(devices)
+        if not self.rollout:
+            return data, fsdp, tensor
+        tensor = math.gcd(tensor, self.rollout // slices)
+        return self.rollout // tensor, 1, tensor
+
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """The learner's mesh: all devices of all processes (or these) but those that only sample.
@@ -81,8 +89,7 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
     devices = list(jax.devices() if devices is None else devices)
     apart = devices[-shape.rollout :]
     slices = len(_by_slice(apart))
-    tensor = math.gcd(shape.sizes(len(devices))[2], shape.rollout // slices)
-    return _mesh((shape.rollout // tensor, 1, tensor), apart, slices)
+    return _mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
 
 
 def _mesh(sizes: tuple[int, int, int], devices: list[Any], slices: int) -> Mesh:

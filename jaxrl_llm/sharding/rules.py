@@ -71,14 +71,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 def constrain_by_path(tree: Any) -> Any:
     """Inside jit: ask for the layout of ``shardings``, on the mesh set by ``jax.set_mesh``; without one, nothing."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return tree
-
-    def leaf(path: tuple, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, fitting(x.shape, RULES.get(parameter_path(path), ()), mesh))
-
-    return jax.tree.map_with_path(leaf, tree)
+    return jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), tree)
 
 
 def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
