@@ -87,7 +87,7 @@ class Engine:
         """Forget all requests and sample by these rules from now on."""
         self._sampling, self._batch = sampling, Batch(self._build, sampling)
         self._flight: Flight | None = None
-        self._weights: Any = None
+        self._weights: list[weakref.ref] = []
         self._prefixes = Prefixes(self._build.config, self._build.dtype, self.max_length)
         self._queue: collections.deque[Request] = collections.deque()
         self._finished: list[tuple[int, Completion]] = []
@@ -195,10 +195,11 @@ class Engine:
         """Refuse a model of another shape; what other weights computed of prompts is no good for these."""
         if _structure(model) != self._structure:
             raise InputError("the engine was built for a model of another structure, shape or dtype: build a new Engine")
-        leaf = jax.tree.leaves(model)[0]
-        if self._weights is None or self._weights() is not leaf:
+        leaves = jax.tree.leaves(model)
+        if not _all_same(self._weights, leaves):
             self._prefixes.clear()
-            self._weights = weakref.ref(leaf)
+            # A NumPy array may change in place: with one among them, weights are never known again.
+            self._weights = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
             for request in self._batch.running.values():  # what these have in the cache is of other weights
                 request.keep = False
 
@@ -221,7 +222,7 @@ class Engine:
             tokens, logp = out.token[:count, slot], out.logp[:count, slot]
             request.add(tokens, logp, {name: out.extras[name][:count, slot] for name in names}, flight.version)
             if not active[slot]:
-                self._end(request, _reason(request, tokens[-1], self._sampling.stop_ids))
+                self._end(request, _reason(tokens[-1], self._sampling.stop_ids, out.repeats[count - 1, slot]))
         return int(counts.sum())
 
     def _end(self, request: Request, reason: str) -> None:
@@ -249,11 +250,16 @@ def _on(mesh: Mesh | None) -> AbstractContextManager:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def _reason(request: Request, last: int, stop_ids: Sequence[int]) -> str:
-    """Why a request has ended with this token."""
+def _reason(last: int, stop_ids: Sequence[int], repeats: bool) -> str:
+    """Why a request has ended with this token; the last one that its limit allows may be a stop or a repetition too."""
     if last in stop_ids:
         return "stop"
-    return "length" if request.earlier + request.count >= request.limit else "repetition"
+    return "repetition" if repeats else "length"
+
+
+def _all_same(known: Sequence[weakref.ref], leaves: Sequence[Any]) -> bool:
+    """Whether these are the arrays known, every one of them; one that is gone is like no other, whatever took its place."""
+    return len(known) == len(leaves) and all(ref() is leaf for ref, leaf in zip(known, leaves, strict=True))
 
 
 def _structure(model: Decoder) -> tuple:

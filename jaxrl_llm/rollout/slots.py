@@ -69,12 +69,14 @@ class Emitted(NamedTuple):
       logp: nats, of the distribution that was sampled from.
       extras: further arrays by name.
       real: which entries count.
+      repeats: where the completion only repeats itself and ends for that.
     """
 
     token: jax.Array
     logp: jax.Array
     extras: dict[str, jax.Array]
     real: jax.Array
+    repeats: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition"))
@@ -140,7 +142,7 @@ def _pick(
     sampled = now.sampled + now.active.astype(jnp.int32)
     tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules.tail)
     stopped = jnp.any(drawn.token[:, None] == rules.draw.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
-    emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active)
+    emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
     return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), chunk, emitted
 
 

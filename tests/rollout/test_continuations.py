@@ -97,6 +97,34 @@ def test_other_weights_never_meet_keys_and_values_that_were_kept():
     same(finished(e, [handle], other)[0], kept)
 
 
+def with_leaf(index, change):
+    """The model with one of its arrays changed, counted from the first."""
+    leaves, structure = jax.tree.flatten(model())
+    leaves[index] = change(leaves[index])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def test_weights_are_others_where_any_one_of_their_arrays_is():
+    e = engine()
+    for index in range(len(jax.tree.leaves(model()))):
+        e.start(RULES)
+        (first,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], [4], keep=True))
+        other = with_leaf(index, lambda leaf: leaf * 1.5)
+        (found,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), other)
+        assert e.prompts_prefilled == 2
+        e.start(RULES)
+        same(found, finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), other)[0])
+
+
+def test_an_array_that_may_change_in_place_is_never_taken_for_known():
+    e, loose = engine(), with_leaf(-1, lambda leaf: np.array(leaf))
+    e.start(RULES)
+    (first,) = finished(e, e.submit(PROMPTS[:1], SEEDS[:1], [4], keep=True), loose)
+    jax.tree.leaves(loose)[-1][...] *= 1.5
+    finished(e, e.submit(PROMPTS[:1], SEEDS[:1], begun=[first]), loose)
+    assert e.prompts_prefilled == 2
+
+
 def test_a_request_that_met_two_weights_is_not_kept():
     e, other = engine(), tiny(seed=9)
     e.start(RULES)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout import Engine, Repetition, Sampling
+from jaxrl_llm.rollout.groups import whole
 from jaxrl_llm.rollout.repetition import tail_of
 from rollout.test_engine import PROMPTS, SEEDS, finished, model
 
@@ -31,8 +32,21 @@ def test_a_completion_ends_where_it_repeats_itself(rule):
     ends = [ends_at(completion, rule) for completion in whole]
     assert any(ends)
     for completion, all_, end in zip(found, whole, ends, strict=True):
-        assert completion.finish_reason == ("repetition" if end and end < 40 else "length")
+        assert completion.finish_reason == ("repetition" if end else "length")
         assert completion.tokens.tolist() == all_.tokens[:end].tolist()
+
+
+def test_a_repetition_at_the_last_token_of_a_budget_is_the_end():
+    rule = Repetition(longest_period=6, times=3)
+    sampling = Sampling(**LONG, repetition=rule)
+    wanted = ENGINE.generate(model(), PROMPTS, SEEDS, sampling)
+    limits = [len(c.tokens) for c in wanted]
+    ENGINE.start(sampling)
+    found = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, limits))
+    assert [c.finish_reason for c in found] == [c.finish_reason for c in wanted]
+    assert "repetition" in {c.finish_reason for c in found if whole(c, 40)}
+    before = finished(ENGINE, ENGINE.submit(PROMPTS, SEEDS, [limit - 1 for limit in limits]))
+    assert {c.finish_reason for c in before} == {"length"}
 
 
 def test_an_interruption_does_not_hide_a_repetition():
