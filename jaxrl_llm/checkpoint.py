@@ -5,10 +5,7 @@ host: data cursor, surplus and unfinished groups, evaluations so far. Random num
 run's seed and of counters.
 """
 
-import base64
-import dataclasses
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
@@ -197,19 +195,13 @@ def steps_in(directory: Path) -> list[int]:
 
 def backlog_to_json(backlog: Backlog) -> dict[str, Any]:
     """What one step leaves to the next, as JSON values; exact."""
-    unfinished = [
-        {"place": group.place, "completions": [None if c is None else _completion_to_json(c) for c in group.completions]}
-        for group in backlog.unfinished
-    ]
+    unfinished = [_unfinished_to_json(group) for group in backlog.unfinished]
     return {**vars(backlog), "carried": [group_to_json(g) for g in backlog.carried], "unfinished": unfinished}
 
 
 def backlog_from_json(data: dict[str, Any]) -> Backlog:
     """The inverse of ``backlog_to_json``."""
-    unfinished = tuple(
-        Unfinished(group["place"], tuple(None if c is None else _completion_from_json(c) for c in group["completions"]))
-        for group in data["unfinished"]
-    )
+    unfinished = tuple(_unfinished_from_json(group) for group in data["unfinished"])
     return Backlog(**data | {"carried": tuple(map(group_from_json, data["carried"])), "unfinished": unfinished})
 
 
@@ -228,10 +220,27 @@ def collected_from_json(data: dict[str, Any] | None, backlog: Backlog) -> Collec
     return Collected(**data | {"groups": [group_from_json(g) for g in data["groups"]], "sampled": [], "backlog": backlog})
 
 
-def group_to_json(group: Group) -> dict[str, Any]:
-    """A group as JSON values; float32 and float64 survive exactly."""
+def _unfinished_to_json(group: Unfinished) -> dict[str, Any]:
     return {
-        "problem": dataclasses.asdict(group.problem),
+        "place": group.place,
+        "completions": [None if c is None else _completion_to_json(c) for c in group.completions],
+        "problem": None if group.problem is None else _problem_to_json(group.problem),
+        "prompt": None if group.prompt is None else group.prompt.tolist(),
+    }
+
+
+def _unfinished_from_json(data: dict[str, Any]) -> Unfinished:
+    completions = tuple(None if c is None else _completion_from_json(c) for c in data["completions"])
+    if data.get("prompt") is None:  # as in checkpoints of old: what was asked is found by its place
+        return Unfinished(data["place"], completions)
+    prompt = np.asarray(data["prompt"], np.int32)
+    return Unfinished(data["place"], completions, _problem_from_json(data["problem"]), prompt)
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """A group as JSON values; float32 and float64 survive exactly, and so does what a problem's row held."""
+    return {
+        "problem": _problem_to_json(group.problem),
         "prompt": group.prompt.tolist(),
         "completions": [_completion_to_json(c) for c in group.completions],
         "rewards": group.rewards.tolist(),
@@ -242,34 +251,30 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 def group_from_json(data: dict[str, Any]) -> Group:
     """The inverse of ``group_to_json``."""
-    problem = dict(data["problem"], prompt=tuple(data["problem"]["prompt"]))
     parts = {name: np.asarray(part) for name, part in data["parts"].items()}
     completions = tuple(_completion_from_json(c) for c in data["completions"])
     return Group(
-        Problem(**problem), np.asarray(data["prompt"], np.int32), completions, np.asarray(data["rewards"], float),
-        np.asarray(data["accuracy"], float), parts,
+        _problem_from_json(data["problem"]), np.asarray(data["prompt"], np.int32), completions,
+        np.asarray(data["rewards"], float), np.asarray(data["accuracy"], float), parts,
     )
+
+
+def _problem_to_json(problem: Problem) -> dict[str, Any]:
+    return {**vars(problem), "prompt": list(problem.prompt), "metadata": codec.to_json(problem.metadata)}
+
+
+def _problem_from_json(data: dict[str, Any]) -> Problem:
+    return Problem(**data | {"prompt": tuple(data["prompt"]), "metadata": codec.from_json(data["metadata"])})
 
 
 def _completion_to_json(completion: Completion) -> dict[str, Any]:
     arrays = {name: getattr(completion, name).tolist() for name in ("tokens", "sampler_logp", "mask", "version")}
-    extras = {name: _array_to_json(extra) for name, extra in completion.extras.items()}
+    extras = {name: codec.pack(extra) for name, extra in completion.extras.items()}
     return arrays | {"finish_reason": completion.finish_reason, "text": completion.text, "extras": extras}
 
 
 def _completion_from_json(data: dict[str, Any]) -> Completion:
     kinds = {"tokens": np.int32, "sampler_logp": np.float32, "mask": bool, "version": np.int32}
     arrays = {name: np.asarray(data[name], kind) for name, kind in kinds.items()}
-    extras = {name: _array_from_json(extra) for name, extra in data["extras"].items()}
+    extras = {name: codec.unpack(extra) for name, extra in data["extras"].items()}
     return Completion(**arrays, finish_reason=data["finish_reason"], extras=extras, text=data["text"])
-
-
-def _array_to_json(array: np.ndarray) -> dict[str, Any]:
-    """Any array, packed: an extra may hold as many bits for each token as the vocabulary has."""
-    data = base64.b85encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
-
-
-def _array_from_json(packed: dict[str, Any]) -> np.ndarray:
-    data = zlib.decompress(base64.b85decode(packed["data"]))
-    return np.frombuffer(data, packed["dtype"]).reshape(packed["shape"]).copy()

@@ -1,6 +1,8 @@
 """Checkpoints: bit for bit, on whatever mesh, under names that belong to nobody's library."""
 
 import dataclasses
+import datetime
+import decimal
 import json
 
 import jax
@@ -160,12 +162,25 @@ def test_what_a_step_leaves_to_the_next_survives_json_exactly():
     assert dataclasses.replace(again, unfinished=()) == dataclasses.replace(backlog, unfinished=())
 
 
+def test_what_was_asked_is_kept_with_the_unfinished_group():
+    problem = Problem("a", ({"role": "user", "content": "?"},), "4", "sums", metadata={"entry": (1, 2)})
+    backlog = Backlog(12, (), (Unfinished(3, (None,), problem, np.array([5, 6], np.int32)), Unfinished(4, (None,))))
+    data = json.loads(json.dumps(backlog_to_json(backlog)))
+    asked, other = backlog_from_json(data).unfinished
+    assert asked.problem == problem and same(asked.prompt, backlog.unfinished[0].prompt)
+    assert other.problem is None and other.prompt is None
+    for group in data["unfinished"]:  # as they were written before prompts were kept
+        del group["problem"], group["prompt"]
+    assert backlog_from_json(data).unfinished == (Unfinished(3, (None,)), Unfinished(4, (None,)))
+
+
 def test_a_group_survives_json_exactly():
     random = np.random.default_rng(0)
     completions = (completion(1), completion(4))
-    problem = Problem(
-        "a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", {"level": 2, "row": "x:1"}
-    )
+    # What the columns of a Parquet file may hold.
+    metadata = {"level": 2, "row": "x:1", "day": datetime.date(2025, 7, 1), "price": decimal.Decimal("1.50"), "raw": b"\x00"}
+    metadata |= {"weight": np.float32(0.1), "steps": [(1, 2), {3: datetime.datetime(2025, 7, 1, tzinfo=datetime.UTC)}]}
+    problem = Problem("a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", metadata)
     group = Group(
         problem,
         np.array([3, 4], np.int32),
@@ -175,7 +190,7 @@ def test_a_group_survives_json_exactly():
         {"accuracy": np.array([1 / 3, 0.1])},
     )
     again = group_from_json(json.loads(json.dumps(group_to_json(group))))
-    assert again.problem == problem
+    assert again.problem == problem and repr(again.problem) == repr(problem)
     assert all(same(getattr(group, name), getattr(again, name)) for name in ("prompt", "rewards", "accuracy"))
     assert same(group.parts["accuracy"], again.parts["accuracy"])
     assert all(map(same, group.completions, again.completions))

@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = [*MODULES, *TESTS, *sorted((ROOT / "configs").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
 
-ROOMS = ("lazy", "types", "errors", "folders", "algorithms", "sharding", "models", "tasks", "rewards", "rollout", "learner",
+ROOMS = ("lazy", "types", "codec", "errors", "folders", "algorithms", "sharding", "models", "tasks", "rewards", "rollout", "learner",
          "checkpoint", "evaluate", "telemetry", "recipes", "dialects", "config", "programs", "plan", "train", "cli")
 STRANGERS = {("rollout", "learner"), ("learner", "rollout")}
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_TRAIN, MOST_FIELDS = 350, 60, 150, 12

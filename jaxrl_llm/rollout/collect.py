@@ -64,6 +64,7 @@ class Requests:
     def __init__(self, sampler: Sampler):
         self.tokens = 0
         self._sampler, self._engine = sampler, sampler.engine
+        self._begun: dict[int, Unfinished] = {}
         self._groups: dict[int, list[Completion | None]] = {}
         self._asked: dict[int, int] = {}
         self._owner: dict[int, tuple[int, int]] = {}  # by handle, in the order of the engine's queue
@@ -81,12 +82,17 @@ class Requests:
 
     def begin(self, group: Unfinished) -> None:
         """Ask for what the group lacks."""
-        _, prompt, seeds = self._sampler.source.ask(group.place)
+        source = self._sampler.source
+        if group.prompt is None:
+            problem, prompt, _ = source.ask(group.place)
+            group = dataclasses.replace(group, problem=problem, prompt=prompt)
+        seeds = source.seeds(group.place)
         demand = self._sampler.demand
         lacking = [i for i, c in enumerate(group.completions) if not whole(c, demand.longest)]
         begun = [group.completions[i] for i in lacking]
         limits = [demand.limit(len(c.tokens) if c else 0) for c in begun]
-        handles = self._engine.submit([prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
+        handles = self._engine.submit([group.prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
+        self._begun[group.place] = group
         self._groups[group.place], self._asked[group.place] = list(group.completions), len(lacking)
         self._owner |= {handle: (group.place, i) for handle, i in zip(handles, lacking, strict=True)}
 
@@ -101,7 +107,7 @@ class Requests:
                 self._groups[place][index] = completion
             touched.add(place)
         back = sorted(touched - {place for place, _ in self._owner.values()})
-        return [Unfinished(place, tuple(self._groups.pop(place))) for place in back]
+        return [dataclasses.replace(self._begun.pop(place), completions=tuple(self._groups.pop(place))) for place in back]
 
     def stop(self, running: bool) -> list[Unfinished]:
         """End all groups, or only those of which nothing has run yet; the groups that have come back."""

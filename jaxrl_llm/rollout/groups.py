@@ -20,10 +20,15 @@ class Unfinished:
     Attributes:
       place: of its prompt in the stream.
       completions: G of them; None where no token has been sampled yet.
+      problem: what was asked; None where nothing was asked yet, and in checkpoints of old.
+      prompt: int32 token ids that the completions follow, kept from the moment they are asked: templates may read the
+        clock, and data may change.
     """
 
     place: int
     completions: tuple[Completion | None, ...]
+    problem: Problem | None = None
+    prompt: np.ndarray | None = None
 
     @property
     def begun(self) -> bool:
@@ -98,24 +103,26 @@ class Source:
     def ask(self, place: int) -> tuple[Problem, np.ndarray, list[int]]:
         """The problem at a place of the stream, its prompt (token ids), and the seeds of its G completions."""
         problem = self.problems[problem_index(self.seed, place, len(self.problems))]
-        seeds = [request_seed(self.seed, place * self.group + g) for g in range(self.group)]
-        return problem, np.asarray(encode(problem, self.task, self.tokenizer), np.int32), seeds
+        return problem, np.asarray(encode(problem, self.task, self.tokenizer), np.int32), self.seeds(place)
+
+    def seeds(self, place: int) -> list[int]:
+        """The seeds of the G completions at a place of the stream."""
+        return [request_seed(self.seed, place * self.group + g) for g in range(self.group)]
 
     def finish(self, whole: Sequence[Unfinished], version: int, budget: int) -> tuple[list[Group], dict[str, int]]:
-        """Groups whose completions are all there, with texts and scores; and how many rewards failed.
+        """Groups whose completions are all there, with texts and scores of what was asked; how many rewards failed.
 
         ``version``: optimiser updates so far; ``budget``: the longest completion. Schedules of rewards read both.
         """
-        asked = [self.ask(group.place)[:2] for group in whole]
         done = [c for group in whole for c in group.completions]
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
-        scores = self.scorer.score([(asked[i // self.group][0], c) for i, c in enumerate(done)])
+        scores = self.scorer.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
         if scores.message:
             self.note(f"{scores.errors} rewards failed, {scores.timeouts} timed out: {scores.message}")
         groups = [
-            Group(problem, prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
-            for i, (problem, prompt) in enumerate(asked)
+            Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
+            for i, asked in enumerate(whole)
             for at in [slice(i * self.group, (i + 1) * self.group)]
         ]
         for shape in self.shaping:

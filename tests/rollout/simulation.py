@@ -107,16 +107,17 @@ class ToySource:
 
     def ask(self, place):
         problem = Problem(str(place), ({"role": "user", "content": "?"},), "1", "toy")
-        seeds = [request_seed(1, place * self.group + g) for g in range(self.group)]
-        return problem, np.asarray([1 + place], np.int32), seeds
+        return problem, np.asarray([1 + place], np.int32), self.seeds(place)
+
+    def seeds(self, place):
+        return [request_seed(1, place * self.group + g) for g in range(self.group)]
 
     def finish(self, whole, version, budget):
         found = []
         for group in whole:
-            problem, prompt, _ = self.ask(group.place)
             right = np.ones(self.group)
             right[0] = not self.informative(group.place)
-            found.append(Group(problem, prompt, group.completions, right, right))
+            found.append(Group(group.problem, group.prompt, group.completions, right, right))
         return found, {"reward/errors": 1, "reward/timeouts": 0}
 
 

@@ -111,6 +111,20 @@ def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sample
             assert x.version.tolist() == [5, 5, 6, 6, 7][: len(x.tokens)] and x.extras["entropy"].shape == x.tokens.shape
 
 
+def test_what_was_asked_is_scored_and_learned_from_whatever_changes_between_two_steps(sampler):
+    model, made = sampler
+    left = collect(needing(made, 2, Collect(token_budget=2)), model, 5, Backlog()).backlog
+    assert all(len(u.prompt) for u in left.unfinished) and len(left.unfinished) >= 2
+    answers = tuple(dataclasses.replace(p, id="edited", answer=p.answer * 2) for p in made.source.problems[::-1])
+    task = dataclasses.replace(made.source.task, suffix=" Now.")
+    edited = needing(made, 2, problems=answers, task=task)
+    wanted = collect(needing(made, 2), model, 5, Backlog()).groups
+    for found, before in zip(collect(edited, model, 5, left).groups, wanted, strict=True):
+        assert found.problem == before.problem and found.prompt.tolist() == before.prompt.tolist()
+        assert [c.tokens.tolist() for c in found.completions] == [c.tokens.tolist() for c in before.completions]
+    assert collect(edited, model, 5, Backlog()).groups[0].problem.id == "edited"
+
+
 def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sampler):
     model, made = sampler
     seen = []
