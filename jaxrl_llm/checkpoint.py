@@ -5,6 +5,7 @@ host: data cursor, surplus and unfinished groups, evaluations so far. Random num
 run's seed and of counters.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,7 @@ def collected_from_json(data: dict[str, Any] | None, backlog: Backlog) -> Collec
 def _unfinished_to_json(group: Unfinished) -> dict[str, Any]:
     return {
         "place": group.place,
+        "age": group.age,
         "completions": [None if c is None else _completion_to_json(c) for c in group.completions],
         "problem": None if group.problem is None else _problem_to_json(group.problem),
         "prompt": None if group.prompt is None else group.prompt.tolist(),
@@ -231,10 +233,11 @@ def _unfinished_to_json(group: Unfinished) -> dict[str, Any]:
 
 def _unfinished_from_json(data: dict[str, Any]) -> Unfinished:
     completions = tuple(None if c is None else _completion_from_json(c) for c in data["completions"])
-    if data.get("prompt") is None:  # as in checkpoints of old: what was asked is found by its place
-        return Unfinished(data["place"], completions)
+    group = Unfinished(data["place"], completions, age=data.get("age", 0))  # checkpoints of old hold neither age
+    if data.get("prompt") is None:  # nor what was asked, which is found by the place
+        return group
     prompt = np.asarray(data["prompt"], np.int32)
-    return Unfinished(data["place"], completions, _problem_from_json(data["problem"]), prompt)
+    return dataclasses.replace(group, problem=_problem_from_json(data["problem"]), prompt=prompt)
 
 
 def group_to_json(group: Group) -> dict[str, Any]:

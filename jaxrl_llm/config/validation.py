@@ -68,6 +68,7 @@ def _check_counts(run: Run) -> None:
         "output.samples": run.output.samples,
         "rollout.top_k": rollout.top_k,
         "rollout.collect.token_budget": rollout.collect.token_budget,
+        "rollout.collect.max_age": rollout.collect.max_age,
         "learner.row_tokens": learner.row_tokens,
         "recipe.reference_reset": run.recipe.reference_reset,
         "recipe.reset_on_stall": run.recipe.reset_on_stall,

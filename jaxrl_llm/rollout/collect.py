@@ -146,10 +146,16 @@ class Tally:
         self.seconds += time.perf_counter() - began
         self.failures = {name: self.failures.get(name, 0) + count for name, count in failures.items()}
         found = {u.place: group for u, group in zip(done, groups, strict=True)}
-        good = {place: group for place, group in found.items() if informative(group)}
+        reads = demand.filter_groups
+        good = {place: group for place, group in found.items() if not reads or informative(group, reads)}
         self.sampled |= found
-        self.kept |= good if demand.filter_groups else found
+        self.kept |= good
         self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
+
+    def split(self, demand: Demand) -> tuple[list[Unfinished], list[Unfinished]]:
+        """The groups to go on with in the next step, by place and a step older; and those that have grown too old for it."""
+        older = [dataclasses.replace(g, age=g.age + 1 if g.begun else 0) for g in sorted(self.held, key=lambda g: g.place)]
+        return [g for g in older if g.age <= demand.oldest], [g for g in older if g.age > demand.oldest]
 
 
 def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Collected:
@@ -201,19 +207,22 @@ def _collected(
     # A surplus group would have no token of the next step's policy.
     carried, dropped = (spare, []) if demand.collect.learn_earlier else ([], spare)
     dropped += before.carried[demand.needed :]
-    after = Backlog(cursor, tuple(carried), tuple(sorted(tally.held, key=lambda g: g.place)), tally.good, tally.seen)
+    unfinished, expired = tally.split(demand)
+    after = Backlog(cursor, tuple(carried), tuple(unfinished), tally.good, tally.seen)
     learned = tokens_in(groups)
-    thrown = tokens_in(dropped) + tokens_in([g for place, g in tally.sampled.items() if place not in tally.kept])
+    thrown = tokens_in([*dropped, *expired, *(g for place, g in tally.sampled.items() if place not in tally.kept)])
     sampled = [tally.sampled[place] for place in sorted(tally.sampled)]
-    metrics = seconds | tally.failures | describe(sampled or groups) | {
+    repetition = bool(sampler.sampling.repetition and sampler.sampling.repetition.on)
+    metrics = seconds | tally.failures | describe(sampled or groups, repetition) | {
         "prompts": float(cursor),
         "rollout/useful_fraction": learned / (learned + thrown) if learned + thrown else math.nan,
         "rollout/utilisation": tokens / engine.slot_steps if engine.slot_steps else math.nan,
         "rollout/resumed": sum(g.begun for g in before.unfinished) if len(first) < demand.needed else 0,
-        "rollout/interrupted": sum(g.begun for g in tally.held),
+        "rollout/interrupted": sum(g.begun for g in unfinished),
+        "rollout/expired": len(expired),
     }
     if demand.filter_groups:
-        metrics["dynamic_sampling/kept_fraction"] = len(tally.kept) / len(tally.sampled) if tally.sampled else 0.0
+        metrics["dynamic_sampling/kept_fraction"] = len(tally.kept) / len(tally.sampled) if tally.sampled else math.nan
     if demand.filter_groups or demand.partial:
         metrics |= {
             "dynamic_sampling/rounds": (cursor - before.cursor) / demand.needed,

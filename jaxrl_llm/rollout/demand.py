@@ -1,6 +1,7 @@
 """When to begin another group: pure decisions from counts, so that every process of many makes the same ones."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from jaxrl_llm.rollout.settings import Collect
@@ -35,14 +36,14 @@ class Demand:
       needed: P, groups to learn from.
       slots: the engine's.
       longest: tokens of a completion at most.
-      filter_groups: whether only informative groups count.
+      filter_groups: what says which groups are informative, "accuracy" or "reward"; False where all of them count.
       collect: the run's settings.
     """
 
     needed: int
     slots: int
     longest: int
-    filter_groups: bool
+    filter_groups: str | bool
     collect: Collect
 
     @property
@@ -63,6 +64,11 @@ class Demand:
     def segments(self) -> int:
         """Steps that the longest completion takes under the token budget."""
         return -(-self.longest // self.collect.token_budget) if self.collect.token_budget else 1
+
+    @property
+    def oldest(self) -> float:
+        """Steps that a group may be under way for after its first one; a token budget that takes several adds them."""
+        return self.collect.max_age + self.segments - 1 if self.collect.max_age else math.inf
 
     def limit(self, begun: int) -> int:
         """Tokens that a completion with ``begun`` of them may have at the end of this step."""

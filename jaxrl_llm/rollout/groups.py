@@ -23,12 +23,14 @@ class Unfinished:
       problem: what was asked; None where nothing was asked yet, and in checkpoints of old.
       prompt: int32 token ids that the completions follow, kept from the moment they are asked: templates may read the
         clock, and data may change.
+      age: steps since the one that sampled its first token.
     """
 
     place: int
     completions: tuple[Completion | None, ...]
     problem: Problem | None = None
     prompt: np.ndarray | None = None
+    age: int = 0
 
     @property
     def begun(self) -> bool:
@@ -135,9 +137,16 @@ def request_seed(run_seed: int, number: int) -> int:
     return (run_seed & 0xFFFFFF) << 40 | number
 
 
-def informative(group: Group) -> bool:
-    """Whether some but not all completions are correct: only then do their rewards teach."""
-    return 0 < np.mean(group.accuracy >= 1) < 1
+def informative(group: Group, reads: str = "accuracy") -> bool:
+    """Whether a group can teach, by what a filter reads of the members that could be scored.
+
+    "accuracy": some but not all of them are correct (DAPO, arXiv 2503.14476, eq. 11). "reward": not all of their rewards are
+    equal, in the precision that advantages are computed in.
+    """
+    scored = ~np.isnan(group.rewards)
+    if reads == "reward":
+        return len(np.unique(group.rewards[scored].astype(np.float32))) > 1
+    return len(np.unique(group.accuracy[scored & ~np.isnan(group.accuracy)] >= 1)) > 1
 
 
 def whole(completion: Completion | None, longest: int) -> bool:
@@ -147,23 +156,37 @@ def whole(completion: Completion | None, longest: int) -> bool:
     return completion.finish_reason != "length" or len(completion.tokens) >= longest
 
 
-def tokens_in(groups: Sequence[Group]) -> int:
+def tokens_in(groups: Sequence[Group | Unfinished]) -> int:
     """Tokens of all their completions."""
-    return sum(len(c.tokens) for g in groups for c in g.completions)
+    return sum(len(c.tokens) for g in groups for c in g.completions if c is not None)
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of the groups finished in a step, before any filter; without a group there is nothing to measure."""
+MEASURED = (
+    "reward/mean", "reward/std", "reward/zero_std_fraction", "reward/accuracy",
+    "completions/mean_length", "completions/truncated_fraction", "completions/repetition_fraction",
+)  # fmt: skip
+"""What ``describe`` says of any groups; where there is none it is NaN."""
+
+
+def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, float]:
+    """Metrics of the groups finished in a step, before any filter; ``repetition``: whether any was looked for."""
     if not groups:
-        return {"reward/mean": math.nan, "reward/std": math.nan}
+        return dict.fromkeys(MEASURED, math.nan)
     scores = np.stack([g.rewards for g in groups])
     completions = [c for g in groups for c in g.completions]
-    parts = {f"reward/{name}": float(np.nanmean([g.parts[name] for g in groups])) for name in groups[0].parts}
+    ended = [c.finish_reason for c in completions]
+    parts = {f"reward/{name}": _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts}
     return parts | {
-        "reward/mean": float(np.nanmean(scores)),
-        "reward/std": float(np.nanstd(scores)),
-        "reward/zero_std_fraction": float(np.mean(np.nanmax(scores, axis=1) == np.nanmin(scores, axis=1))),
+        "reward/mean": _known(np.nanmean, scores),
+        "reward/std": _known(np.nanstd, scores),
+        "reward/zero_std_fraction": float(np.mean([not informative(g, "reward") for g in groups])),
         "reward/accuracy": float(np.mean([g.accuracy >= 1 for g in groups])),
         "completions/mean_length": float(np.mean([len(c.tokens) for c in completions])),
-        "completions/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+        "completions/truncated_fraction": ended.count("length") / len(ended),
+        "completions/repetition_fraction": ended.count("repetition") / len(ended) if repetition else math.nan,
     }
+
+
+def _known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """A statistic of the numbers that are there; NaN where none is, which NumPy would warn of."""
+    return math.nan if np.isnan(values).all() else float(statistic(values))

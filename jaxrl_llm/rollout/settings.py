@@ -33,6 +33,11 @@ class Repetition:
             "tail": (self.tail >= 0, "at least 0 (0 looks at no probability)"),
         })  # fmt: skip
 
+    @property
+    def on(self) -> bool:
+        """Whether any repetition is looked for."""
+        return self.times > 0 or self.tail > 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -107,6 +112,8 @@ class Collect:
       staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs; every
         token is then corrected for the one update between. 0 learns from what the present policy sampled. Both run at one
         time on a single device, or where ``mesh.rollout`` gives sampling devices of its own.
+      max_age: steps after its first in which a group may be gone on with before it is dropped, unfinished; the steps that a
+        token budget spreads a completion over come on top. 0 for no limit.
     """
 
     max_rounds: int = 10
@@ -114,6 +121,7 @@ class Collect:
     interrupt: bool = False
     learn_earlier: bool = True
     staleness: int = 0
+    max_age: int = 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,8 @@ def test_surplus_comes_first_in_the_next_step_and_is_dropped_after_that():
     first = collect(made, None, 5, Backlog(40, tuple(surplus)))
     assert places(first.groups) == [0, 1] and first.sampled == [] and first.tokens == 0
     assert first.metrics["dynamic_sampling/expired"] == 6 and first.backlog == Backlog(40)
-    assert math.isnan(first.metrics["rollout/utilisation"]) and 0 < first.metrics["rollout/useful_fraction"] < 1
+    assert math.isnan(first.metrics["rollout/utilisation"]) and math.isnan(first.metrics["dynamic_sampling/kept_fraction"])
+    assert 0 < first.metrics["rollout/useful_fraction"] < 1
     second = collect(made, None, 5, Backlog(40, tuple(surplus[:1])))
     assert places(second.groups) == [0, 40] and [versions(g) for g in second.groups] == [{0}, {5}]
 
@@ -68,7 +69,7 @@ def test_a_step_that_finds_too_little_learns_from_that():
     informative = sum(made.source.informative(n) for n in range(32))
     assert learned(found) == informative and sum(s.metrics["dynamic_sampling/missing"] for s in found) == 16 - informative
     nothing = steps(sampler(4, 16, 1.0, max_rounds=2), 1)[0]
-    assert nothing.groups == [] and nothing.metrics["rollout/useful_fraction"] == 0
+    assert nothing.groups == [] and nothing.metrics["rollout/useful_fraction"] == 0 == nothing.metrics["dynamic_sampling/kept_fraction"]
 
 
 def discarding(needed, degenerate, count):
@@ -152,6 +153,24 @@ def test_an_interrupted_completion_goes_on_as_if_nobody_had_stopped_it():
 def test_no_group_waits_for_ever():
     found = steps(sampler(4, 64, 0.5, interrupt=True), 30)
     assert max(version - min(versions(g)) for version, step in enumerate(found) for g in step.groups) <= 6
+
+
+def test_a_group_that_grows_too_old_is_dropped():
+    free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 30) for age in (0, 6, 1))
+    assert json.dumps(backlog_to_json(free[-1].backlog)) == json.dumps(backlog_to_json(bound[-1].backlog))  # none is older
+    assert not sum(step.metrics["rollout/expired"] for step in free)
+    for version, step in enumerate(strict):
+        oldest = lambda group: min(int(v) for c in group.completions if c is not None for v in c.version)
+        assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.backlog.unfinished)
+        assert all(version - oldest(g) <= 1 + (g in strict[version - 1].backlog.carried) for g in step.groups)
+    expired = [step for step in strict if step.metrics["rollout/expired"]]
+    assert expired and all(step.metrics["rollout/useful_fraction"] < 1 for step in expired)
+
+
+def test_the_longest_completion_is_finished_under_any_age_limit():
+    found = steps(sampler(4, 16, 0.3, token_budget=30, max_age=1), 12)
+    assert max(len(c.tokens) for step in found for g in step.groups for c in g.completions) == LONGEST
+    assert max(u.age for step in found for u in step.backlog.unfinished) <= 5
 
 
 @pytest.mark.parametrize("interrupt", [False, True])

@@ -1,5 +1,7 @@
 """When another group is begun: a pure function of counts."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,10 @@ def test_what_is_held_counts_for_the_steps_that_it_takes():
     assert begun(halves, 0.5, Counts(0, 0, 31, 0, 31)) == 1
     assert begun(halves, 0.5, Counts(0, 0, 32, 0, 32)) == 0
     assert (demand().segments, demand().limit(0), demand(token_budget=30).segments) == (1, LONGEST, 4)
+
+
+def test_a_token_budget_adds_its_own_steps_to_the_oldest_that_is_gone_on_with():
+    assert (demand(max_age=3).oldest, demand(max_age=3, token_budget=30).oldest, demand(max_age=0).oldest) == (3, 6, math.inf)
 
 
 @given(st.integers(0, 7), st.floats(0.01, 1.0), st.integers(1, 64))

@@ -31,6 +31,22 @@ def test_the_filter_looks_at_accuracy_and_not_at_the_reward():
     assert informative(group([0, 0, 0, 1.5]))
 
 
+def test_a_filter_of_the_reward_takes_whatever_the_estimator_can_tell_apart():
+    assert informative(group([0, 0], rewards=[0.5, 0.0]), "reward") and informative(group([1, 1], rewards=[1.0, 0.4]), "reward")
+    assert not informative(group([1, 0], rewards=[0.5, 0.5]), "reward")
+    assert not informative(group([0, 0], rewards=[0.1 + 0.2, 0.3]), "reward")  # as float32 they are equal
+
+
+@pytest.mark.parametrize("reads", ["accuracy", "reward"])
+def test_who_could_not_be_scored_has_no_say(reads):
+    none = float("nan")
+    assert not informative(group([1, 1, 0], rewards=[1, 1, none]), reads)
+    assert not informative(group([0, 0, 1], rewards=[0, 0, none]), reads)
+    assert informative(group([1, 0, 0], rewards=[1, 0, none]), reads)
+    assert not informative(group([0, 0], rewards=[none, none]), reads)
+    assert not informative(group([1, 1, none], rewards=[1, 1, 1]), reads)
+
+
 def test_request_seeds_are_unique_within_a_run_and_between_runs():
     numbers = [0, 1, 2, (1 << 39), (1 << 39) + 1, (1 << 40) - 1]
     seeds = {request_seed(run, n) for run in (0, 1, 2, (1 << 24) - 1) for n in numbers}
@@ -47,8 +63,25 @@ def test_a_completion_is_whole_unless_a_budget_or_an_interruption_ended_it(reaso
     assert not whole(None, LONGEST)
 
 
-def test_a_step_without_a_finished_group_has_no_reward():
-    assert np.isnan(describe([])["reward/mean"])
+def ended(*reasons):
+    """A group whose completions ended so; their rewards are those given to ``group``."""
+    token = np.zeros(1, np.int32)
+    completions = tuple(Completion(token, token.astype(np.float32), reason, token == 0, token) for reason in reasons)
+    return dataclasses.replace(group([0] * len(reasons)), completions=completions)
+
+
+def test_what_was_not_measured_is_not_a_number():
+    nothing = describe([], True)
+    assert nothing.keys() == describe([ended("stop")]).keys() and np.isnan(list(nothing.values())).all()
+    unscored = describe([dataclasses.replace(ended("stop"), rewards=np.array([np.nan]), parts={"part": np.array([np.nan])})])
+    assert np.isnan([unscored["reward/mean"], unscored["reward/std"], unscored["reward/part"]]).all()
+    assert unscored["reward/zero_std_fraction"] == 1
+
+
+def test_completions_that_repeat_themselves_are_counted_where_repetition_is_looked_for():
+    groups = [ended("stop", "repetition"), ended("length", "stop")]
+    assert describe(groups, True)["completions/repetition_fraction"] == 0.25 == describe(groups, True)["completions/truncated_fraction"]
+    assert np.isnan(describe(groups, False)["completions/repetition_fraction"])
 
 
 @pytest.fixture(scope="module")
