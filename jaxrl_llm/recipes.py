@@ -4,13 +4,40 @@ Learning rates, batch sizes and updates per batch are a run's (``configs/``): th
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rules import Resets
+
+OLD_RESETS = {
+    "reference_reset": "reference_every",
+    "reset_on_stall": "on_stall",
+    "reset_optimiser": "with_optimiser",
+    "optimiser_reset": "optimiser_every",
+}
+"""Fields of ``Recipe`` before it had ``resets``, and what each is called there: configurations and runs still name them."""
 
 
+def taking_old_names(kind: type) -> type:
+    """A class decorator: the constructor of ``kind``, and ``dataclasses.replace``, also take the names of ``OLD_RESETS``."""
+    made = kind.__init__
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        old = {OLD_RESETS[name]: values.pop(name) for name in OLD_RESETS if name in values}
+        if old:
+            values["resets"] = dataclasses.replace(values.get("resets", Resets()), **old)
+        made(self, *args, **values)
+
+    kind.__init__ = __init__
+    return kind
+
+
+@taking_old_names
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A method of training.
@@ -24,10 +51,7 @@ class Recipe:
       drop_truncated: completions cut off at the length limit are left out of the loss (their reward still counts).
       overlong_share: the last share of the generation budget in which a completion is punished, from 0 to -1; 0 is off.
       shaping: what else changes a group's rewards, in order.
-      reference_reset: steps after which the reference becomes the policy; 0 never.
-      reset_on_stall: evaluations without a better accuracy after which it does; 0 never.
-      reset_optimiser: start the optimiser anew at each reset of the reference.
-      optimiser_reset: steps after which the optimiser alone starts anew; 0 never.
+      resets: when reference and optimiser begin anew.
       controller: moves the KL coefficient after each step, by the KL measured in it; None leaves it as it is.
     """
 
@@ -38,10 +62,7 @@ class Recipe:
     drop_truncated: bool = False
     overlong_share: float = 0.0
     shaping: tuple[GroupShaping, ...] = ()
-    reference_reset: int = 0
-    reset_on_stall: int = 0
-    reset_optimiser: bool = False
-    optimiser_reset: int = 0
+    resets: Resets = Resets()
     controller: AdaptiveKL | ProportionalKL | None = None
 
 
@@ -70,7 +91,7 @@ SAPO = Recipe("sapo", PRESETS["sapo"])
 with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
 
 PRORL_V1 = Recipe(
-    "prorl_v1", PRESETS["prorl"], temperature=1.2, filter_groups=True, reset_on_stall=3, reset_optimiser=True
+    "prorl_v1", PRESETS["prorl"], temperature=1.2, filter_groups=True, resets=Resets(on_stall=3, with_optimiser=True)
 )
 """ProRL (arXiv 2505.24864): reference and optimiser begin anew when validation stagnates; average pass@1 on mathematics
 44.45 -> 60.14 with a 1.5B model. How many evaluations make a stall is ours: the paper gives no number."""
@@ -80,13 +101,13 @@ PRORL_V2 = Recipe(
     PRESETS["prorl_v2"],
     filter_groups=True,
     shaping=(StopProperly(), LengthCycle()),
-    reference_reset=300,
+    resets=Resets(reference_every=300),
 )
 """ProRL v2 and its open recipes: REINFORCE++-baseline, k2, a reset of the reference every 200 to 500 steps which keeps the
 optimiser, a cosine of the length now and then, nothing for answers that were cut off. 3000 steps at 8k tokens beat the
 first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL are not here."""
 
-KIMI_K1_5 = Recipe("kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(),), optimiser_reset=1)
+KIMI_K1_5 = Recipe("kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(),), resets=Resets(optimiser_every=1))
 """Kimi k1.5 (arXiv 2501.12599): mirror descent around the policy of each iteration, at which the optimiser begins anew; a
 length reward. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. tau, weight and learning rate are not
 published. Its partial rollouts are a run's: rollout.collect.token_budget. Its curriculum and prioritised prompts are not here."""

@@ -68,7 +68,7 @@ def test_prorl_has_the_numbers_of_its_paper():
     run = configs.load_config("prorl_r1_distill_1_5b")[1]
     assert (run.rollout.prompts, run.rollout.prompts // run.learner.minibatches, run.rollout.group) == (256, 64, 16)
     assert (run.rollout.max_length, run.rollout.temperature, run.learner.optimiser.learning_rate) == (8096, 1.2, 2e-6)
-    assert run.recipe.reset_optimiser and run.recipe.reset_on_stall
+    assert run.recipe.resets.with_optimiser and run.recipe.resets.on_stall
 
 
 def test_a_truncated_sampler_is_fine_where_the_learner_leaves_out_the_same_tokens():
@@ -131,8 +131,8 @@ REFUSED = [
         "above warmup (9)",
     ),
     ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
-    ("recipe.reference_reset", 5, "recipe.reference_reset 5 has no reference to reset"),
-    ("recipe.reset_on_stall", 5, "recipe.reset_on_stall 5 has no reference to reset"),
+    ("recipe.resets.reference_every", 5, "recipe.resets.reference_every 5 has no reference to reset"),
+    ("recipe.resets.on_stall", 5, "recipe.resets.on_stall 5 has no reference to reset"),
     ("recipe", PRORL_V1, "waits for evaluations: set evaluation.every above 0"),
     ("evaluation.samples", 4, "set evaluation.temperature above 0"),
     ("evaluation.temperature", -1.0, "evaluation.temperature must be at least 0"),

@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.train import Host, control
 from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rules import Resets
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -61,10 +61,10 @@ def test_what_the_papers_fix_around_the_loss():
     assert (RECIPES["dapo"].overlong_share * 20480, RECIPES["dapo"].drop_truncated) == (4096, True)
     assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}
     one, two = RECIPES["prorl_v1"], RECIPES["prorl_v2"]
-    assert one.reset_on_stall and one.reset_optimiser and not one.reference_reset
-    assert 200 <= two.reference_reset <= 500 and not two.reset_optimiser
+    assert one.resets.on_stall and one.resets.with_optimiser and not one.resets.reference_every
+    assert 200 <= two.resets.reference_every <= 500 and not two.resets.with_optimiser
     assert two.shaping == (StopProperly(0.0), LengthCycle(on=100, off=500))
-    assert RECIPES["kimi_k1_5"].optimiser_reset == 1 and RECIPES["kimi_k1_5"].shaping == (RelativeLength(),)
+    assert RECIPES["kimi_k1_5"].resets == Resets(optimiser_every=1) and RECIPES["kimi_k1_5"].shaping == (RelativeLength(),)
     assert isinstance(RECIPES["reinforce_pp"].algorithm.advantage, KLInReward)
 
 
@@ -90,15 +90,15 @@ def test_an_estimator_that_the_trainer_cannot_feed_is_refused(pieces, words):
     configs.validate(with_algorithm(advantage=Whitened()))
 
 
-def test_a_controller_moves_the_coefficient_of_the_next_step():
-    run = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
-    configs.validate(run)
-    host, used = Host(kl_coef=run.recipe.algorithm.kl_coef), []
-    for kl in (0.2, 0.1, 0.01):
-        used.append(control(run, host, {"kl": kl, "policy_kl": 9.0}, 64)["kl_coef"])
-    assert used == [0.04, 0.08, 0.08] and host.kl_coef == 0.04
-    assert Host.from_json(host.to_json()) == host
-    assert control(SMOKE, Host(), {"kl": 1.0}, 64) == {}
+def test_resets_are_also_known_by_their_old_names():
+    old = dict(reference_reset=5, reset_on_stall=2, reset_optimiser=True, optimiser_reset=3)
+    resets = Resets(5, 2, True, 3)
+    assert recipes.Recipe("own", PRESETS["grpo"], **old).resets == resets
+    assert dataclasses.replace(RECIPES["prorl_v1"], **old).resets == resets
+    assert dataclasses.replace(RECIPES["prorl_v1"], reset_on_stall=7).resets == Resets(on_stall=7, with_optimiser=True)
+    data = configs.to_json(RECIPES["prorl_v1"])
+    del data["resets"]
+    assert configs.from_json(data | old).resets == resets
 
 
 def test_a_controller_without_a_coefficient_is_refused():

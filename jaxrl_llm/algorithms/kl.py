@@ -118,6 +118,11 @@ class AdaptiveKL:
 
     target: float = 0.01
 
+    @property
+    def reads(self) -> str:
+        """The metric that it compares with its target."""
+        return "controller/kl"
+
     def __post_init__(self):
         positive(self, "target")
 
@@ -136,6 +141,11 @@ class ProportionalKL:
 
     target: float = 6.0
     horizon: int = 10000
+
+    @property
+    def reads(self) -> str:
+        """The metric that it compares with its target."""
+        return "controller/kl_sequence"
 
     def __post_init__(self):
         positive(self, "target", "horizon")

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.cli.flags import NO_ROOM, suggest
+from jaxrl_llm.cli.flags import suggest
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import NO_ROOM
 
 USAGE = """usage: jaxrl-llm COMMAND ...
 

@@ -5,9 +5,10 @@ import json
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, prepare_libraries, take
+from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy, find_run, load_policy
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.tasks import Task
 

@@ -3,9 +3,10 @@
 import shlex
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import first, prepare_libraries, status, take, writable
+from jaxrl_llm.cli.flags import first, status, take
 from jaxrl_llm.cli.policy import find_run, load_policy
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import prepare_libraries, writable
 
 USAGE = """usage: jaxrl-llm export RUN --out DIR
 

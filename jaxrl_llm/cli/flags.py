@@ -2,22 +2,13 @@
 
 import contextlib
 import difflib
-import errno
 import io
-import logging
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import cache_directory
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, a used-up quota and a file over its limit."""
-
 
 def suggest(name: str, known: Sequence[str], more: str = "") -> str:
     """The nearest known name as a question, or all of them."""
@@ -105,38 +96,6 @@ def first(arguments: list[str], usage: str, missing: str) -> str | None:
         print(usage)
         return None
     raise InputError(missing)
-
-
-@contextlib.contextmanager
-def writable(place: Path, flag: str) -> Iterator[None]:
-    """Turn what the system says of a place that cannot be written into a line that names the flag; not a full disk.
-
-    Raises:
-      InputError: the place is read-only, below a file, or belongs to another user.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
-        raise InputError(
-            f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}"
-        ) from error
-
-
-def prepare_libraries() -> None:
-    """Before they are imported: warnings stay off the terminal, and what XLA compiles is kept for the next run."""
-    for name, value in {
-        "JAX_COMPILATION_CACHE_DIR": str(cache_directory() / "compiled"),
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
 
 
 def status(text: str) -> None:

@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import prepare_libraries, suggest
+from jaxrl_llm.cli.flags import suggest
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import prepare_libraries
 
 LONGEST_NOTE = 110
 KINDS_OF_TASK = """\

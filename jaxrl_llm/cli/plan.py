@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, prepare_libraries, status, take, writable
+from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import prepare_libraries, writable
 
 if TYPE_CHECKING:
     from jaxrl_llm.plan.machines import Machine

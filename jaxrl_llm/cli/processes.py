@@ -2,10 +2,8 @@
 
 import contextlib
 import sys
-import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
@@ -14,8 +12,6 @@ from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, joi
 FLAGS = ("coordinator", "processes", "process", "heartbeat-s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
 """In errors of collectives and of the coordination service whose other side is gone."""
-FILE_SYSTEM_S = 20.0
-"""Until a file that one host writes is seen by another."""
 
 
 def take_distributed(arguments: list[str]) -> Distributed:
@@ -68,23 +64,3 @@ def end_all(peers: Peers, error: BaseException) -> None:
         peers.lost(str(error))
     traceback.print_exception(error, file=sys.stderr)
     peers.stop(1, f"{type(error).__name__}: {error}"[:500])
-
-
-def check_shared(peers: Peers, path: Path) -> None:
-    """Refuse a run whose folder is another one on another host.
-
-    ``path``: a file that process 0 has just written.
-
-    Raises:
-      InputError: a process that does not see it, or sees another content.
-    """
-    content = peers.first(path.read_text)
-    limit = time.monotonic() + FILE_SYSTEM_S
-    while not (seen := path.is_file() and path.read_text() == content) and time.monotonic() < limit:
-        time.sleep(0.2)
-    blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
-    if blind:
-        raise InputError(
-            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
-            "share with --run_dir"
-        )

@@ -70,9 +70,10 @@ def _check_counts(run: Run) -> None:
         "rollout.collect.token_budget": rollout.collect.token_budget,
         "rollout.collect.max_age": rollout.collect.max_age,
         "learner.row_tokens": learner.row_tokens,
-        "recipe.reference_reset": run.recipe.reference_reset,
-        "recipe.reset_on_stall": run.recipe.reset_on_stall,
-        "recipe.optimiser_reset": run.recipe.optimiser_reset,
+        "rollout.collect.patience": rollout.collect.patience,
+        "recipe.resets.reference_every": run.recipe.resets.reference_every,
+        "recipe.resets.on_stall": run.recipe.resets.on_stall,
+        "recipe.resets.optimiser_every": run.recipe.resets.optimiser_every,
     }.items():
         require(value >= 0, f"{name} must be at least 0, got {value}")
     require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
@@ -191,17 +192,17 @@ def _check_recipe(run: Run) -> None:
     )
     for shape in recipe.shaping:
         group_shaping.check(shape)
-    for name in ("reference_reset", "reset_on_stall"):
-        value = getattr(recipe, name)
+    for name in ("reference_every", "on_stall"):
+        value = getattr(recipe.resets, name)
         require(
             not value or recipe.algorithm.needs_reference,
-            f"recipe.{name} {value} has no reference to reset: set recipe.algorithm.kl_coef above 0, or "
-            f"recipe.{name} 0",
+            f"recipe.resets.{name} {value} has no reference to reset: set recipe.algorithm.kl_coef above 0, or "
+            f"recipe.resets.{name} 0",
         )
     require(
-        not recipe.reset_on_stall or run.evaluation.every > 0,
-        f"recipe.reset_on_stall {recipe.reset_on_stall} waits for evaluations: set evaluation.every "
-        "above 0, or recipe.reset_on_stall 0",
+        not recipe.resets.on_stall or run.evaluation.every > 0,
+        f"recipe.resets.on_stall {recipe.resets.on_stall} waits for evaluations: set evaluation.every "
+        "above 0, or recipe.resets.on_stall 0",
     )
 
 

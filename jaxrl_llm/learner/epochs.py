@@ -43,6 +43,11 @@ def _fresh(model: Decoder, optimiser: optax.GradientTransformation, reference: b
     return TrainState(policy, optimiser.init(policy), policy if reference else None, jnp.int32(0), model if lora.rank else None)
 
 
+def reset_reference(state: TrainState) -> TrainState:
+    """The state whose reference is its policy, in buffers of its own; without a reference nothing changes."""
+    return state if state.reference is None else state._replace(reference=jax.tree.map(jnp.copy, state.policy))
+
+
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
     """The state with an optimiser that has seen nothing, laid out as the one before."""
     layout = jax.tree.map(lambda x: x.sharding, state.opt_state)

@@ -114,6 +114,7 @@ class Collect:
         time on a single device, or where ``mesh.rollout`` gives sampling devices of its own.
       max_age: steps after its first in which a group may be gone on with before it is dropped, unfinished; the steps that a
         token budget spreads a completion over come on top. 0 for no limit.
+      patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
     """
 
     max_rounds: int = 10
@@ -122,6 +123,7 @@ class Collect:
     learn_earlier: bool = True
     staleness: int = 0
     max_age: int = 16
+    patience: int = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""The loop: next batch, learn, evaluate, decide, record, save. What a step does is in ``step``, what is decided in ``rules``."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import learner
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import Run
+from jaxrl_llm.learner.epochs import abstract_state
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rollout.groups import Collected
+from jaxrl_llm.rules import (
+    DONE, PREEMPTED, Controlled, NotANumber, RewardFails, Rule, TeachesNothing, decide, rules_of,
+)  # fmt: skip
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.sharding.distributed import ALONE, Peers, Preemption
+from jaxrl_llm.step import Host, apply, prepare, take_step
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.records import record
+from jaxrl_llm.telemetry.writers import RunWriter
+from jaxrl_llm.types import TrainState
+
+
+def rules_for(run: Run) -> dict[str, Rule]:
+    """What decides between this run's steps, by name; of several that stop it the first says why."""
+    algorithm = run.recipe.algorithm
+    only_advantages = not (algorithm.kl_in_loss and algorithm.kl_coef) and not algorithm.entropy_coef
+    rules: dict[str, Rule] = {
+        "not_a_number": NotANumber(run.learner.optimiser.learning_rate),
+        "reward_fails": RewardFails(),
+        "teaches_nothing": TeachesNothing(
+            run.rollout.collect.patience, only_advantages, "accuracy" if run.recipe.filter_groups else ""
+        ),
+    }
+    rules |= rules_of(run.recipe.resets, run.evaluation.every)
+    return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
+
+
+def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = ALONE) -> int:
+    """Train, or go on where the directory's newest checkpoint stands; returns the exit code.
+
+    Every process makes the same decisions from the same numbers; what only one of them knows (a file, a signal, a score)
+    comes through ``peers``. Process 0 alone writes and speaks.
+
+    Args:
+      run: validated.
+      directory: the run's; made by the caller, with config.json in it.
+      say: prints a line that should stay visible.
+      peers: the other processes of the run.
+    """
+    configs.validate_on_devices(run, jax.device_count(), peers.count)
+    mesh = make_mesh(run.mesh)
+    store = Checkpoints(directory / "checkpoints", run.output.keep)
+    start, begun = peers.first(lambda: (store.latest(), (directory / "metrics.jsonl").exists()))
+    resumed = start is not None or begun
+    with (
+        store,
+        jax.set_mesh(mesh),
+        Preemption() as stop,
+        Progress(run.steps, (start or 0) + 1, None if peers.leads else Console(quiet=True)) as progress,
+        writing(run, directory, (-1 if start is None else start) if resumed else None, peers) as writer,
+        Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error, peers) as scorer,
+    ):
+        progress.status(f"loading {run.model}")
+        model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
+        parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
+        rules = rules_for(run)
+        if start is not None:
+            progress.status(f"restoring step {start}")
+        state, host = begin(run, model, store, start, mesh)
+        del model  # its arrays are the state's now, or were read for their shapes only
+        if start is None:
+            start = 0
+            found = parts.test(parts.weights(policy_model(state)))
+            tested = found.metrics() if found else {}
+            _, host.memory = decide(rules, {"step": 0} | tested, host.memory)
+            record(writer, progress, 0, found, {}, [])
+        code, reason = DONE, ""
+        for step in range(start + 1, run.steps + 1):
+            began = time.perf_counter()
+            last = step == run.steps
+            state, row, batch = take_step(parts, state, host, step)
+            row |= {"step": step} | ({"event/resumed": True} if resumed and step == start + 1 else {})
+            if step == start + 1:
+                progress.note("compiled for sampling: " + "; ".join(parts.sampler.engine.shapes))
+
+            due = last or (run.evaluation.every and step % run.evaluation.every == 0)
+            found = parts.test(parts.weights(policy_model(state))) if due else None
+            row |= found.metrics() if found else {}
+
+            decision, host.memory = decide(rules, row, host.memory)
+            state = apply(decision, state, run)
+            host.coefficients |= decision.coefficients
+            row |= decision.events
+
+            row["time/step_s"] = time.perf_counter() - began
+            row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
+            record(writer, progress, step, found, row, batch.groups[: run.output.samples])
+            asked = agreed_to_stop(peers, stop, step, batch, row)
+            stopping = decision.stop is not None or asked
+            if last or stopping or step % run.output.checkpoint_every == 0:
+                progress.status("saving")
+                store.save(step, state, host.to_json())
+            if decision.stop is not None:
+                code, reason = decision.stop, f"{decision.reason}{advice(decision.remedy, directory)}"
+                break
+            if asked and not last:
+                code, reason = PREEMPTED, "stopped, state saved: run the same command again to go on"
+                break
+        progress.status("saving")
+        store.close()
+    if reason:
+        say(f"step {step}: {reason}")
+    return code
+
+
+def advice(remedy: str, directory: Path) -> str:
+    """How to go on from a stopped run under other settings; empty where no settings help."""
+    return f"; go on from it with jaxrl-llm train {directory} --from {directory} {remedy}" if remedy else ""
+
+
+def begin(run: Run, model: Decoder, store: Checkpoints, start: int | None, mesh: Any) -> tuple[TrainState, Host]:
+    """A fresh state, or that of step ``start``; the model is taken, or read for its shapes only."""
+    reference, lora, optimiser = run.recipe.algorithm.needs_reference, run.learner.lora, build(run.learner.optimiser)
+    if start is None:
+        state, host = learner.create_state(model, optimiser, reference, mesh, lora, run.seed), Host()
+    else:
+        state, data = store.restore(start, abstract_state(model, optimiser, reference, lora), mesh, model)
+        host = Host.from_json(data)
+    if run.recipe.controller is not None:
+        host.coefficients.setdefault("kl_coef", run.recipe.algorithm.kl_coef)
+    return state, host
+
+
+def writing(run: Run, directory: Path, resumed_at: int | None, peers: Peers) -> AbstractContextManager[RunWriter | None]:
+    """The run's records, on process 0; the others write none."""
+    if not peers.leads:
+        return nullcontext()
+    return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run))
+
+
+def agreed_to_stop(peers: Peers, stop: Preemption, step: int, batch: Collected, row: dict[str, Any]) -> bool:
+    """Whether any process was asked to stop after this step.
+
+    Raises:
+      Disagreement: the processes have sampled, scored or learned differently.
+    """
+    learned = hashlib.sha256(repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef")]).encode())
+    for group in batch.groups:
+        for array in (group.rewards, *(c.tokens for c in group.completions)):
+            learned.update(array.tobytes())
+    peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])
+    return any(peers.gather(stop.asked))

@@ -1,0 +1,70 @@
+"""What a rule may decide, and how the decisions of several become one."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+DONE, GUARD, PREEMPTED = 0, 3, 75
+"""Exit codes: finished; stopped by a guard with state saved; preempted with state saved, run again to go on."""
+
+Row = Mapping[str, Any]
+"""A step's metrics by name, ``step`` among them; what was not measured is absent or not a number."""
+Memory = dict[str, dict[str, Any]]
+"""What each rule remembers, by its name: JSON values, saved with the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What is to be done after a step.
+
+    Attributes:
+      stop: the exit code to end the run with, after its state is saved; None to go on.
+      reason: why it stops, in one line.
+      remedy: flags under which a new run from this state may fare better; empty where flags are no help.
+      reset_reference: the policy as it is becomes the reference.
+      reset_optimiser: the optimiser starts anew.
+      coefficients: of the loss, for the next step, by name.
+      events: keys of the step's row, ``event/<name>``: True, or a line that says more.
+    """
+
+    stop: int | None = None
+    reason: str = ""
+    remedy: str = ""
+    reset_reference: bool = False
+    reset_optimiser: bool = False
+    coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
+    events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
+
+
+class Rule(Protocol):
+    """A pure function: equal rows and memories give equal decisions, on every process and after every resume."""
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """The decision after the step of ``row``, and what to remember; ``own`` is empty before the first step."""
+
+
+def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
+    """What all rules decide together, and what they remember.
+
+    The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset.
+    """
+    decisions = []
+    remembered: Memory = {}
+    for name, rule in rules.items():
+        decision, own = rule(row, memory.get(name, {}))
+        decisions.append(decision)
+        remembered[name] = own
+    stopping = [decision for decision in decisions if decision.stop is not None]
+    if stopping:
+        return dataclasses.replace(stopping[0], events=_merged(d.events for d in stopping)), remembered
+    return Decision(
+        reset_reference=any(d.reset_reference for d in decisions),
+        reset_optimiser=any(d.reset_optimiser for d in decisions),
+        coefficients=_merged(d.coefficients for d in decisions),
+        events=_merged(d.events for d in decisions),
+    ), remembered
+
+
+def _merged(parts: Any) -> dict[str, Any]:
+    """One dict of several; names do not clash."""
+    return {name: value for part in parts for name, value in part.items()}

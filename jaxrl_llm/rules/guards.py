@@ -1,0 +1,95 @@
+"""What stops a run that goes wrong, or that has nothing left to learn."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row
+
+
+@dataclasses.dataclass(frozen=True)
+class NotANumber:
+    """Stops at a gradient that is not finite; the update was not applied, so the state is that before it.
+
+    Attributes:
+      learning_rate: the run's; the remedy is a tenth of it.
+    """
+
+    learning_rate: float
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``."""
+        if not row.get("updates") or math.isfinite(row["grad_norm"]):
+            return Decision(), own
+        reason = "the gradient is not a number; the state before it is saved"
+        remedy = f"--learner.optimiser.learning_rate {self.learning_rate / 10:g}"
+        return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardFails:
+    """Stops after a step in which every call of one reward failed: all that it says of completions is a placeholder."""
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``."""
+        for name, value in row.items():
+            if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
+                reward = name.removeprefix("reward/").removesuffix("/failed_fraction")
+                return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own
+        return Decision(), own
+
+
+@dataclasses.dataclass(frozen=True)
+class TeachesNothing:
+    """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
+
+    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. A step in which no
+    group was finished only waits: it neither counts nor ends the row. Where all that was sampled last is correct, the task is
+    solved, and the run is done.
+
+    Attributes:
+      patience: steps; 0 never stops.
+      only_advantages: whether neither a KL nor an entropy term is in the loss.
+      filter_reads: what the filter of groups compares, "accuracy" or "reward"; empty without a filter.
+    """
+
+    patience: int
+    only_advantages: bool
+    filter_reads: str
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers how many steps in a row were ``empty``."""
+        empty = own.get("empty", 0)
+        if row["step"] == 0:
+            return Decision(), own
+        if not row.get("updates") and math.isnan(row.get("reward/mean", math.nan)):
+            return _told("no group was finished"), own
+        reason = self.reason(row)
+        if not reason:
+            return Decision(), {"empty": 0}
+        empty += 1
+        if not self.patience or empty < self.patience:
+            return _told(reason), {"empty": empty}
+        solved = row.get("reward/accuracy") == 1
+        lasted = f"{empty} steps in a row taught nothing: {reason}"
+        if solved:
+            lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
+        return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
+
+    def reason(self, row: Row) -> str:
+        """Why the step taught nothing; empty where it taught."""
+        if row.get("updates"):
+            if row.get("advantage/nonzero_fraction") != 0 or not self.only_advantages:
+                return ""
+            return "all advantages are 0, since the rewards of each group are equal"
+        if not self.filter_reads:
+            return "no token is in the loss"
+        kept = row.get("dynamic_sampling/kept_fraction", 0.0)
+        varies = row.get("reward/zero_std_fraction", 1.0) < 1
+        if varies and self.filter_reads == "accuracy":
+            return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
+        return f"{100 * kept:.0f} % of groups kept: within each group {self.filter_reads} is the same for all completions"
+
+
+def _told(reason: str) -> Decision:
+    return Decision(events={"event/teaches_nothing": reason})

@@ -1,0 +1,195 @@
+"""Rules, each by itself: what they decide from rows alone, and that their decisions act on a state."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.loop import rules_for
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rules import (
+    DONE, GUARD, Controlled, Decision, NotANumber, OnSchedule, OnStall, Resets, RewardFails, TeachesNothing, decide,
+)  # fmt: skip
+from jaxrl_llm.step import Host, apply
+from jaxrl_llm.types import TrainState
+
+SMOKE = configs.load_config("smoke")[1]
+TAUGHT = {"updates": 1.0, "reward/mean": 0.5, "advantage/nonzero_fraction": 0.5, "grad_norm": 1.0}
+
+
+def run_through(rule, rows):
+    """The decision of each row; what the rule remembers goes through JSON, as in a checkpoint."""
+    own, decisions = {}, []
+    for row in rows:
+        decision, own = rule(row, json.loads(json.dumps(own)))
+        decisions.append(decision)
+    return decisions
+
+
+def resets_at(rule, results, steps=None):
+    """Steps at which the reference is reset, where evaluations found these results."""
+    steps = range(len(results)) if steps is None else steps
+    rows = [{"step": step} | ({} if x is None else {"eval/sums/pass@1": x}) for step, x in zip(steps, results, strict=True)]
+    return [row["step"] for row, decision in zip(rows, run_through(rule, rows), strict=True) if decision.reset_reference]
+
+
+def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
+    rows = [{"step": step} for step in range(7)]
+    for reference, optimiser in ((True, False), (False, True), (True, True)):
+        decisions = run_through(OnSchedule(3, reference, optimiser), rows)
+        assert [d.reset_reference for d in decisions] == [reference and s in (3, 6) for s in range(7)]
+        assert [d.reset_optimiser for d in decisions] == [optimiser and s in (3, 6) for s in range(7)]
+        events = {"event/reference_reset": reference, "event/optimiser_reset": optimiser}
+        assert decisions[3].events == {name: True for name, made in events.items() if made}
+        assert decisions[4] == Decision()
+
+
+def test_a_stall_is_so_many_evaluations_without_a_better_result():
+    rule = OnStall(2, 1, True)
+    assert resets_at(rule, [0.1, 0.2, 0.2, 0.1, 0.2, 0.3, 0.3, 0.3]) == [3, 7]
+    assert resets_at(rule, [0.1, None, 0.1, None, None, 0.1]) == [5], "steps without an evaluation do not count"
+    assert resets_at(rule, [0.0, 0.0, 0.0]) == [2], "the evaluation before training is the first to beat"
+    assert all(d.reset_optimiser == d.reset_reference for d in run_through(rule, [{"step": 0, "eval/x/pass@1": 0}] * 3))
+    assert not any(d.reset_optimiser for d in run_through(OnStall(2, 1, False), [{"step": 0, "eval/x/pass@1": 0}] * 3))
+
+
+def test_an_evaluation_that_is_only_the_last_of_a_shorter_run_does_not_count():
+    longer = resets_at(OnStall(2, 4, False), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
+    extended = resets_at(OnStall(2, 4, False), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12])
+    assert extended == longer == [8]
+
+
+def test_where_nothing_is_verified_the_reward_of_an_evaluation_decides():
+    rows = [{"step": 0, "eval/x/reward": 0.5}, {"step": 1, "eval/x/reward": 0.4}]
+    assert [d.reset_reference for d in run_through(OnStall(1, 1, False), rows)] == [False, True]
+
+
+def test_a_controller_moves_the_coefficient_of_the_next_step():
+    rule, used, coefficient = Controlled(AdaptiveKL(0.1)), [], 0.04
+    for kl in (0.2, 0.1, 0.01, math.nan):
+        row = {"step": 1, "kl_coef": coefficient, "controller/kl": kl, "completions": 64}
+        coefficient = rule(row, {})[0].coefficients.get("kl_coef", coefficient)
+        used.append(coefficient)
+    assert used == [0.08, 0.08, 0.04, 0.04]
+    row = {"step": 1, "kl_coef": 0.2, "controller/kl": 0.1, "controller/kl_sequence": 12.0, "completions": 256}
+    assert Controlled(ProportionalKL())(row, {})[0].coefficients["kl_coef"] == pytest.approx(0.201024)
+    assert Controlled(AdaptiveKL(0.1))({"step": 1}, {})[0] == Decision(), "no update, no verdict"
+
+
+def test_a_gradient_that_is_no_number_stops_the_run_with_advice():
+    rule = NotANumber(2e-5)
+    for norm in (math.nan, math.inf):
+        decision, _ = rule(TAUGHT | {"step": 4, "grad_norm": norm}, {})
+        assert (decision.stop, decision.remedy) == (GUARD, "--learner.optimiser.learning_rate 2e-06")
+        assert decision.events["event/not_a_number"] == decision.reason
+    assert rule(TAUGHT | {"step": 4}, {})[0] == Decision()
+    assert rule({"step": 4, "updates": 0.0, "grad_norm": math.nan}, {})[0] == Decision(), "no update, no gradient"
+
+
+def test_a_reward_that_fails_for_all_stops_the_run():
+    row = {"step": 1, "reward/mine/failed_fraction": 1.0, "event/reward_failed": "mine.py:7: KeyError: 'x'"}
+    decision, _ = RewardFails()(row, {})
+    assert decision.stop == GUARD and "mine" in decision.reason and "mine.py:7: KeyError" in decision.reason
+    assert RewardFails()(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
+
+
+EMPTY = {"updates": 0.0, "reward/mean": 0.5, "reward/zero_std_fraction": 0.2, "dynamic_sampling/kept_fraction": 0.02}
+CASES = {
+    "the filter": ("accuracy", False, EMPTY, "2 % of groups kept: your reward varies, accuracy does not"),
+    "all equal": ("reward", False, EMPTY | {"reward/zero_std_fraction": 1.0}, "reward is the same for all completions"),
+    "masked": ("", False, EMPTY, "no token is in the loss"),
+    "flat": ("", True, TAUGHT | {"advantage/nonzero_fraction": 0.0}, "all advantages are 0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_that_teach_nothing_are_told_and_end_the_run(case):
+    reads, only_advantages, empty, words = CASES[case]
+    rule = TeachesNothing(3, only_advantages, reads)
+    rows = [empty, empty, TAUGHT, empty, empty, empty]
+    decisions = run_through(rule, [row | {"step": step} for step, row in enumerate(rows, start=1)])
+    assert [d.stop for d in decisions] == [None] * 5 + [GUARD]
+    assert all(words in d.events["event/teaches_nothing"] for d in decisions if d != decisions[2])
+    assert words in decisions[5].reason and decisions[2] == Decision()
+    never = run_through(dataclasses.replace(rule, patience=0), [empty | {"step": 1}] * 9)
+    assert all(d.stop is None and d.events for d in never)
+
+
+def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
+    flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0}
+    assert TeachesNothing(1, False, "")(flat, {})[0] == Decision()
+    assert TeachesNothing(1, True, "")(flat, {})[0].stop == GUARD
+
+
+def test_a_task_that_is_solved_ends_well():
+    rule, row = TeachesNothing(3, True, "accuracy"), EMPTY | {"step": 1, "reward/accuracy": 1.0, "reward/zero_std_fraction": 1.0}
+    last = run_through(rule, [row] * 3)[-1]
+    assert last.stop == DONE and last.reason.startswith("solved")
+    assert run_through(rule, [row, row, row | {"reward/accuracy": 0.99}])[-1].stop == GUARD
+
+
+def test_a_step_that_only_waits_for_its_groups_is_told_and_does_not_count():
+    waiting = {"step": 1, "updates": 0.0, "reward/mean": math.nan}
+    decisions = run_through(TeachesNothing(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}])
+    assert [d.stop for d in decisions] == [None] * 11 + [GUARD]
+    assert all(d.events for d in decisions)
+    assert TeachesNothing(1, True, "")({"step": 0}, {})[0] == Decision(), "before training there is nothing to teach"
+
+
+def test_decisions_become_one_and_a_guard_comes_before_resets():
+    rules = {"a": OnSchedule(2, True, False), "b": OnSchedule(3, False, True), "guard": NotANumber(1.0)}
+    decision, memory = decide(rules, TAUGHT | {"step": 6}, {})
+    assert decision.reset_reference and decision.reset_optimiser and decision.stop is None
+    assert decision.events == {"event/reference_reset": True, "event/optimiser_reset": True}
+    assert memory.keys() == rules.keys()
+    broken, _ = decide(rules, TAUGHT | {"step": 6, "grad_norm": math.nan}, {})
+    assert broken.stop == GUARD and not broken.reset_reference and not broken.reset_optimiser
+    assert broken.events.keys() == {"event/not_a_number"}
+
+
+def test_a_run_has_the_rules_of_its_recipe():
+    guards = {"not_a_number", "reward_fails", "teaches_nothing"}
+    assert rules_for(SMOKE).keys() == guards
+    one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
+    assert one["stall"] == OnStall(3, SMOKE.evaluation.every, True) and one.keys() == guards | {"stall"}
+    assert two["reference"] == OnSchedule(300, True, False) and two.keys() == guards | {"reference"}
+    kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
+    assert kimi["optimiser"] == OnSchedule(1, False, True)
+    controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
+    assert rules_for(controlled)["controller"] == Controlled(AdaptiveKL(0.1))
+    patience = {name: rules_for(configs.with_recipe(SMOKE, name))["teaches_nothing"] for name in RECIPES}
+    assert patience["grpo"].only_advantages is False and patience["dr_grpo"].only_advantages is True
+
+
+def test_apply_copies_the_policy_and_empties_the_optimiser():
+    run = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, resets=Resets(reference_every=1)))
+    policy, seen = {"w": jnp.full((4, 4), 2.0)}, {"w": jnp.ones((4, 4))}
+    optimiser = build(run.learner.optimiser)
+    _, used = optimiser.update(seen, optimiser.init(policy), policy)
+    state = TrainState(policy, used, seen, jnp.int32(3))
+    unchanged = apply(Decision(), state, run)
+    assert unchanged is state
+    moved = apply(Decision(reset_reference=True), state, run)
+    np.testing.assert_array_equal(moved.reference["w"], policy["w"])
+    assert moved.reference["w"].unsafe_buffer_pointer() != policy["w"].unsafe_buffer_pointer()
+    assert moved.opt_state is used
+    anew = apply(Decision(reset_optimiser=True), state, run)
+    assert anew.reference is seen and not any(np.any(x) for x in jax.tree.leaves(anew.opt_state))
+    assert any(np.any(x) for x in jax.tree.leaves(used)) and int(anew.updates) == 3
+    assert apply(Decision(reset_reference=True), state._replace(reference=None), run).reference is None
+
+
+def test_what_rules_remember_is_saved_and_old_checkpoints_are_read():
+    host = Host(memory={"stall": {"best": 0.3, "stalled": 2}}, coefficients={"kl_coef": 0.08})
+    assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
+    old = host.to_json()
+    del old["memory"], old["coefficients"]
+    assert Host.from_json(old | {"best": 0.3, "stalled": 2, "kl_coef": 0.08}) == host
+    assert Host.from_json(old | {"best": -1.0, "stalled": 0, "kl_coef": None}).coefficients == {}
