@@ -5,13 +5,16 @@ import json
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms import PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.checkpoint import collected_from_json, collected_to_json
 from jaxrl_llm.config import load_config, resolved, validate
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.update import old_policy
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.rollout.groups import Backlog, Collected
@@ -77,6 +80,25 @@ def test_every_recipe_corrects_for_the_step_between():
         assert algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler", recipe.name
         assert resolved(run_with(recipe=recipe)).recipe.algorithm.correction == recipe.algorithm.correction
     assert resolved(run_with(Collect(staleness=1))).recipe.algorithm.correction == TruncatedIS()
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_pp", "grpo", "dapo", "cispo", "deepseek_v3_2", "minirl"])
+def test_a_token_of_any_age_is_weighted_by_what_the_policy_and_its_own_sampler_gave_it(name):
+    """Surplus of a step that sampled ahead is two updates old, what was sampled with the step's weights one."""
+    algorithm = resolved(run_with(Collect(staleness=1), recipe=RECIPES[name])).recipe.algorithm
+    logp, ages = np.log(np.full((2, 6), 0.3, np.float32)), np.array([[0, 1, 2, 2, 1, 0], [2, 2, 1, 0, 0, 1]])
+    sampled, mask = (logp - 0.04 * ages).astype(np.float32), np.ones((2, 6), bool)
+
+    def gradient(mu, fresh):
+        def loss(logp):
+            old = old_policy(algorithm, logp, None, mu, fresh)
+            batch = PolicyBatch(np.array([1.0, -0.5], np.float32), mask, old, logp, mu)
+            return policy_loss(algorithm, logp, batch, kl_coef=0.0 if algorithm.kl_in_loss else None)[0]
+
+        return np.asarray(jax.grad(loss)(jnp.asarray(logp)))
+
+    found, present = gradient(sampled, ages < 2), gradient(logp, mask)
+    np.testing.assert_allclose(found / present, np.exp(0.04 * ages), rtol=1e-5)
 
 
 def test_what_cannot_run_ahead_is_refused():

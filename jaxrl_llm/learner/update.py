@@ -58,15 +58,28 @@ def score(model: Decoder, packed: Packed, temperature: jax.Array, compute: Compu
     return jax.lax.fori_loop(0, packed.totals.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
 
 
+def old_policy(
+    algorithm: Algorithm, logp: jax.Array, old_logp: jax.Array | None, sampler_logp: jax.Array, fresh: jax.Array
+) -> jax.Array:
+    """The log-probabilities [B, T] that ratios are taken against; every token is weighted for all that lies behind it.
+
+    On-policy the ratio is 1 by construction. The old policy of an earlier step's token is the one that sampled it, so that the
+    ratio leads from there and the correction has nothing to add. Where a loss has a correction and no ratio, it is the
+    correction that leads from there, and the old policy is the learner's.
+    """
+    old = jax.lax.stop_gradient(logp) if old_logp is None else old_logp
+    if algorithm.correction is not None and not algorithm.surrogate.reads_ratio:
+        return old
+    return jnp.where(fresh, old, sampler_logp)
+
+
 def microbatch_loss(
     policy: Decoder, batch: Packed, algorithm: Algorithm, temperature: jax.Array, tokens: jax.Array, sequences: jax.Array,
     kl_coef: jax.Array | None, compute: Compute,
 ) -> tuple[jax.Array, Metrics]:
     """One microbatch's share of the step's loss and metrics: sums divided by the step's global counts."""
     logp, entropy = completion_logprobs(cast(policy, compute.dtype), batch, temperature, compute, algorithm.entropy_coef != 0)
-    # On-policy the ratio is 1 by construction; the old policy of an earlier step's token is the one that sampled it.
-    old = jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
-    old = jnp.where(batch.fresh, old, batch.sampler_logp)
+    old = old_policy(algorithm, logp, batch.old_logp, batch.sampler_logp, batch.fresh)
     inputs = PolicyBatch(batch.advantages, batch.mask, old, batch.ref_logp, batch.sampler_logp)
     loss, metrics = policy_loss(algorithm, logp, inputs, tokens, sequences, entropy, kl_coef)
     gap = jnp.abs(logp - batch.sampler_logp)

@@ -108,7 +108,8 @@ class Collect:
       interrupt: stop the groups that still run once the step has enough, and go on with them in the next step; if not
         they are finished, and surplus is carried. Groups that finish early are then learned from first.
       learn_earlier: whether the loss counts tokens that were sampled in earlier steps. If not, only those of the present
-        policy count, and no finished group is carried.
+        policy count, and no finished group is carried. Their ratio is against the policy that sampled them; a loss without a
+        ratio (REINFORCE, RLOO) takes them as they are, unless it has a correction.
       staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs; every
         token is then corrected for the one update between. 0 learns from what the present policy sampled. Both run at one
         time on a single device, or where ``mesh.rollout`` gives sampling devices of its own.
