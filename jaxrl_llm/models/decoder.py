@@ -169,9 +169,9 @@ def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     """Float32 logits [..., V] of final hidden states [..., D]."""
     w = model.weights
     if model.config.tied_embeddings:
-        raw = jnp.einsum("...d,vd->...v", hidden, w.embed[...], preferred_element_type=jnp.float32)
+        raw = layers.product("...d,vd->...v", hidden, w.embed[...])
     else:
-        raw = jnp.einsum("...d,dv->...v", hidden, w.head[...], preferred_element_type=jnp.float32)
+        raw = layers.product("...d,dv->...v", hidden, w.head[...])
     return layers.softcap(raw, model.config.logit_softcap)
 
 

@@ -1,5 +1,7 @@
 """The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,44 @@ from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 MASKED = -1e30
 """Score of a forbidden position: finite, so that a row with no allowed position stays finite."""
+
+
+def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """``einsum`` of two arrays whose sums and result are float32 (float64 for float64), whatever the arrays are.
+
+    XLA's CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time. There the operands are
+    float32 first, which loses nothing: float32 holds the product of two bfloat16 numbers. The choice is made where a program
+    is lowered, so that others keep their mixed products, and can be compiled where they cannot run.
+    """
+    return _mixed(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _product(letters, x, y)
+
+
+def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return jnp.einsum(letters, x, y, preferred_element_type=wide)
+
+
+def _widened(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return _product(letters, x.astype(jnp.float32), y.astype(jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mixed(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    of = lambda form: functools.partial(form, letters)
+    return jax.lax.platform_dependent(x, y, cpu=of(_widened), default=of(_product))
+
+
+def _mixed_forward(letters: str, x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _mixed(letters, x, y), (x, y)
+
+
+def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # What JAX would derive through the choice saves the operands of both forms.
+    back = lambda form: lambda x, y, g: jax.vjp(functools.partial(form, letters), x, y)[1](g)
+    return jax.lax.platform_dependent(*saved, g, cpu=back(_widened), default=back(_product))
+
+
+_mixed.defvjp(_mixed_forward, _mixed_back)
 
 
 @jax.custom_vjp
@@ -98,7 +138,7 @@ def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
     q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, N / K, S, Z].
     """
     scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
-    raw = jnp.einsum("bskgh,bkhz->bkgsz", q, k, preferred_element_type=jnp.float32) * scale
+    raw = product("bskgh,bkhz->bkgsz", q, k) * scale
     return softcap(raw, attention.softcap)
 
 
@@ -108,7 +148,7 @@ def scores_of_one(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array
     A query axis of size 1 would do as well, and made these products four times as slow on CPUs.
     """
     scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
-    return softcap(jnp.einsum("bkgh,bkhz->bkgz", q, k, preferred_element_type=jnp.float32) * scale, attention.softcap)
+    return softcap(product("bkgh,bkhz->bkgz", q, k) * scale, attention.softcap)
 
 
 def mix_for_one(probabilities: jax.Array, v: jax.Array) -> jax.Array:

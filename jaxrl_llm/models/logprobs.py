@@ -112,8 +112,8 @@ def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array])
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, *given_here = _take(index, static.chunk, (hidden, *per_position))
         slope = _slope(static, *_raw(static, h, head), chosen.temperature, *given_here).astype(h.dtype)
-        up = jnp.einsum(f"pcv,{given}->pcd", slope, head, preferred_element_type=_wide(h)).astype(h.dtype)
-        down = jnp.einsum(f"pcv,pcd->p{given}", slope, h, preferred_element_type=_wide(h))
+        up = layers.product(f"pcv,{given}->pcd", slope, head).astype(h.dtype)
+        down = layers.product(f"pcv,pcd->p{given}", slope, h)
         return _put(index, static.chunk, (out[0],), (up,))[0], out[1] + constrain(down, BATCH, *_layout(static))
 
     parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), _wide(hidden)), BATCH, *_layout(static))
@@ -153,7 +153,7 @@ def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
 
 def _raw(static: Head, h: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits float32[P, C, V] before and after the soft cap."""
-    raw = jnp.einsum(static.letters, h, head, preferred_element_type=_wide(h))
+    raw = layers.product(static.letters, h, head)
     return raw, layers.softcap(raw, static.cap)
 
 

