@@ -120,7 +120,8 @@ def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
     if not (directory / "config.json").exists() or not _began(directory):
         return directory
-    old = configs.load_json(directory / "config.json")
+    # An older version may have left open what this one fills in.
+    old = configs.resolved(configs.load_json(directory / "config.json"))
     own = [change for change in configs.changes(old, settings) if not change.startswith(configs.FREE_TO_CHANGE)]
     if own:
         shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if len(own) > 3 else "")

@@ -41,7 +41,7 @@ def rules_for(run: Run) -> dict[str, Rule]:
         "not_a_number": NotANumber(run.learner.optimiser.learning_rate),
         "reward_fails": RewardFails(),
         "teaches_nothing": TeachesNothing(
-            run.rollout.collect.patience, only_advantages, "accuracy" if run.recipe.filter_groups else ""
+            run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""
         ),
     }
     rules |= rules_of(run.recipe.resets, run.evaluation.every)

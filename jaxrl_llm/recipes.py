@@ -5,7 +5,7 @@ Learning rates, batch sizes and updates per batch are a run's (``configs/``): th
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
@@ -46,8 +46,9 @@ class Recipe:
       name: key of ``RECIPES``, or yours.
       algorithm: the loss.
       temperature: of the sampling and of every log-probability, unless the run sets its own.
-      filter_groups: learn only from prompts that some, not all, completions solve; sample on until there are enough. The
-        filter reads accuracy, not the shaped reward.
+      filter_groups: learn only from groups that can teach; sample on until there are enough. It names what says so: "accuracy"
+        (some, not all, completions are correct; of a run without the reward ``Accuracy``, the reward), or "reward" (not all
+        are equal, whatever shapes them). False is off; True is "accuracy".
       drop_truncated: completions cut off at the length limit are left out of the loss (their reward still counts).
       overlong_share: the last share of the generation budget in which a completion is punished, from 0 to -1; 0 is off.
       shaping: what else changes a group's rewards, in order.
@@ -58,12 +59,18 @@ class Recipe:
     name: str
     algorithm: Algorithm
     temperature: float = 1.0
-    filter_groups: bool = False
+    filter_groups: Literal["accuracy", "reward"] | bool = False
     drop_truncated: bool = False
     overlong_share: float = 0.0
     shaping: tuple[GroupShaping, ...] = ()
     resets: Resets = Resets()
     controller: AdaptiveKL | ProportionalKL | None = None
+
+    def __post_init__(self):
+        if self.filter_groups is True:  # configurations and runs of old say only whether there is a filter
+            object.__setattr__(self, "filter_groups", "accuracy")
+        elif not self.filter_groups:
+            object.__setattr__(self, "filter_groups", False)
 
 
 GRPO = Recipe("grpo", PRESETS["grpo"])
@@ -74,7 +81,7 @@ DR_GRPO = Recipe("dr_grpo", dataclasses.replace(PRESETS["dr_grpo"], reduce=Const
 """Understanding R1-Zero-like training (arXiv 2503.20783): no deviation, no length normalisation, so that wrong answers do
 not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget."""
 
-DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups=True, drop_truncated=True, overlong_share=0.2)
+DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", drop_truncated=True, overlong_share=0.2)
 """DAPO (arXiv 2503.14476): AIME 2024 30 -> 50 with Qwen2.5-32B; of these 20 points overlong filtering brought 6, clip-higher
 2, soft punishment 3, the token-level loss 1 and dynamic sampling 8. L_max 20480 and L_cache 4096 are the share 0.2."""
 
@@ -82,7 +89,7 @@ GSPO = Recipe("gspo", PRESETS["gspo"])
 """Group sequence policy optimisation (arXiv 2507.18071): no KL, a band of 3e-4 / 4e-4 on the sequence ratio, 4 updates for
 each batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
 
-CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups=True, overlong_share=0.2)
+CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong_share=0.2)
 """MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty are kept; 16 updates for each batch. DAPO's
 AIME 2024 with Qwen2.5-32B in half of its steps."""
 
@@ -91,7 +98,7 @@ SAPO = Recipe("sapo", PRESETS["sapo"])
 with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
 
 PRORL_V1 = Recipe(
-    "prorl_v1", PRESETS["prorl"], temperature=1.2, filter_groups=True, resets=Resets(on_stall=3, with_optimiser=True)
+    "prorl_v1", PRESETS["prorl"], temperature=1.2, filter_groups="accuracy", resets=Resets(on_stall=3, with_optimiser=True)
 )
 """ProRL (arXiv 2505.24864): reference and optimiser begin anew when validation stagnates; average pass@1 on mathematics
 44.45 -> 60.14 with a 1.5B model. How many evaluations make a stall is ours: the paper gives no number."""
@@ -99,7 +106,7 @@ PRORL_V1 = Recipe(
 PRORL_V2 = Recipe(
     "prorl_v2",
     PRESETS["prorl_v2"],
-    filter_groups=True,
+    filter_groups="accuracy",
     shaping=(StopProperly(), LengthCycle()),
     resets=Resets(reference_every=300),
 )

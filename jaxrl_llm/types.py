@@ -85,7 +85,7 @@ class Group:
       prompt: int32 token ids of the templated prompt.
       completions: The G completions.
       rewards: float64[G], what the advantage sees; NaN where unscorable.
-      accuracy: float64[G], what group filters see; 1 or more is correct.
+      accuracy: float64[G], the verifier's; 1 or more is correct.
       parts: float64[G] for each reward by name, unweighted.
     """
 

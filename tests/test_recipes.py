@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from jaxrl_llm.algorithms.advantages import GAE, GDPO, KLInReward, Whitened
 from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.launch import choose_directory
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rewards import Accuracy, LengthPenalty
 from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rules import Resets
 
@@ -66,6 +69,28 @@ def test_what_the_papers_fix_around_the_loss():
     assert two.shaping == (StopProperly(0.0), LengthCycle(on=100, off=500))
     assert RECIPES["kimi_k1_5"].resets == Resets(optimiser_every=1) and RECIPES["kimi_k1_5"].shaping == (RelativeLength(),)
     assert isinstance(RECIPES["reinforce_pp"].algorithm.advantage, KLInReward)
+
+
+def test_a_filter_reads_the_reward_where_accuracy_is_no_part_of_it():
+    own = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"], scoring=configs.Scoring((LengthPenalty(0.1),)))
+    assert RECIPES["dapo"].filter_groups == "accuracy" and configs.resolved(own).recipe.filter_groups == "reward"
+    mixed = dataclasses.replace(own, scoring=configs.Scoring((LengthPenalty(0.1), Accuracy(0.0))))
+    assert configs.resolved(mixed).recipe.filter_groups == "accuracy"
+    off = dataclasses.replace(own, recipe=RECIPES["grpo"])
+    assert configs.resolved(off).recipe.filter_groups is False
+
+
+def test_what_old_configurations_and_runs_say_of_the_filter_is_understood(tmp_path):
+    assert dataclasses.replace(RECIPES["grpo"], filter_groups=True).filter_groups == "accuracy"
+    assert dataclasses.replace(RECIPES["dapo"], filter_groups="").filter_groups is False
+    own = dataclasses.replace(SMOKE, run_dir=str(tmp_path), scoring=configs.Scoring((LengthPenalty(0.1),)))
+    saved = configs.to_json(configs.resolved(own))
+    saved["recipe"]["filter_groups"] = True
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    assert configs.load_json(tmp_path / "config.json").recipe.filter_groups == "accuracy"
+    dapo = dataclasses.replace(own, recipe=dataclasses.replace(own.recipe, filter_groups="reward"))
+    assert choose_directory(configs.resolved(dapo), "mine", False) == tmp_path
 
 
 def test_a_run_fills_in_temperature_and_generation_budget():

@@ -104,12 +104,16 @@ class Run:
 
 def resolved(run: Run) -> Run:
     """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant, a
-    correction for tokens that an older policy sampled where sampling runs ahead."""
-    rollout, algorithm = run.rollout, run.recipe.algorithm
+    correction for tokens that an older policy sampled where sampling runs ahead, and the reward as what a filter of groups
+    reads where accuracy is no part of it: groups that could all teach would be thrown away."""
+    rollout, algorithm, reads = run.rollout, run.recipe.algorithm, run.recipe.filter_groups
+    if reads == "accuracy" and not any(isinstance(reward, Accuracy) for reward in run.scoring.rewards):
+        reads = "reward"
     if rollout.temperature is None:
         rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)
     if algorithm.reduce == ConstantLength(None):
         algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
     if rollout.collect.staleness and not (algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler"):
         algorithm = dataclasses.replace(algorithm, correction=TruncatedIS())
-    return dataclasses.replace(run, rollout=rollout, recipe=dataclasses.replace(run.recipe, algorithm=algorithm))
+    recipe = dataclasses.replace(run.recipe, algorithm=algorithm, filter_groups=reads)
+    return dataclasses.replace(run, rollout=rollout, recipe=recipe)

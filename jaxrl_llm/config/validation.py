@@ -174,6 +174,10 @@ def _check_recipe(run: Run) -> None:
     require(
         0 <= recipe.overlong_share < 1, f"recipe.overlong_share must be from 0 to below 1, got {recipe.overlong_share}"
     )
+    require(
+        recipe.filter_groups in (False, "accuracy", "reward"),
+        f"recipe.filter_groups must be accuracy, reward or False, got {recipe.filter_groups!r}",
+    )
     estimator = recipe.algorithm.advantage
     missing = [name for name in ("values", "step_rewards") if name in estimator.needs]
     require(

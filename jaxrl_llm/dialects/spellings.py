@@ -208,7 +208,17 @@ VERL = (
         "sequence there, before the group's mean is taken",
     ),
     _verl("algorithm.kl_ctrl.kl_coef", PENALTY, "`kl_coef`", "needs a KL in the reward"),
-    _verl("algorithm.filter_groups.enable", ("filter_groups",), "`filter_groups`", "by accuracy, verl's `metric=acc`"),
+    _verl(
+        "algorithm.filter_groups.enable",
+        ("filter_groups",),
+        "`False` off; `True` what the recipe or the metric says, else `accuracy`",
+    ),
+    _verl(
+        "algorithm.filter_groups.metric",
+        ("filter_groups",),
+        "`acc` `accuracy`; `score`, `seq_reward` `reward`",
+        "needs a filter; `seq_final_reward` is refused: no filter here reads a reward with the KL in it",
+    ),
     _verl(
         CORRECTION + "rollout_is",
         ("correction",),

@@ -17,6 +17,7 @@ MODE, AGGREGATION = ACTOR + "policy_loss.loss_mode", ACTOR + "loss_agg_mode"
 CLIP, LOW, HIGH, DUAL = (ACTOR + "clip_ratio" + end for end in ("", "_low", "_high", "_c"))
 IN_LOSS, LOSS_COEF, LOSS_TYPE = ACTOR + "use_kl_loss", ACTOR + "kl_loss_coef", ACTOR + "kl_loss_type"
 IN_REWARD, REWARD_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
+FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
 LEVEL, CAP = CORRECTION + "rollout_is", CORRECTION + "rollout_is_threshold"
 
 ESTIMATORS = {
@@ -41,6 +42,8 @@ NO_AGGREGATIONS = {
     "seq-mean-token-sum-norm": "verl divides by the length only, so that the loss grows with the batch: leave it out "
     "and take --recipe dr_grpo, which divides by the number of sequences too"
 }
+METRICS = {"acc": "accuracy", "score": "reward", "seq_reward": "reward"}
+NO_METRICS = {"seq_final_reward": "no filter here reads a reward with the KL in it: write seq_reward"}
 BY_SEQUENCE = ("gspo", "sapo")
 """Losses that verl always reduces as seq-mean-token-mean."""
 ESTIMATES = {
@@ -69,12 +72,20 @@ def change(recipe: Recipe, given: Given) -> Recipe:
     for part in (_estimator, _mode, _reduce, _bounds, _dual, _temperatures, _kl, _correction, _entropy):
         fields |= part(fields, given)
     check_range(recipe.algorithm, fields, given, MODE, (LOW, HIGH), LOW in given and HIGH in given)
-    filtered = given.switch("algorithm.filter_groups.enable")
     return dataclasses.replace(
         recipe,
         algorithm=dataclasses.replace(recipe.algorithm, **fields),
-        filter_groups=recipe.filter_groups if filtered is None else filtered,
+        filter_groups=_filter(recipe.filter_groups, given),
     )
+
+
+def _filter(reads: str | bool, given: Given) -> str | bool:
+    """What the filter of groups reads: verl's metric, else what it read before."""
+    on, metric = given.switch(FILTER), given.choice(METRIC, METRICS, NO_METRICS)
+    on = bool(reads) if on is None else on
+    if metric is not None and not on:
+        given.refuse(METRIC, f"nothing reads it without {FILTER}=True: add that, or leave it out")
+    return (metric or reads or "accuracy") if on else False
 
 
 def _estimator(fields: Fields, given: Given) -> Fields:

@@ -62,7 +62,7 @@ class TeachesNothing:
         empty = own.get("empty", 0)
         if row["step"] == 0:
             return Decision(), own
-        if not row.get("updates") and math.isnan(row.get("reward/mean", math.nan)):
+        if not row.get("updates") and math.isnan(row.get("completions/mean_length", math.nan)):
             return _told("no group was finished"), own
         reason = self.reason(row)
         if not reason:
@@ -82,9 +82,9 @@ class TeachesNothing:
             if row.get("advantage/nonzero_fraction") != 0 or not self.only_advantages:
                 return ""
             return "all advantages are 0, since the rewards of each group are equal"
-        if not self.filter_reads:
-            return "no token is in the loss"
         kept = row.get("dynamic_sampling/kept_fraction", 0.0)
+        if not self.filter_reads or math.isnan(kept):  # nothing went through the filter
+            return "no token is in the loss"
         varies = row.get("reward/zero_std_fraction", 1.0) < 1
         if varies and self.filter_reads == "accuracy":
             return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"

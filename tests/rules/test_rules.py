@@ -100,11 +100,12 @@ def test_a_reward_that_fails_for_all_stops_the_run():
     assert RewardFails()(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
 
 
-EMPTY = {"updates": 0.0, "reward/mean": 0.5, "reward/zero_std_fraction": 0.2, "dynamic_sampling/kept_fraction": 0.02}
+EMPTY = {"updates": 0.0, "completions/mean_length": 5.0, "reward/zero_std_fraction": 0.2, "dynamic_sampling/kept_fraction": 0.02}
 CASES = {
     "the filter": ("accuracy", False, EMPTY, "2 % of groups kept: your reward varies, accuracy does not"),
     "all equal": ("reward", False, EMPTY | {"reward/zero_std_fraction": 1.0}, "reward is the same for all completions"),
     "masked": ("", False, EMPTY, "no token is in the loss"),
+    "carried and masked": ("accuracy", False, EMPTY | {"dynamic_sampling/kept_fraction": math.nan}, "no token is in the loss"),
     "flat": ("", True, TAUGHT | {"advantage/nonzero_fraction": 0.0}, "all advantages are 0"),
 }
 
@@ -136,7 +137,7 @@ def test_a_task_that_is_solved_ends_well():
 
 
 def test_a_step_that_only_waits_for_its_groups_is_told_and_does_not_count():
-    waiting = {"step": 1, "updates": 0.0, "reward/mean": math.nan}
+    waiting = {"step": 1, "updates": 0.0, "completions/mean_length": math.nan}
     decisions = run_through(TeachesNothing(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}])
     assert [d.stop for d in decisions] == [None] * 11 + [GUARD]
     assert all(d.events for d in decisions)
