@@ -87,7 +87,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
             tested = found.metrics() if found else {}
             _, host.memory = decide(rules, {"step": 0} | tested, host.memory)
             record(writer, progress, 0, found, {}, [])
-        code, reason = DONE, ""
+        code, last_words = DONE, ""
         for step in range(start + 1, run.steps + 1):
             began = time.perf_counter()
             last = step == run.steps
@@ -114,15 +114,15 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
                 progress.status("saving")
                 store.save(step, state, host.to_json())
             if decision.stop is not None:
-                code, reason = decision.stop, f"{decision.reason}{advice(decision.remedy, directory)}"
+                code, last_words = decision.stop, f"step {step}: {decision.reason}{advice(decision.remedy, directory)}"
                 break
             if asked and not last:
-                code, reason = PREEMPTED, "stopped, state saved: run the same command again to go on"
+                code, last_words = PREEMPTED, f"stopped after step {step}, state saved: run the same command again to go on"
                 break
         progress.status("saving")
         store.close()
-    if reason:
-        say(f"step {step}: {reason}")
+    if last_words:
+        say(last_words)
     return code
 
 

@@ -6,11 +6,15 @@ import os
 import signal
 import sys
 
+import numpy as np
+
 from jaxrl_llm.cli.processes import take_distributed, together
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.loop import agreed_to_stop
 from jaxrl_llm.rewards import Accuracy, Function, Scorer
-from jaxrl_llm.sharding.distributed import Disagreement
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.rollout.groups import Backlog, Collected
+from jaxrl_llm.sharding.distributed import Disagreement, Preemption
+from jaxrl_llm.types import Completion, Group, Problem
 
 ANSWERS = ("4", "hang", "5", "raise", "4")
 
@@ -42,6 +46,18 @@ def told(kind, call):
         return str(error)
 
 
+def after_a_step(peers, loss=0.0, reward=0.0, token=0, signal_number=None):
+    """What the processes agree on after step 3, in which each saw these numbers."""
+    problem, completion = items()[0]
+    completion = Completion(np.array([token]), np.zeros(1, np.float32), "stop", np.ones(1, bool), np.zeros(1, np.int32))
+    group = Group(problem, np.array([1]), (completion,), np.array([float(reward)]), np.zeros(1))
+    with Preemption() as stop:
+        if signal_number:
+            os.kill(os.getpid(), signal_number)
+        batch = Collected([group], [], Backlog(), 0, 0, {})
+        return told(Disagreement, lambda: agreed_to_stop(peers, stop, 3, batch, {"loss": loss}))
+
+
 def talk(peers):
     """Print what this process hears."""
     said = {"gathered": repr(peers.gather([peers.index, math.pi, math.nan]))}
@@ -49,6 +65,9 @@ def talk(peers):
     said |= {"first": peers.first(lambda: peers.index), "scores": scored(peers)}
     said["refused"] = told(InputError, lambda: peers.first(lambda: fail(InputError("no such thing"))))
     said["differs"] = told(Disagreement, lambda: peers.check_same("weather", ("sun", "rain")[peers.index]))
+    other = {"loss": float(peers.index), "reward": peers.index, "token": peers.index}
+    said["other"] = {name: after_a_step(peers, **{name: value}) for name, value in other.items()}
+    said["stop"] = [after_a_step(peers), after_a_step(peers, signal_number=signal.SIGTERM if peers.index else None)]
     print(json.dumps(said))
 
 

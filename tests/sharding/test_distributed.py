@@ -51,6 +51,10 @@ def test_two_tasks_of_slurm_tell_each_other_everything(tmp_path):
     assert one["gathered"] == repr([[0, math.pi, math.nan], [1, math.pi, math.nan]])
     assert (one["first"], one["long"], one["refused"]) == (0, 3_000_000, "no such thing")
     assert one["differs"] == "process 1 has other weather than process 0: rain and not sun"
+    assert one["other"].keys() == {"loss", "reward", "token"}
+    for line in one["other"].values():
+        assert line.startswith("process 1 has other samples, scores or gradients in step 3 than process 0: ")
+    assert one["stop"] == [False, True], "a signal to one is heard by both"
     # What hung and what raised, on the second process only, count for both as they do for one.
     assert one["scores"] == scored() and one["scores"][3:] == [1, 1, True]
 
