@@ -151,7 +151,9 @@ def take_step(parts: Parts, state: TrainState, host: Host, step: int) -> tuple[T
     host.backlog, host.ready = batch.backlog, None
     parts.sampler.status("updating")
     learn = functools.partial(learn_from, parts, state, batch, kl_coef, step)
-    if run.rollout.collect.staleness and step < run.steps:
+    if run.rollout.collect.staleness:
+        # In the last step too: should the run be given more, the next one's groups are of these weights, which the update
+        # replaces. A run that is given no more pays for one collection that it does not need.
         apart = run.mesh.rollout > 0 or parts.mesh.size == 1
         (state, measured), host.ready = both(learn, lambda: sample(batch.backlog), apart)
         host.backlog = host.ready.backlog

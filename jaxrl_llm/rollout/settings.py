@@ -112,7 +112,8 @@ class Collect:
         ratio (REINFORCE, RLOO) takes them as they are, unless it has a correction.
       staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs; every
         token is then corrected for the one update between. 0 learns from what the present policy sampled. Both run at one
-        time on a single device, or where ``mesh.rollout`` gives sampling devices of its own.
+        time on a single device, or where ``mesh.rollout`` gives sampling devices of its own. The last step samples ahead too, for
+        a run that is given more steps later.
       max_age: steps after its first in which a group may be gone on with before it is dropped, unfinished; the steps that a
         token budget spreads a completion over come on top. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
