@@ -214,12 +214,18 @@ def to_samples(
     score = lambda samples: learner.completion_logps(
         reference, samples, parts.layout, parts.compute, run.rollout.temperature, parts.mesh
     )
-    dropped, length = run.recipe.drop_truncated, parts.layout.completion_tokens
+    length, earlier = parts.layout.completion_tokens, run.rollout.collect.learn_earlier
     samples, measured = learner.to_samples(
-        algorithm, groups, version, rewards, dropped, length, score, kl_coef, run.rollout.collect.learn_earlier
+        algorithm, groups, version, rewards, dropped_endings(run), length, score, kl_coef, earlier
     )
     teaching = [bool(np.any(sample.advantage)) for group in samples for sample in group]
     return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching))}
+
+
+def dropped_endings(run: Run) -> tuple[str, ...]:
+    """Finish reasons of the completions that the loss leaves out."""
+    cut_off = ("length",) if run.recipe.drop_truncated else ()
+    return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")
 
 
 def apply(decision: Decision, state: TrainState, run: Run) -> TrainState:

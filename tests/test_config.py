@@ -10,7 +10,7 @@ from jaxrl_llm.config import Evaluation, Output, Run, Scoring
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DAPO, PRORL_V1, RECIPES
-from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty
+from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition, Rollout
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
 
@@ -85,7 +85,7 @@ def test_every_recipe_can_be_chosen_for_a_configuration(name):
 
 
 def test_every_kind_of_value_survives_its_json():
-    rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), Function("os.path:join"))
+    rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), RepetitionPenalty(), Function("os.path:join"))
     rollout = dataclasses.replace(RUN.rollout, repetition=Repetition(8, 3, 0.9, 100))
     sources = (Table("a.parquet"), HubDataset("a/b", "c"), ReasoningGym("chain_sum", {"min_terms": 2, "x": True}))
     for source in sources:
@@ -148,6 +148,7 @@ REFUSED = [
     ("scoring.rewards", (Format("("),), "is no regular expression"),
     ("scoring.rewards", (Function("nowhere:f"),), "nowhere:f cannot be imported"),
     ("scoring.rewards", (Accuracy(float("nan")),), "give a finite number"),
+    ("scoring.rewards", (RepetitionPenalty(),), "set rollout.repetition.longest_period and times, or leave it out"),
     ("scoring.timeout_s", 0.0, "scoring.timeout_s must be above 0"),
     ("scoring.on_error", float("inf"), "scoring.on_error must be a finite number"),
     ("output.keep", 0, "output.keep must be at least 1"),

@@ -18,7 +18,9 @@ from jaxrl_llm.launch import choose_directory
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, LengthPenalty
 from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
+from jaxrl_llm.step import dropped_endings
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -91,6 +93,14 @@ def test_what_old_configurations_and_runs_say_of_the_filter_is_understood(tmp_pa
     assert configs.load_json(tmp_path / "config.json").recipe.filter_groups == "accuracy"
     dapo = dataclasses.replace(own, recipe=dataclasses.replace(own.recipe, filter_groups="reward"))
     assert choose_directory(configs.resolved(dapo), "mine", False) == tmp_path
+
+
+def test_the_recipe_and_the_repetition_rule_say_which_endings_the_loss_leaves_out():
+    silent = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, repetition=Repetition(4, 3, learn=False)))
+    cut = dataclasses.replace(RECIPES["grpo"], drop_truncated=True)
+    assert dropped_endings(SMOKE) == () and dropped_endings(silent) == ("repetition",)
+    assert dropped_endings(dataclasses.replace(SMOKE, recipe=cut)) == ("length",)
+    assert dropped_endings(dataclasses.replace(silent, recipe=cut)) == ("length", "repetition")
 
 
 def test_a_run_fills_in_temperature_and_generation_budget():

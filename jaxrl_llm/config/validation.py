@@ -8,7 +8,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ADAPTABLE, Lora
 from jaxrl_llm.rewards import group_shaping, shaping
-from jaxrl_llm.rewards.shaping import Reward, SoftOverlong
+from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
 from jaxrl_llm.rollout.settings import Rollout
 
 MAX_SEED = 1 << 24
@@ -234,6 +234,11 @@ def _check_scoring(run: Run) -> None:
     require(bool(scoring.rewards), "scoring.rewards is empty: give at least one, such as Accuracy()")
     for reward in rewards(run):
         shaping.check(reward)
+        require(
+            run.rollout.repetition.on or not isinstance(reward, RepetitionPenalty),
+            "scoring.rewards has RepetitionPenalty, and nothing ends completions that repeat themselves: set "
+            "rollout.repetition.longest_period and times, or leave it out",
+        )
 
 
 def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ Reference = Callable[[Sequence[Sample]], list[np.ndarray]]
 
 
 def to_samples(
-    algorithm: Algorithm, groups: Sequence[Group], version: int, rewards: np.ndarray, drop_truncated: bool, length: int,
+    algorithm: Algorithm, groups: Sequence[Group], version: int, rewards: np.ndarray, dropped: Collection[str], length: int,
     reference: Reference, kl_coef: float | None = None, learn_earlier: bool = True,
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """Groups as the learner sees them, and what was measured on the way.
@@ -27,13 +27,13 @@ def to_samples(
       groups: P groups of G completions.
       version: of the policy that learns; tokens of other versions are not fresh.
       rewards: float[P, G], or [P, G, n] for an estimator of several.
-      drop_truncated: leave completions that were cut off out of the loss; their rewards count.
+      dropped: finish reasons of completions that are left out of the loss; their rewards count.
       length: T, the longest completion; the shape of what the estimator sees.
       reference: asked only where the KL is in the reward.
       kl_coef: in place of the algorithm's, where the KL is in the reward.
       learn_earlier: count tokens of other versions; if not they are left out of the loss, and their rewards count.
     """
-    samples = [_counted(group.prompt, c, version, drop_truncated, learn_earlier) for group in groups for c in group.completions]
+    samples = [_counted(group.prompt, c, version, dropped, learn_earlier) for group in groups for c in group.completions]
     estimator = algorithm.advantage
     context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
@@ -47,10 +47,12 @@ def to_samples(
     return [valued[i : i + size] for i in range(0, len(valued), size)], _measured(algorithm, context)
 
 
-def _counted(prompt: np.ndarray, completion: Completion, version: int, drop_truncated: bool, learn_earlier: bool) -> Sample:
+def _counted(
+    prompt: np.ndarray, completion: Completion, version: int, dropped: Collection[str], learn_earlier: bool
+) -> Sample:
     """A completion with the tokens that the loss counts; its advantage is not known yet."""
     fresh = completion.version == version
-    mask = completion.mask & (fresh | learn_earlier) & (not (drop_truncated and completion.finish_reason == "length"))
+    mask = completion.mask & (fresh | learn_earlier) & (completion.finish_reason not in dropped)
     return Sample(prompt, completion.tokens, mask, completion.sampler_logp, 0.0, fresh, completion.extras.get("kept"))
 
 

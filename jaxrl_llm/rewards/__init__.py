@@ -1,10 +1,12 @@
 """Rewards: verifiers, shaping, and the scorer that runs them."""
 
 from jaxrl_llm.rewards.scorer import Scorer, Scores
-from jaxrl_llm.rewards.shaping import Accuracy, CosineLength, Format, Function, LengthPenalty, Reward, SoftOverlong
+from jaxrl_llm.rewards.shaping import (
+    Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty, Reward, SoftOverlong,
+)  # fmt: skip
 from jaxrl_llm.rewards.verify import accuracy
 
 __all__ = [
-    "Accuracy", "CosineLength", "Format", "Function", "LengthPenalty", "Reward", "Scorer", "Scores", "SoftOverlong",
-    "accuracy",
+    "Accuracy", "CosineLength", "Format", "Function", "LengthPenalty", "RepetitionPenalty", "Reward", "Scorer", "Scores",
+    "SoftOverlong", "accuracy",
 ]

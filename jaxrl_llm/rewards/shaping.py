@@ -88,6 +88,21 @@ class CosineLength:
 
 
 @dataclasses.dataclass(frozen=True)
+class RepetitionPenalty:
+    """-1 where the completion was ended since it only repeated itself, else 0; ``rollout.repetition`` says when that is."""
+
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Names its column in metrics and samples."""
+        return "repetition_penalty"
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        return -1.0 if completion.finish_reason == "repetition" else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Format:
     """1 where the regular expression matches the whole text, else 0; ``.`` matches line breaks too.
 
@@ -125,7 +140,7 @@ class Function:
         return float(resolve(self.path)(problem, completion))
 
 
-Reward = Accuracy | SoftOverlong | LengthPenalty | CosineLength | Format | Function
+Reward = Accuracy | SoftOverlong | LengthPenalty | CosineLength | RepetitionPenalty | Format | Function
 
 
 def check(reward: Reward) -> None:

@@ -16,12 +16,15 @@ class Repetition:
       times: end where the last n tokens, for any n up to ``longest_period``, stand this many times in a row.
       probability: end where each of the last ``tail`` tokens had a probability above this under the policy at temperature 1.
       tail: MiniMax-M1 takes 3000 tokens above 0.99 (arXiv 2506.13585, section 3.2).
+      learn: whether the loss counts completions that are ended so. If not they are left out, and their rewards count. The
+        reward ``RepetitionPenalty`` punishes them.
     """
 
     longest_period: int = 0
     times: int = 0
     probability: float = 1.0
     tail: int = 0
+    learn: bool = True
 
     def __post_init__(self):
         _refuse_wrong(self, {
@@ -31,6 +34,7 @@ class Repetition:
             "probability": (0 <= self.probability < 1 if self.tail else self.probability == 1,
                             "from 0 to below 1 where tail is set, and 1 where it is not"),
             "tail": (self.tail >= 0, "at least 0 (0 looks at no probability)"),
+            "learn": (self.learn or self.on, "True where no repetition is looked for"),
         })  # fmt: skip
 
     @property

@@ -122,6 +122,6 @@ def test_kept_sets_travel_from_completion_to_sample():
         Completion(s.tokens, s.sampler_logp, "stop", s.mask, np.zeros(len(s.tokens), np.int32), {"kept": s.kept}) for s in samples
     )
     group = Group(problem, samples[0].prompt, completions, np.arange(G) * 1.0, np.arange(G) * 1.0)
-    found, _ = to_samples(PRESETS["grpo"], [group], 0, np.arange(G)[None] * 1.0, False, T, lambda samples: [])
+    found, _ = to_samples(PRESETS["grpo"], [group], 0, np.arange(G)[None] * 1.0, (), T, lambda samples: [])
     for sample, wanted in zip(found[0], samples, strict=True):
         np.testing.assert_array_equal(sample.kept, wanted.kept)

@@ -21,6 +21,7 @@ PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 MODEL = tiny("windows")
 REFERENCE = jax.tree.map(lambda a, b: a + 0.1 * b, MODEL, tiny("windows", 6))
 LAYOUT = Layout(2, 22, T)
+ENDED = {2: "length", 7: "repetition"}
 REWARDS = np.random.default_rng(3).normal(size=(3, G))
 
 
@@ -29,12 +30,12 @@ def versions(group, index, size):
 
 
 def made():
-    """Groups of the tiny model's rollout; the third was cut off. Version 7 sampled all but the second and some first tokens."""
+    """Groups of the tiny model's rollout; one was cut off, one repeated itself. Version 7 sampled all but the second and some first tokens."""
     found = []
     for p, rewards in enumerate(REWARDS):
         members = rollout()[p * G : (p + 1) * G]
         completions = tuple(
-            Completion(s.tokens, s.sampler_logp, "length" if (p, i) == (0, 2) else "stop", s.mask, versions(p, i, len(s.tokens)))
+            Completion(s.tokens, s.sampler_logp, ENDED.get(p * G + i, "stop"), s.mask, versions(p, i, len(s.tokens)))
             for i, s in enumerate(members)
         )
         found.append(Group(PROBLEM, members[0].prompt, completions, rewards, rewards))
@@ -45,7 +46,7 @@ def reference(samples):
     return completion_logps(REFERENCE, samples, LAYOUT, Compute(), TEMPERATURE, one_device())
 
 
-def samples_of(algorithm, rewards=REWARDS, drop=False, score=reference, earlier=True):
+def samples_of(algorithm, rewards=REWARDS, drop=(), score=reference, earlier=True):
     groups, measured = to_samples(algorithm, made(), 7, rewards, drop, T, score, learn_earlier=earlier)
     return [s for group in groups for s in group], measured
 
@@ -71,10 +72,13 @@ def test_tokens_of_earlier_policies_are_counted_unless_they_are_not_to_be():
     assert sum(s.mask.sum() for s in left_out) < sum(s.mask.sum() for s in counted)
 
 
-def test_what_was_cut_off_is_not_counted_where_the_recipe_says_so():
-    kept, dropped = (samples_of(PRESETS["dr_grpo"], drop=drop)[0] for drop in (False, True))
-    assert kept[2].mask.any() and not dropped[2].mask.any()
-    assert dropped[2].advantage == kept[2].advantage
+@pytest.mark.parametrize(("reason", "number"), [("length", 2), ("repetition", 7)])
+def test_what_ended_so_is_not_counted_where_that_is_dropped(reason, number):
+    kept, dropped = (samples_of(PRESETS["dr_grpo"], drop=drop)[0] for drop in ((), (reason,)))
+    for at, (one, other) in enumerate(zip(kept, dropped, strict=True)):
+        assert other.mask.tolist() == ([False] * len(one.mask) if at == number else one.mask.tolist())
+        assert one.advantage == other.advantage
+    assert kept[number].mask.any()
 
 
 def test_several_rewards_reach_their_estimator():

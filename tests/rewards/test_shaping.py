@@ -1,12 +1,15 @@
 """The shaping rewards against published numbers."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, Scorer, SoftOverlong
+from jaxrl_llm.rewards import (
+    Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty, Scorer, SoftOverlong,
+)  # fmt: skip
 from jaxrl_llm.types import Completion, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
@@ -33,6 +36,11 @@ def test_cosine_length_is_prorls(length, value):
 
 def test_lengths_are_counted_in_tokens_and_not_in_characters():
     assert LengthPenalty(0.01)(PROBLEM, completion(4, "a text of more than four characters")) == -0.04
+
+
+def test_only_a_completion_that_was_ended_for_repetition_is_punished_for_it():
+    ended = {reason: dataclasses.replace(completion(), finish_reason=reason) for reason in ("repetition", "length", "stop")}
+    assert {reason: RepetitionPenalty()(PROBLEM, c) for reason, c in ended.items()} == {"repetition": -1, "length": 0, "stop": 0}
 
 
 def test_format_matches_the_whole_text():

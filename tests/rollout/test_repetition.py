@@ -97,7 +97,7 @@ def test_off_costs_nothing_and_ends_nothing():
     ({"longest_period": -1}, "longest_period must be at least 0"), ({"longest_period": 3}, "times must be at least 2"),
     ({"longest_period": 3, "times": 1}, "times must be at least 2"), ({"times": 3}, "and 0 where it is not, got 3"),
     ({"tail": -1, "probability": 0.5}, "tail must be at least 0"), ({"tail": 3}, "probability must be from 0 to below 1"),
-    ({"probability": 0.5}, "and 1 where it is not, got 0.5"),
+    ({"probability": 0.5}, "and 1 where it is not, got 0.5"), ({"learn": False}, "learn must be True where no repetition"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused(fields, words):
     with pytest.raises(InputError, match=words):
