@@ -9,14 +9,15 @@ Published, not measured by us: AIME 2024 avg@32 from 30 (plain GRPO) to 50, step
 overlong filtering 36, clip-higher 38, soft overlong punishment 41, token-level loss 42, dynamic sampling 50.
 
 From the paper: 512 prompts of 16 completions, 16 updates a step, clip 0.2 / 0.28, learning rate 1e-6 after a linear
-warm-up of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2), rewards one point
-above and one below zero. Ours: prompt limit, mesh, evaluation every 10 steps.
+warm-up of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2). Rewards are 1 and 0
+where the paper's are +1 and -1: the punishment is half of what lies between them in both, so advantages are the same.
+From the authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, and overlong filtering off.
+Ours: mesh, evaluation every 10 steps, number of steps.
 """
 
-from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
-from jaxrl_llm.rewards import Accuracy
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import HubDataset, Task
@@ -32,13 +33,11 @@ def problems(name: str) -> Task:
 config = Run(
     model="Qwen/Qwen2.5-32B",
     task=problems("BytedTsinghua-SIA/DAPO-Math-17k"),
-    # +1 and -1 are two points apart, as 2 and 0 are: the group's mean takes off what they share.
-    scoring=Scoring(rewards=(Accuracy(weight=2.0),)),
     recipe=DAPO,
     rollout=Rollout(prompts=512, group=16, max_prompt_tokens=2048, max_new_tokens=20480, slots=1024, chunk=64),
     learner=Learner(
         # The warm-up counts updates: 20 steps of 16.
-        optimiser=Optimiser(learning_rate=1e-6, warmup=20 * UPDATES),
+        optimiser=Optimiser(learning_rate=1e-6, warmup=20 * UPDATES, weight_decay=0.1),
         minibatches=UPDATES,
         microbatch_rows=32,
         compute_dtype="bfloat16",

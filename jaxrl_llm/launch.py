@@ -82,13 +82,13 @@ def begin(peers: Peers, settings: configs.Run, name: str, fresh: bool) -> Path |
 
 
 def run(peers: Peers, settings: configs.Run, directory: Path, lines: Sequence[str]) -> int:
-    """Train there; returns the exit code. ``lines`` are said first."""
+    """Train there; returns the exit code. ``lines`` are said first, then what of the settings does nothing."""
     say = lambda line: print(line, file=sys.stderr) if peers.leads else None
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
         peers.first(lambda: stack.enter_context(claimed(directory, settings)))
         check_shared(peers, directory / "config.json")
-        for line in lines:
+        for line in [*lines, *configs.notes(settings)]:
             say(line)
         hint_accelerator()
         from jaxrl_llm.loop import train as run_training

@@ -11,7 +11,7 @@ LINES = {
     "again": "train smoke",
     "other settings": "train smoke --seed 5",
     "go on": "train smoke --steps 8 --learner.microbatch_rows 4",
-    "fresh": "train smoke --fresh --recipe gspo --steps 1",
+    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
     "eval": "eval runs/smoke --json",
     "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10",
@@ -71,6 +71,7 @@ def test_a_run_is_not_continued_with_other_settings(answers):
 
 def test_fresh_begins_in_a_folder_of_its_own(folder, answers):
     assert answers["fresh"].code == 0, answers["fresh"].err
+    assert "one update a batch: the clip range never binds; --learner.minibatches 4" in answers["fresh"].err
     saved = json.loads((folder / "runs/smoke-2/config.json").read_text())
     assert (saved["recipe"]["name"], saved["steps"]) == ("gspo", 1)
     assert [row["step"] for row in rows(folder / "runs/smoke-2/metrics.jsonl")] == [0, 1]

@@ -9,7 +9,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.recipes import DAPO, PRORL_V1, RECIPES
+from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition, Rollout
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
@@ -49,10 +49,20 @@ def test_dapo_has_the_numbers_of_its_paper():
     completions = run.rollout.prompts * run.rollout.group
     assert (completions, completions // run.learner.minibatches) == (8192, 512)
     assert run.learner.optimiser.warmup == 20 * run.learner.minibatches * run.learner.epochs
-    overlong = configs.rewards(run)[-1]
-    assert (overlong.max_length, overlong.cache) == (20480, 4096)
+    right, overlong = configs.rewards(run)
+    assert (overlong.max_length, overlong.cache, overlong.weight) == (20480, 4096, right.weight / 2)
+    assert (run.learner.optimiser.weight_decay, run.recipe.drop_truncated, run.recipe) == (0.1, False, DAPO)
     surrogate = run.recipe.algorithm.surrogate
     assert (surrogate.low, surrogate.high, run.recipe.algorithm.needs_reference) == (0.2, 0.28, False)
+
+
+@pytest.mark.parametrize("name", ["dapo_qwen2_5_32b", "prorl_r1_distill_1_5b", "gspo_qwen3_30b_a3b", "grpo_qwen2_5_1_5b_gsm8k"])
+def test_a_configuration_of_a_paper_makes_the_papers_updates(name):
+    run = configs.load_config(name)[1]
+    made, paper = run.learner.epochs * run.learner.minibatches, run.recipe.paper
+    assert made == paper.count
+    if name != "grpo_qwen2_5_1_5b_gsm8k" and paper.completions:  # whose groups of 8 stand for the paper's 64
+        assert run.rollout.prompts * run.rollout.group / made == paper.completions
 
 
 @pytest.mark.parametrize(("name", "chips"), [
@@ -133,6 +143,9 @@ REFUSED = [
     ),
     ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
     ("recipe.filter_groups", "acc", "recipe.filter_groups must be accuracy, reward or False, got 'acc'"),
+    ("recipe.overlong_weight", -1.0, "recipe.overlong_weight must be at least 0, got -1.0"),
+    ("recipe.overlong_weight", float("inf"), "recipe.overlong_weight must be at least 0, got inf"),
+    ("recipe", dataclasses.replace(GRPO, overlong_weight=1.0), "recipe.overlong_weight 1.0 has no part of the budget to act in"),
     ("recipe.resets.reference_every", 5, "recipe.resets.reference_every 5 has no reference to reset"),
     ("recipe.resets.on_stall", 5, "recipe.resets.on_stall 5 has no reference to reset"),
     ("recipe", PRORL_V1, "waits for evaluations: set evaluation.every above 0"),
@@ -187,6 +200,32 @@ def test_the_overlong_punishment_is_the_recipes_share_of_the_budget():
         ("soft_overlong", 20),
     ]
     assert configs.rewards(replaced(run, "recipe.overlong_share", 0.0)) == run.scoring.rewards
+
+
+@pytest.mark.parametrize(("rewards", "given", "weight"), [
+    ((Accuracy(),), None, 0.5), ((Accuracy(3.0), Format("a")), None, 1.5), ((Accuracy(),), 0.2, 0.2), ((Accuracy(),), 0.0, None),
+    ((Format("a", 9.0),), None, None), ((Format("a"),), 0.2, 0.2), ((Accuracy(0.0),), None, None), ((Accuracy(-1.0),), None, None),
+])  # fmt: skip
+def test_the_overlong_punishment_is_half_of_what_a_right_answer_is_worth(rewards, given, weight):
+    run = replaced(dataclasses.replace(RUN, scoring=Scoring(rewards)), "recipe.overlong_weight", given)
+    for named in (run, configs.resolved(run)):
+        assert [r.weight for r in configs.rewards(named)[len(rewards) :]] == ([] if weight is None else [weight])
+    assert configs.resolved(run).recipe.overlong_weight == (given if weight is None else weight)
+
+
+def test_a_run_of_old_keeps_its_punishment():
+    saved = configs.to_json(configs.resolved(RUN))
+    assert saved["recipe"]["overlong_weight"] == 0.5
+    for name in ("overlong_weight", "paper"):
+        del saved["recipe"][name]
+    old = configs.from_json(saved)
+    assert (old.recipe.overlong_weight, configs.rewards(old)[-1].weight) == (1.0, 1.0)
+    given = [change for change in configs.changes(old, configs.resolved(old)) if not change.startswith(configs.FREE_TO_CHANGE)]
+    assert given == []
+    changed = [change for change in configs.changes(old, configs.resolved(RUN)) if not change.startswith(configs.FREE_TO_CHANGE)]
+    assert changed == ["recipe.overlong_weight: 1.0 -> 0.5"]
+    saved["recipe"]["overlong_share"] = 0.0
+    assert configs.from_json(saved).recipe.overlong_weight is None
 
 
 def write(folder, text):

@@ -5,22 +5,24 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import recipes
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GAE, GDPO, KLInReward, Whitened
-from jaxrl_llm.algorithms.kl import AdaptiveKL
+from jaxrl_llm.algorithms.kl import K1, K2, AdaptiveKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.launch import choose_directory
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, LengthPenalty
-from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly
+from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.step import dropped_endings
+from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]
 
@@ -63,13 +65,20 @@ def test_what_the_papers_fix_around_the_loss():
     filtering = {name for name, r in RECIPES.items() if r.filter_groups}
     assert filtering == {"dapo", "cispo", "prorl_v1", "prorl_v2"}
     assert {n for n, r in RECIPES.items() if r.overlong_share} == {"dapo", "cispo"}
-    assert (RECIPES["dapo"].overlong_share * 20480, RECIPES["dapo"].drop_truncated) == (4096, True)
+    assert RECIPES["dapo"].overlong_share * 20480 == 4096
+    # What a punishment of long completions is for is never unlearned where those are left out of the loss.
+    assert not any(r.drop_truncated for r in RECIPES.values())
+    updates = {n: (r.paper.count, r.paper.completions) for n, r in RECIPES.items() if r.paper}
+    assert updates == {
+        "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None), "sapo": (4, None),
+        "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024),
+    }  # fmt: skip
     assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}
     one, two = RECIPES["prorl_v1"], RECIPES["prorl_v2"]
     assert one.resets.on_stall and one.resets.with_optimiser and not one.resets.reference_every
     assert 200 <= two.resets.reference_every <= 500 and not two.resets.with_optimiser
     assert two.shaping == (StopProperly(0.0), LengthCycle(on=100, off=500))
-    assert RECIPES["kimi_k1_5"].resets == Resets(optimiser_every=1) and RECIPES["kimi_k1_5"].shaping == (RelativeLength(),)
+    assert RECIPES["kimi_k1_5"].resets == Resets(optimiser_every=1) and RECIPES["kimi_k1_5"].shaping[0].warmup > 0
     assert isinstance(RECIPES["reinforce_pp"].algorithm.advantage, KLInReward)
 
 
@@ -140,3 +149,29 @@ def test_a_controller_without_a_coefficient_is_refused():
     recipe = dataclasses.replace(RECIPES["dapo"], controller=AdaptiveKL(0.1))
     with pytest.raises(InputError, match="recipe.controller has no coefficient to move"):
         configs.validate(dataclasses.replace(SMOKE, recipe=recipe))
+
+
+@pytest.mark.parametrize("name", ["dapo", "cispo"])
+@pytest.mark.parametrize("worth", [1.0, 2.0, 10.0])
+def test_the_overlong_punishment_weighs_what_it_weighs_in_its_paper(name, worth):
+    rollout = dataclasses.replace(SMOKE.rollout, max_new_tokens=100)
+    run = dataclasses.replace(configs.with_recipe(SMOKE, name), rollout=rollout, scoring=configs.Scoring((Accuracy(worth),)))
+    problem = Problem("1", ({"role": "user", "content": "2 + 2 ="},), "4", "sums")
+
+    def score(text, length):
+        tokens = np.zeros(length, np.int32)
+        completion = Completion(tokens, tokens, "stop", tokens == 0, tokens, text=text)
+        return sum(reward.weight * reward(problem, completion) for reward in configs.rewards(run))
+
+    # Right and short, right in the middle of the punished part, right at the cap, wrong and short: rewards of +1 and -1 with a
+    # punishment of 1 score them 1, 0.5, 0 and -1; rewards of 1 and 0 with the same punishment cannot tell the last two apart.
+    rewards = [score("4", 10), score("4", 90), score("4", 100), score("5", 10)]
+    advantage = np.asarray(run.recipe.algorithm.advantage(np.float32([rewards])))[0]
+    np.testing.assert_allclose(advantage, [1.025, 0.439, -0.146, -1.317], atol=5e-4)
+
+
+def test_a_k1_in_the_loss_is_refused_since_it_pulls_nowhere():
+    with pytest.raises(InputError, match=r"recipe.algorithm.kl K1 .* its expected gradient is 0: take kl.K2"):
+        configs.validate(with_algorithm(kl=K1()))
+    for fine in ({"kl": K1(), "kl_in": "reward"}, {"kl": K1(), "kl_coef": 0.0}, {"kl": K2()}):
+        configs.validate(with_algorithm(**fine))

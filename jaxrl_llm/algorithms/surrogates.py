@@ -35,12 +35,14 @@ class Surrogate:
       reads_sampler: it weights by the sampler's log-probabilities itself, so that no correction may do so again.
       reads_kl_coef: the KL coefficient is its own: there is no KL to a reference.
       whole_sequences: its value is one number for each sequence, which only SequenceSum adds up as its paper does.
+      idle: what of it does nothing while every ratio is 1, in words; empty where that makes no difference.
     """
 
     reads_ratio = True
     reads_sampler = False
     reads_kl_coef = False
     whole_sequences = False
+    idle = ""
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """bool[B, T] each: where the lower and the upper bound cut, for the metrics; nowhere, unless overridden."""
@@ -82,6 +84,7 @@ class PPOClip(Surrogate):
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
+    idle = "the clip range never binds"
 
     def __post_init__(self):
         nonnegative(self, "low", "high")
@@ -113,6 +116,7 @@ class CISPO(Surrogate):
 
     ratio_max: float = 5.0
     ratio_min: float = 0.0
+    idle = "the cap never binds"
 
     def __post_init__(self):
         if not self.ratio_max >= 1:
@@ -144,6 +148,7 @@ class SAPO(Surrogate):
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
+    idle = "the gate never closes"
 
     def __post_init__(self):
         positive(self, "tau_pos", "tau_neg")
@@ -165,6 +170,7 @@ class MirrorDescent(Surrogate):
 
     tau: float = 1.0
     whole_sequences = True
+    idle = "tau does nothing"
 
     def __post_init__(self):
         positive(self, "tau")
@@ -187,6 +193,7 @@ class MiniRL(Surrogate):
     high: float = 0.27
     cap: float = 5.0
     reads_sampler = True
+    idle = "the clip range never binds"
 
     def __post_init__(self):
         nonnegative(self, "low", "high")
@@ -214,6 +221,7 @@ class PenaltyKL(Surrogate):
     """
 
     reads_kl_coef = True
+    idle = "the penalty is 0"
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Losses [B, T]."""

@@ -104,9 +104,9 @@ class Run:
 
 def resolved(run: Run) -> Run:
     """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant, a
-    correction for tokens that an older policy sampled where sampling runs ahead, and the reward as what a filter of groups
-    reads where accuracy is no part of it: groups that could all teach would be thrown away."""
-    rollout, algorithm, reads = run.rollout, run.recipe.algorithm, run.recipe.filter_groups
+    correction for tokens that an older policy sampled where sampling runs ahead, the size of the overlong punishment, and the
+    reward as what a filter of groups reads where accuracy is no part of it: groups that could all teach would be thrown away."""
+    rollout, recipe, algorithm, reads = run.rollout, run.recipe, run.recipe.algorithm, run.recipe.filter_groups
     if reads == "accuracy" and not any(isinstance(reward, Accuracy) for reward in run.scoring.rewards):
         reads = "reward"
     if rollout.temperature is None:
@@ -115,5 +115,25 @@ def resolved(run: Run) -> Run:
         algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
     if rollout.collect.staleness and not (algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler"):
         algorithm = dataclasses.replace(algorithm, correction=TruncatedIS())
-    recipe = dataclasses.replace(run.recipe, algorithm=algorithm, filter_groups=reads)
+    weight = overlong_weight(run) or recipe.overlong_weight
+    recipe = dataclasses.replace(recipe, algorithm=algorithm, filter_groups=reads, overlong_weight=weight)
     return dataclasses.replace(run, rollout=rollout, recipe=recipe)
+
+
+def overlong_weight(run: Run) -> float:
+    """What the recipe's punishment of long completions takes away at the end of the budget; 0 where it takes nothing.
+
+    Unless the recipe says it, half of what lies between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of the
+    2 between +1 and -1. Without an ``Accuracy`` nothing says how far that is.
+    """
+    recipe = run.recipe
+    if not recipe.overlong_share:
+        return 0.0
+    if recipe.overlong_weight is not None:
+        return recipe.overlong_weight
+    return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)
+
+
+def updates_of_a_batch(run: Run) -> int:
+    """Optimiser updates that a full batch of groups is worth; groups stay whole."""
+    return run.learner.epochs * min(run.learner.minibatches, run.rollout.prompts)

@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.recipes import Recipe
 
 FREE_TO_CHANGE = (
     "steps",
@@ -23,6 +24,8 @@ FREE_TO_CHANGE = (
     "learner.attention",
     "rollout.slots",
     "scoring.workers",
+    # What a paper does decides nothing here.
+    "recipe.paper",
 )
 """Fields (and all below them) that a run may be continued with other values of."""
 
@@ -53,7 +56,15 @@ def from_json(data: Any) -> Any:
         dataclasses.is_dataclass(kind),
         f"config.json names {data['type']}, which is no configuration class of this version",
     )
-    return kind(**{k: from_json(v) for k, v in data.items() if k != "type"})
+    fields = {k: from_json(v) for k, v in data.items() if k != "type"}
+    return kind(**_meant_then(kind, fields) | fields)
+
+
+def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that a class has got since the file was written, where the old meaning is not the new default."""
+    if kind is Recipe and fields.get("overlong_share") and "overlong_weight" not in fields:
+        return {"overlong_weight": 1.0}
+    return {}
 
 
 def load_json(path: Path) -> Run:

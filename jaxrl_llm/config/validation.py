@@ -3,7 +3,8 @@
 import math
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config.run import Run, resolved
+from jaxrl_llm.algorithms.kl import K1
+from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ADAPTABLE, Lora
@@ -38,8 +39,9 @@ def validate(run: Run) -> None:
 
 def rewards(run: Run) -> tuple[Reward, ...]:
     """The configured rewards, and the recipe's punishment of completions near the length limit."""
-    cache = round(run.recipe.overlong_share * run.rollout.max_new_tokens)
-    return run.scoring.rewards + ((SoftOverlong(run.rollout.max_new_tokens, cache),) if cache else ())
+    longest, weight = run.rollout.max_new_tokens, overlong_weight(run)
+    cache = round(run.recipe.overlong_share * longest)
+    return run.scoring.rewards + ((SoftOverlong(longest, cache, weight),) if cache and weight else ())
 
 
 def _check_counts(run: Run) -> None:
@@ -178,7 +180,20 @@ def _check_recipe(run: Run) -> None:
         recipe.filter_groups in (False, "accuracy", "reward"),
         f"recipe.filter_groups must be accuracy, reward or False, got {recipe.filter_groups!r}",
     )
-    estimator = recipe.algorithm.advantage
+    weight = recipe.overlong_weight
+    require(weight is None or 0 <= weight < math.inf, f"recipe.overlong_weight must be at least 0, got {weight}")
+    require(
+        weight is None or recipe.overlong_share > 0,
+        f"recipe.overlong_weight {weight} has no part of the budget to act in: set recipe.overlong_share above 0, or "
+        "recipe.overlong_weight None",
+    )
+    algorithm = recipe.algorithm
+    require(
+        not (isinstance(algorithm.kl, K1) and algorithm.kl_in == "loss" and algorithm.kl_coef),
+        f"recipe.algorithm.kl K1 with kl_coef {algorithm.kl_coef} in the loss pulls nowhere, since its expected gradient is 0: take "
+        "kl.K2() or kl.K3Plus(), set kl_in 'reward', or kl_coef 0",
+    )
+    estimator = algorithm.advantage
     missing = [name for name in ("values", "step_rewards") if name in estimator.needs]
     require(
         not missing,

@@ -1,0 +1,129 @@
+"""What of a run's settings does nothing, and what would make it act: said when the run begins."""
+
+import math
+
+from jaxrl_llm.config.run import Run, overlong_weight, updates_of_a_batch
+from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.shaping import Accuracy
+
+USUAL_MINIBATCHES = 4
+"""What is advised where a paper does not say how many updates it makes of a batch."""
+
+
+def notes(run: Run) -> list[str]:
+    """Everything to be said of a resolved run before it begins, one line each."""
+    return [*inert(run), *_short_memory(run), *_rewards(run)]
+
+
+def inert(run: Run) -> list[str]:
+    """Which pieces of the recipe cannot act under the run's settings, and the flag under which they would."""
+    return [*_at_ratio_one(run), *_without_gap(run), *_too_late(run)]
+
+
+def _at_ratio_one(run: Run) -> list[str]:
+    """What waits for the policy to differ from the one that it is compared with.
+
+    In a batch of one update the live policy is the old one, token for token, and, unless sampling runs ahead, the one that
+    sampled. Tokens of earlier steps are compared with the policy of their own time.
+    """
+    algorithm, stale = run.recipe.algorithm, run.rollout.collect.staleness > 0
+    surrogate = algorithm.surrogate
+    against_sampler = algorithm.ratio.anchor == "sampler"
+    waiting = {
+        getattr(surrogate, "idle", ""): not (stale and against_sampler),
+        "the weight against the sampler is 1": surrogate.reads_sampler and not stale,
+        "the sequence filter drops nothing": algorithm.sequence_filter is not None and not stale,
+        "learner.target_kl is never reached": run.learner.target_kl is not None and not _learns_earlier(run),
+    }
+    idle = [piece for piece, waits in waiting.items() if piece and waits]
+    if not idle or updates_of_a_batch(run) > 1:
+        return []
+    paper = run.recipe.paper
+    alike = ", as in the paper" if paper is not None and paper.count == 1 else ""
+    but = " but on tokens of earlier steps" if _learns_earlier(run) else ""
+    return [f"one update a batch{alike}: {', '.join(idle)}{but}; {_more_updates(run)}{_in_the_paper(run)}"]
+
+
+def _learns_earlier(run: Run) -> bool:
+    """Whether a batch may hold tokens that an earlier policy than its own sampled: surplus, or parts of completions."""
+    collect = run.rollout.collect
+    leaves = bool(run.recipe.filter_groups) or collect.token_budget > 0 or collect.interrupt
+    return collect.learn_earlier and leaves
+
+
+def _more_updates(run: Run) -> str:
+    """The flag that makes several updates of a batch: the paper's count, where that leaves minibatches of two groups."""
+    prompts, paper = run.rollout.prompts, run.recipe.paper
+    wanted = paper.count if paper is not None and paper.count > 1 else USUAL_MINIBATCHES
+    return "--learner.epochs 2" if prompts == 1 else f"--learner.minibatches {max(2, min(wanted, prompts // 2))}"
+
+
+def _in_the_paper(run: Run) -> str:
+    paper = run.recipe.paper
+    if paper is None or paper.count == 1:
+        return ""
+    size = "" if paper.completions is None else f" of {paper.completions} completions"
+    return f" (the paper makes {paper.count} updates{size})"
+
+
+def _without_gap(run: Run) -> list[str]:
+    """A correction for what the sampler did differently, where it is the learner's own model and policy.
+
+    A loss without a ratio leaves tokens of earlier steps to its correction.
+    """
+    correction, surrogate = run.recipe.algorithm.correction, run.recipe.algorithm.surrogate
+    needed = run.rollout.collect.staleness > 0 or (_learns_earlier(run) and not surrogate.reads_ratio)
+    if correction is None or needed:
+        return []
+    return [
+        f"sampler and learner are one policy: the correction {type(correction).__name__} sees no gap but rounding; "
+        "--rollout.collect.staleness 1 makes one"
+    ]
+
+
+def _too_late(run: Run) -> list[str]:
+    """What begins after the run has ended."""
+    recipe, updates = run.recipe, run.steps * updates_of_a_batch(run)
+    lines = [
+        f"recipe.resets.{name} {every} never comes in {run.steps} steps"
+        for name, every in (
+            ("reference_every", recipe.resets.reference_every), ("optimiser_every", recipe.resets.optimiser_every)
+        )
+        if every > run.steps
+    ]
+    for shape in recipe.shaping:
+        if isinstance(shape, RelativeLength) and shape.warmup >= updates:
+            lines.append(f"the length reward begins after {shape.warmup} updates, and the run makes {updates}")
+    return lines
+
+
+def _short_memory(run: Run) -> list[str]:
+    """An optimiser that begins anew before its first moment has averaged over as many gradients as it can."""
+    every, optimiser, learner = run.recipe.resets.optimiser_every, run.learner.optimiser, run.learner
+    updates, memory = every * updates_of_a_batch(run), round(1 / (1 - optimiser.b1))
+    if not 0 < updates < memory or every > run.steps:
+        return []
+    when = "update" if updates == 1 else f"{updates} updates"
+    alone = optimiser.name == "adamw" and updates == 1
+    seen = "AdamW's steps are the signs of one gradient" if alone else f"its moments average over {memory}"
+    wanted = math.ceil(memory / every)
+    minibatches = min(wanted, run.rollout.prompts)
+    epochs = math.ceil(wanted / minibatches)
+    flags = [f"--learner.minibatches {minibatches}"] if minibatches != learner.minibatches else []
+    flags += [f"--learner.epochs {epochs}"] if epochs != learner.epochs else []
+    remedy = f"{' '.join(flags)}, or --recipe.resets.optimiser_every {math.ceil(memory / updates_of_a_batch(run))}"
+    return [f"the optimiser begins anew after every {when}, and {seen}; {remedy}"]
+
+
+def _rewards(run: Run) -> list[str]:
+    """What reads a right answer where no reward says how much one is worth."""
+    recipe, lines = run.recipe, []
+    verified = any(isinstance(reward, Accuracy) for reward in run.scoring.rewards)
+    if recipe.filter_groups == "reward" and not verified:
+        lines.append("no Accuracy among the rewards: groups are filtered by reward")
+    if recipe.overlong_share and recipe.overlong_weight is None and not overlong_weight(run):
+        lines.append(
+            f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
+            "--recipe.overlong_weight W takes W away at the end of the budget (half of what lies between right and wrong)"
+        )
+    return lines

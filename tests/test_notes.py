@@ -1,0 +1,163 @@
+"""What a run says of its settings before it begins: which pieces do nothing, and what would make them act."""
+
+import dataclasses
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.ratios import SequenceMask, TruncatedIS
+from jaxrl_llm.algorithms.surrogates import PenaltyKL
+from jaxrl_llm.config import Run, Scoring
+from jaxrl_llm.config.notes import inert
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rewards import Format
+from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.rules import Resets
+from jaxrl_llm.tasks import Table, Task
+
+RUN = Run(model="tiny-random", task=Task(Table("problems.jsonl"), template="plain"))
+FORMAT = Scoring((Format("a"),))
+"""Rewards of which none says what a right answer is worth."""
+
+
+def run_of(name, minibatches=1, epochs=1, collect=Collect(), prompts=8, scoring=Scoring(), **changes):
+    """A resolved run of a recipe; ``changes`` are of the recipe."""
+    run = dataclasses.replace(
+        RUN,
+        recipe=dataclasses.replace(RECIPES[name], **changes),
+        rollout=Rollout(prompts=prompts, collect=collect),
+        learner=Learner(minibatches=minibatches, epochs=epochs),
+        scoring=scoring,
+    )
+    return configs.resolved(run)
+
+
+def with_algorithm(name, **pieces):
+    return {"algorithm": dataclasses.replace(PRESETS[name], **pieces)}
+
+
+def without_filter(name):
+    return {"filter_groups": False} if RECIPES[name].filter_groups else {}
+
+
+IDLE = {
+    "grpo": "the clip range never binds",
+    "dr_grpo": "the clip range never binds",
+    "dapo": "the clip range never binds",
+    "gspo": "the clip range never binds",
+    "cispo": "the cap never binds",
+    "sapo": "the gate never closes",
+    "prorl_v1": "the clip range never binds",
+    "prorl_v2": "the clip range never binds",
+    "kimi_k1_5": "tau does nothing",
+    "deepseek_v3_2": "the clip range never binds, the sequence filter drops nothing",
+    "minirl": "the clip range never binds, the weight against the sampler is 1",
+    "reinforce_pp": "the clip range never binds",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_of_one_update_a_batch_it_is_said_what_waits_for_a_second(name):
+    said = [line for line in inert(run_of(name, **without_filter(name))) if line.startswith("one update a batch")]
+    assert [line.partition(": ")[2].partition(";")[0] for line in said] == ([IDLE[name]] if name in IDLE else [])
+    assert all("; --learner.minibatches 4" in line for line in said)
+    for several in ({"minibatches": 2}, {"epochs": 2}):
+        assert not [line for line in inert(run_of(name, **several)) if line.startswith("one update")], several
+
+
+def test_the_line_says_what_the_paper_does():
+    assert inert(run_of("gspo")) == [
+        "one update a batch: the clip range never binds; --learner.minibatches 4 (the paper makes 4 updates)"
+    ]
+    assert inert(run_of("dr_grpo"))[0].endswith("4 (the paper makes 8 updates of 128 completions)")
+    assert inert(run_of("grpo"))[0].startswith("one update a batch, as in the paper: ")
+    assert inert(run_of("dapo", prompts=64))[0].endswith("--learner.minibatches 16 (the paper makes 16 updates of 512 completions)")
+
+
+@pytest.mark.parametrize(("prompts", "flag"), [(1, "--learner.epochs 2"), (2, "minibatches 2"), (3, "minibatches 2"), (7, "minibatches 3")])
+def test_the_flag_that_is_advised_works(prompts, flag):
+    run = run_of("sapo", prompts=prompts)
+    assert f"{flag} (" in inert(run)[0]
+    name, value = flag.rpartition(".")[2].split()
+    advised = dataclasses.replace(run, learner=dataclasses.replace(run.learner, **{name: int(value)}))
+    configs.validate(advised)
+    assert inert(advised) == []
+
+
+def test_tokens_of_earlier_steps_are_compared_with_the_policy_of_their_time():
+    but = "the clip range never binds but on tokens of earlier steps;"
+    assert but in inert(run_of("dapo"))[0]
+    for collect in (Collect(interrupt=True), Collect(token_budget=8)):
+        assert but in inert(run_of("grpo", collect=collect))[0]
+        assert but not in inert(run_of("grpo", collect=dataclasses.replace(collect, learn_earlier=False)))[0]
+
+
+def test_where_sampling_runs_ahead_what_compares_with_the_sampler_acts():
+    ahead = Collect(staleness=1)
+    assert inert(run_of("deepseek_v3_2", collect=ahead)) == []
+    assert "one update a batch, as in the paper: the clip range never binds;" in inert(run_of("minirl", collect=ahead))[0]
+    assert len(inert(run_of("grpo", collect=ahead))) == 1  # the old policy is the live one all the same
+
+
+def test_settings_beside_the_recipe_wait_too():
+    run = run_of("rloo")
+    learner = dataclasses.replace(run.learner, target_kl=0.1)
+    assert "learner.target_kl is never reached" in inert(dataclasses.replace(run, learner=learner))[0]
+    assert inert(dataclasses.replace(run, learner=dataclasses.replace(learner, epochs=2))) == []
+    penalty = with_algorithm("grpo", surrogate=PenaltyKL(), kl=None, kl_coef=1.0)
+    assert "the penalty is 0" in inert(run_of("grpo", **penalty))[0]
+
+
+def test_a_correction_needs_a_gap():
+    for correction in (TruncatedIS(), SequenceMask()):
+        corrected = with_algorithm("grpo", correction=correction)
+        said = [line for line in inert(run_of("grpo", minibatches=2, **corrected)) if type(correction).__name__ in line]
+        assert len(said) == 1 and "--rollout.collect.staleness 1" in said[0]
+        assert not inert(run_of("grpo", minibatches=2, collect=Collect(staleness=1), **corrected))
+    # A loss without a ratio leaves tokens of earlier steps to its correction.
+    corrected = with_algorithm("reinforce", correction=TruncatedIS())
+    assert inert(run_of("grpo", **corrected)) and not inert(run_of("grpo", collect=Collect(interrupt=True), **corrected))
+
+
+def test_what_begins_after_the_end_is_said():
+    late = {"resets": Resets(reference_every=101, optimiser_every=100)}
+    assert inert(run_of("grpo", minibatches=2, **late)) == ["recipe.resets.reference_every 101 never comes in 100 steps"]
+    kimi = run_of("kimi_k1_5", minibatches=8)
+    assert inert(kimi) == [] and kimi.recipe.shaping[0].warmup == 50
+    short = dataclasses.replace(kimi, steps=6)
+    assert inert(short) == ["the length reward begins after 50 updates, and the run makes 48"]
+    assert inert(dataclasses.replace(kimi, steps=7)) == []
+
+
+def test_an_optimiser_that_begins_anew_too_often_is_told_of():
+    anew = lambda run: [line for line in configs.notes(run) if line.startswith("the optimiser begins anew")]
+    assert anew(run_of("kimi_k1_5", prompts=64)) == [
+        "the optimiser begins anew after every update, and AdamW's steps are the signs of one gradient; --learner.minibatches 10, "
+        "or --recipe.resets.optimiser_every 10"
+    ]
+    assert "after every 4 updates, and its moments average over 10; --learner.minibatches 8 --learner.epochs 2, or" in anew(
+        run_of("kimi_k1_5", minibatches=4)
+    )[0]
+    assert not anew(run_of("kimi_k1_5", minibatches=5, epochs=2)) and not anew(run_of("dapo"))
+    assert not anew(run_of("kimi_k1_5", minibatches=2, resets=Resets(optimiser_every=5)))
+    muon = dataclasses.replace(run_of("kimi_k1_5"), learner=Learner(Optimiser(name="muon", b1=0.95)))
+    assert "its moments average over 20" in anew(muon)[0]
+
+
+def test_what_needs_a_right_answer_says_so_where_there_is_none():
+    unverified = run_of("dapo", 2, scoring=FORMAT)
+    assert any("recipe.overlong_share 0.2 punishes nothing; --recipe.overlong_weight W" in line for line in configs.notes(unverified))
+    for sized in (run_of("dapo", 2), run_of("dapo", 2, scoring=FORMAT, overlong_weight=0.5), run_of("gspo", 2, scoring=FORMAT)):
+        assert not any("overlong" in line for line in configs.notes(sized))
+    by_reward = dataclasses.replace(unverified, recipe=dataclasses.replace(unverified.recipe, filter_groups="reward"))
+    assert "no Accuracy among the rewards: groups are filtered by reward" in configs.notes(by_reward)
+    assert not any("filtered" in line for line in configs.notes(run_of("dapo")))
+
+
+@pytest.mark.parametrize("name", configs.config_names())
+def test_a_shipped_configuration_of_a_paper_makes_its_updates(name):
+    run = configs.resolved(configs.load_config(name)[1])
+    said = [line for line in configs.notes(run) if not line.startswith("one update a batch, as in the paper")]
+    assert said == [] or name == "quickstart"
