@@ -62,8 +62,8 @@ def evaluate(
     prompts = [encode(problem, task, tokenizer) for problem in problems for _ in range(samples)]
     seeds = [request_seed(seed, SEED_SPACE + n) for n in range(len(prompts))]
     done = complete(engine, model, tokenizer, prompts, seeds, sampling, status=lambda text: status(f"evaluating: {text}"))
-    scores = scorer.score([(problems[i // samples], c) for i, c in enumerate(done)])
-    correct = (scores.accuracy >= 1).reshape(len(problems), samples)
+    accuracy = scorer.verify([(problems[i // samples], c) for i, c in enumerate(done)])
+    correct = (accuracy >= 1).reshape(len(problems), samples)
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
     return Evaluated(task.label, tuple(problems), rows, correct, maj)

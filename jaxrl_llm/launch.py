@@ -14,6 +14,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries, writable
+from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 
 FILE_SYSTEM_S = 20.0
@@ -145,7 +146,10 @@ def finished(directory: Path, settings: configs.Run) -> bool:
 
 @contextlib.contextmanager
 def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
-    """The run's directory with its config.json; a directory made here is removed again if nothing comes of the run."""
+    """The run's directory with its config.json; a directory made here is removed again if nothing comes of the run.
+
+    It stays where it holds the traceback of a reward, which the message names.
+    """
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
     try:
         with writable(directory, "--run_dir"):
@@ -155,7 +159,7 @@ def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
             os.replace(temporary, directory / "config.json")
         yield
     except BaseException:
-        if made is not None and not _began(directory):
+        if made is not None and not _began(directory) and not (directory / REWARD_ERROR).exists():
             shutil.rmtree(made, ignore_errors=True)
         raise
 

@@ -71,7 +71,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         Preemption() as stop,
         Progress(run.steps, (start or 0) + 1, None if peers.leads else Console(quiet=True)) as progress,
         writing(run, directory, (-1 if start is None else start) if resumed else None, peers) as writer,
-        Scorer(configs.rewards(run), run.scoring.workers, run.scoring.timeout_s, run.scoring.on_error, peers) as scorer,
+        scorer_of(run, peers, directory) as scorer,
     ):
         progress.status(f"loading {run.model}")
         model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
@@ -142,6 +142,12 @@ def begin(run: Run, model: Decoder, store: Checkpoints, start: int | None, mesh:
     if run.recipe.controller is not None:
         host.coefficients.setdefault("kl_coef", run.recipe.algorithm.kl_coef)
     return state, host
+
+
+def scorer_of(run: Run, peers: Peers, directory: Path) -> Scorer:
+    """The run's rewards with their workers."""
+    scoring = run.scoring
+    return Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory)
 
 
 def writing(run: Run, directory: Path, resumed_at: int | None, peers: Peers) -> AbstractContextManager[RunWriter | None]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
+from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.checkpoint import backlog_from_json, backlog_to_json, collected_from_json, collected_to_json
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
@@ -24,7 +25,8 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import policy_model, reference_model
 from jaxrl_llm.programs import build_programs
-from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rewards import Reward, Scorer
+from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
 from jaxrl_llm.rollout.groups import Backlog, Collected, Source
@@ -109,6 +111,8 @@ def prepare(
     check_prompts(run, test_task, problems, tokenizer)
     for note in loaded.notes:
         progress.note(note)
+    progress.status("calling each reward once")
+    scorer.rehearse(loaded.train[0], tokenizer)
     rollout, stops = run.rollout, model.config.tokens.eos
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
     engine = programs.engine
@@ -209,8 +213,7 @@ def to_samples(
     algorithm = run.recipe.algorithm
     rewards = np.stack([g.rewards for g in groups])
     if algorithm.advantage.several:
-        scored = [np.stack([part.weight * g.parts[part.name] for g in groups]) for part in configs.rewards(run)]
-        rewards = np.stack(scored, axis=-1)
+        algorithm, rewards = separately(algorithm, named(configs.rewards(run)), groups)
     score = lambda samples: learner.completion_logps(
         reference, samples, parts.layout, parts.compute, run.rollout.temperature, parts.mesh
     )
@@ -226,6 +229,13 @@ def dropped_endings(run: Run) -> tuple[str, ...]:
     """Finish reasons of the completions that the loss leaves out."""
     cut_off = ("length",) if run.recipe.drop_truncated else ()
     return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")
+
+
+def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Group]) -> tuple[Algorithm, np.ndarray]:
+    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies itself."""
+    weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in parts.values())
+    rewards = np.stack([np.stack([group.parts[name] for group in groups]) for name in parts], axis=-1)
+    return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), rewards
 
 
 def apply(decision: Decision, state: TrainState, run: Run) -> TrainState:

@@ -6,10 +6,11 @@ import json
 import pytest
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, RECIPES
+from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition, Rollout
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
@@ -105,6 +106,11 @@ def test_every_kind_of_value_survives_its_json():
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 
 
+def test_a_function_of_an_older_configuration_is_read_as_it_was_written():
+    old = {"type": "jaxrl_llm.rewards.shaping:Function", "path": "my_rewards:brevity", "weight": 0.5}
+    assert configs.from_json(old) == Function("my_rewards:brevity", 0.5)
+
+
 REFUSED = [
     ("steps", 0, "steps must be at least 1, got 0"),
     ("model", "", "model is empty"),
@@ -148,6 +154,11 @@ REFUSED = [
     ("recipe", dataclasses.replace(GRPO, overlong_weight=1.0), "recipe.overlong_weight 1.0 has no part of the budget to act in"),
     ("recipe.resets.reference_every", 5, "recipe.resets.reference_every 5 has no reference to reset"),
     ("recipe.resets.on_stall", 5, "recipe.resets.on_stall 5 has no reference to reset"),
+    (
+        "recipe",
+        dataclasses.replace(PRORL_V2, algorithm=dataclasses.replace(PRORL_V2.algorithm, advantage=GDPO())),
+        "recipe.shaping StopProperly, LengthCycle changes the sum of the rewards, and GDPO looks at each alone",
+    ),
     ("recipe", PRORL_V1, "waits for evaluations: set evaluation.every above 0"),
     ("evaluation.samples", 4, "set evaluation.temperature above 0"),
     ("evaluation.temperature", -1.0, "evaluation.temperature must be at least 0"),

@@ -107,7 +107,8 @@ class BatchScaled(Estimator):
 class GDPO(Estimator):
     """Each of several rewards normalised in its group, their weighted sum normalised over the batch (arXiv 2601.05242).
 
-    A sum of raw rewards drowns those of small scale; this does not. ``weights``: one for each reward; () gives each 1.
+    A sum of raw rewards drowns those of small scale; this does not. ``weights``: one for each reward; () gives each 1, and in
+    a run its reward's own.
     """
 
     weights: tuple[float, ...] = ()

@@ -6,6 +6,7 @@ from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.recipes import DAPO, Recipe
+from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.shaping import Accuracy, Reward
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.sharding.mesh import MeshShape
@@ -57,7 +58,8 @@ class Scoring:
     """How completions are scored.
 
     Attributes:
-      rewards: named parts; the reward is their weighted sum.
+      rewards: named parts, or functions of your own (``jaxrl_llm.rewards.forms`` says which); the reward is their weighted
+        sum.
       workers: processes for rewards that may hang or crash.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
       on_error: what such a completion, or one whose reward raises, scores.
@@ -67,6 +69,10 @@ class Scoring:
     workers: int = 2
     timeout_s: float = 5.0
     on_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        rewards = self.rewards if isinstance(self.rewards, (tuple, list)) else (self.rewards,)
+        object.__setattr__(self, "rewards", tuple(as_reward(reward) for reward in rewards))
 
 
 @dataclasses.dataclass(frozen=True)

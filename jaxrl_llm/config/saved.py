@@ -10,6 +10,7 @@ from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.rewards.functions import Local
 
 FREE_TO_CHANGE = (
     "steps",
@@ -32,6 +33,8 @@ FREE_TO_CHANGE = (
 
 def to_json(value: Any) -> Any:
     """Nested JSON values; a dataclass becomes an object whose ``type`` names its class."""
+    if isinstance(value, Local):
+        value = value.to_save()
     if dataclasses.is_dataclass(value):
         fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"type": f"{type(value).__module__}:{type(value).__qualname__}"} | fields

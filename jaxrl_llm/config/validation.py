@@ -206,6 +206,11 @@ def _check_recipe(run: Run) -> None:
         f"recipe.algorithm.advantage.weights has {len(weights)} entries for {len(rewards(run))} rewards: give one for each",
     )
     require(
+        not (estimator.several and recipe.shaping),
+        f"recipe.shaping {', '.join(type(shape).__name__ for shape in recipe.shaping)} changes the sum of the rewards, and "
+        f"{type(estimator).__name__} looks at each alone: set recipe.shaping (), or take another estimator",
+    )
+    require(
         recipe.controller is None or recipe.algorithm.kl_coef > 0,
         "recipe.controller has no coefficient to move: set recipe.algorithm.kl_coef above 0, or leave it out",
     )

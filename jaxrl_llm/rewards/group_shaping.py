@@ -5,24 +5,30 @@ optimiser updates so far, ``budget`` is the run's longest completion in tokens. 
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.shaping import CosineLength
+from jaxrl_llm.rewards.shaping import CosineLength, free_name
 from jaxrl_llm.types import Group
 
 
 @dataclasses.dataclass(frozen=True)
 class StopProperly:
-    """Rewards of completions that were cut off are multiplied by ``scale``: ProRL v2's "stop properly", whose scale is 0."""
+    """A completion that was cut off gets ``min(reward, scale * reward)``: ProRL v2's "stop properly", whose scale is 0.
+
+    Its recipes multiply, for rewards that are never below 0. Below 0 that would be a gain, -1 becoming 0: such a reward
+    stays. With any scale, being cut off never gains.
+    """
 
     scale: float = 0.0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """See the module."""
         cut = np.array([c.finish_reason == "length" for c in group.completions])
-        return dataclasses.replace(group, rewards=np.where(cut, group.rewards * self.scale, group.rewards))
+        least = np.minimum(group.rewards, self.scale * group.rewards)
+        return dataclasses.replace(group, rewards=np.where(cut, least, group.rewards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +83,13 @@ def check(shaping: GroupShaping) -> None:
     for name in ("warmup", "on", "off"):
         if getattr(shaping, name, 0) < 0:
             raise InputError(f"{type(shaping).__name__}.{name} must be at least 0, got {getattr(shaping, name)}")
+    for name in ("scale", "weight"):
+        if not math.isfinite(getattr(shaping, name, 0.0)):
+            raise InputError(f"{type(shaping).__name__}.{name} must be finite, got {getattr(shaping, name)}")
     if isinstance(shaping, LengthCycle) and shaping.on == 0:
         raise InputError("LengthCycle.on is 0, so that it is never on: leave it out, or set at least 1")
 
 
 def _added(group: Group, name: str, part: np.ndarray, weight: float) -> Group:
+    name = free_name(name, group.parts)  # a reward, or another shaping, may be called the same
     return dataclasses.replace(group, rewards=group.rewards + weight * part, parts=group.parts | {name: part})

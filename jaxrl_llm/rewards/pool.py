@@ -12,7 +12,9 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from jaxrl_llm.rewards.calls import Call, Outcome, overdue
 
 START_TIMEOUT_S = 60.0
 """Time to start a worker, and to import the function of a call; it does not count against the item."""
@@ -21,46 +23,31 @@ _MAX_FAILED_STARTS = 3
 
 # Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the user's
 # main script again in every worker (JAX included).
-_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-            "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[1]), float(sys.argv[2]))")
-
-
-class Call(NamedTuple):
-    """A function by name, ``module:function``, and its arguments, which must pickle."""
-
-    path: str
-    args: tuple[Any, ...]
-
-
-class Outcome(NamedTuple):
-    """What became of a call: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``."""
-
-    status: str
-    value: float = 0.0
-    message: str = ""
+_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+            "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[1]))")
 
 
 class Pool:
     """Owner of ``workers`` processes, started at the first call; used from one thread at a time.
 
-    A call has ``timeout_s`` seconds of wall-clock time, counted from when its function is imported. At the deadline
-    its process group is killed and replaced. No process outlives ``close``, the interpreter's exit, or (by more than
-    the timeout and a second) a killed parent.
+    A call has ``limit_s`` seconds of wall-clock time, counted from when its function is imported. At the deadline its
+    process group is killed and replaced. No process outlives ``close``, the interpreter's exit, or (by more than the
+    call's limit and a second) a killed parent.
     """
 
-    def __init__(self, workers: int, timeout_s: float):
-        self._size, self._timeout_s = workers, timeout_s
+    def __init__(self, workers: int):
+        self._size = workers
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
-    def map(self, calls: Sequence[Call]) -> list[Outcome]:
-        """The outcome of each call, in order.
+    def map(self, calls: Sequence[Call]) -> list[list[Outcome]]:
+        """The outcomes of each call's items, in order.
 
         Raises:
           RuntimeError: three workers in a row did not start.
         """
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, list[Outcome]] = {}
         pending = collections.deque(range(len(calls)))
         try:
             while len(outcomes) < len(calls):
@@ -78,7 +65,7 @@ class Pool:
 
     def _grow(self, unfinished: int) -> None:
         while len(self._workers) < min(self._size, unfinished):
-            self._workers.append(_Worker(self._timeout_s))
+            self._workers.append(_Worker())
 
     def _dispatch(self, pending: collections.deque[int], calls: Sequence[Call]) -> None:
         for worker in list(self._workers):
@@ -88,18 +75,18 @@ class Pool:
                     pending.appendleft(index)
                     self._drop(worker)
 
-    def _wait(self) -> dict[int, Outcome]:
+    def _wait(self) -> dict[int, list[Outcome]]:
         """Waits for the next message, death or deadline; returns the calls that it ended."""
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
         connections = [worker.connection for worker in self._workers]
         said = multiprocessing.connection.wait(connections, timeout=max(0.0, min(limits, default=0.0)))
-        ended: dict[int, Outcome] = {}
+        ended: dict[int, list[Outcome]] = {}
         for worker in list(self._workers):
             index = worker.index
-            outcome = worker.hear() if worker.connection in said else worker.overdue()
-            if outcome is not None and index is not None:
-                ended[index] = outcome
+            outcomes = worker.hear() if worker.connection in said else worker.overdue()
+            if outcomes and index is not None:
+                ended[index] = outcomes
             if worker.state == "dead":
                 self._drop(worker)
             elif worker.state != "starting":
@@ -118,9 +105,9 @@ class Pool:
 class _Worker:
     """The parent's side of one process: its connection, what it is doing, and until when it may."""
 
-    def __init__(self, timeout_s: float):
+    def __init__(self):
         self.connection, theirs = multiprocessing.Pipe()
-        arguments = [str(theirs.fileno()), str(timeout_s), json.dumps([str(folder) for folder in sys.path])]
+        arguments = [str(theirs.fileno()), json.dumps([str(folder) for folder in sys.path])]
         with contextlib.closing(theirs):
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *arguments],
@@ -130,7 +117,8 @@ class _Worker:
                 start_new_session=True,  # its own process group: Ctrl-C does not reach it, and its children die with it
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # a reward that uses JAX must not take the accelerator
             )
-        self.timeout_s, self.started, self.state = timeout_s, False, "starting"
+        self.started, self.state = False, "starting"
+        self.call: Call | None = None
         self.index: int | None = None
         self.deadline: float | None = time.monotonic() + START_TIMEOUT_S
 
@@ -142,29 +130,36 @@ class _Worker:
             self.connection.send(call)
         except OSError:
             return False
-        self.index, self.state, self.deadline = index, "loading", time.monotonic() + START_TIMEOUT_S
+        self.index, self.call, self.state = index, call, "loading"
+        self.deadline = time.monotonic() + START_TIMEOUT_S
         return True
 
-    def hear(self) -> Outcome | None:
-        """Reads one message; returns the outcome where it ends the call, the process's death included."""
+    def hear(self) -> list[Outcome]:
+        """Reads one message; returns the outcomes where it ends the call, the process's death included."""
         try:
             word, *rest = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.state = "dead"
-            return Outcome("error", message=f"the worker died (exit code {self.kill()})")
+            return self._all(Outcome("error", message=f"the worker died (exit code {self.kill()})"))
         if word == "started":
-            self.state, self.deadline = "running", time.monotonic() + self.timeout_s
-            return None
+            self.state, self.deadline = "running", time.monotonic() + self.call.limit_s
+            return []
         self.started, self.state, self.index, self.deadline = True, "idle", None, None
-        return None if word == "ready" else _outcome(word, *rest)
+        if word == "ready":
+            return []
+        outcomes = [Outcome(*outcome) for outcome in rest[0]]
+        return outcomes if len(outcomes) == len(self.call.items) else self._all(outcomes[0])
 
-    def overdue(self) -> Outcome | None:
-        """The timeout where the deadline has passed, else None."""
+    def overdue(self) -> list[Outcome]:
+        """The timeout where the deadline has passed, else nothing."""
         if self.deadline is None or time.monotonic() < self.deadline:
-            return None
+            return []
         loading, self.state = self.state == "loading", "dead"
-        limit = START_TIMEOUT_S if loading else self.timeout_s
-        return Outcome("timeout", message=f"{'import' if loading else 'call'} not finished after {limit:g} s")
+        said = f"import not finished after {START_TIMEOUT_S:g} s" if loading or self.call is None else overdue(self.call.limit_s)
+        return self._all(Outcome("timeout", message=said))
+
+    def _all(self, outcome: Outcome) -> list[Outcome]:
+        return [outcome] * len(self.call.items) if self.call else []
 
     def kill(self) -> int:
         """Kills the process with its children, waits for it, and returns its exit code."""
@@ -173,10 +168,6 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
         return self.process.wait()
-
-
-def _outcome(word: str, rest: Any) -> Outcome:
-    return Outcome("ok", value=rest) if word == "ok" else Outcome("error", message=rest)
 
 
 def _kill_all(workers: list[_Worker], owner: int) -> None:

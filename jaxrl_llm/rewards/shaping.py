@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Collection, Sequence
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.forms import form_of
+from jaxrl_llm.rewards.functions import Function, Local, Lost
 from jaxrl_llm.rewards.verify import accuracy
-from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.types import Completion, Problem
 
 
@@ -121,33 +123,41 @@ class Format:
         return float(_compiled(self.pattern).fullmatch(completion.text) is not None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A function of your own, ``module:function``, called with (problem, completion) in a worker process.
+BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format)
+"""Rewards that neither hang nor raise: the scorer calls them where it is."""
 
-    It returns a number, or NaN where the completion cannot be scored. It sees the completion without ``extras``.
+Reward = Accuracy | SoftOverlong | LengthPenalty | CosineLength | RepetitionPenalty | Format | Function | Local | Lost
+
+TAKEN = ("mean", "std", "zero_std_fraction", "errors", "timeouts")
+"""``reward/<name>`` that is the sum's; no part is called so."""
+
+
+def named(rewards: Sequence[Reward]) -> dict[str, Reward]:
+    """The rewards by the names of their columns, in order; the second of a name is called ``name_2``.
+
+    ``accuracy`` is the verifier's: another reward that is called so gets a number too.
     """
-
-    path: str
-    weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return self.path.rpartition(":")[2]
-
-    def __call__(self, problem: Problem, completion: Completion) -> float:
-        return float(resolve(self.path)(problem, completion))
+    found: dict[str, Reward] = {}
+    for reward in rewards:
+        verifier = () if isinstance(reward, Accuracy) else ("accuracy",)
+        found[free_name(reward.name, {*TAKEN, *verifier, *found})] = reward
+    return found
 
 
-Reward = Accuracy | SoftOverlong | LengthPenalty | CosineLength | RepetitionPenalty | Format | Function
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The name, with a number where it is taken."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}_{number}", number + 1
+    return free
 
 
 def check(reward: Reward) -> None:
     """Refuses a reward that cannot work.
 
     Raises:
-      InputError: a weight that is no finite number, a length below 1, a bad pattern, or a path that names no function.
+      InputError: a weight or a time that is no finite number, a length below 1, a bad pattern, a path that names no
+        function, a function that cannot take a problem and a completion, or one that a config.json could not hold.
     """
     if not math.isfinite(reward.weight):
         raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
@@ -159,8 +169,19 @@ def check(reward: Reward) -> None:
             raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
         case Format():
             _compiled(reward.pattern)
-        case Function():
-            resolve(reward.path)
+        case Function() | Local():
+            _check_function(reward)
+        case Lost():
+            raise InputError(f"reward {reward.name} is not in config.json, since {reward.reason}: train from the Python file "
+                             f"or notebook that has it, or move it into a module of its own")
+
+
+def _check_function(reward: Function | Local) -> None:
+    if reward.timeout_s is not None and not 0 < reward.timeout_s < math.inf:
+        raise InputError(f"reward {reward.name} has timeout_s {reward.timeout_s}; give more than 0 seconds, or None")
+    if isinstance(reward, Function) and reward.path.startswith("__main__:"):
+        raise InputError(f"{reward.path}: the notebook or script that runs has no {reward.name}; define it before the run")
+    form_of(reward.function, reward.batch)
 
 
 @functools.lru_cache(maxsize=64)

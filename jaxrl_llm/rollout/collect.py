@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout.demand import Counts, Demand, remember, share_of
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.groups import Backlog, Collected, Source, Unfinished, describe, informative, tokens_in, whole
@@ -130,7 +131,7 @@ class Tally:
     kept: dict[int, Group] = dataclasses.field(default_factory=dict)
     sampled: dict[int, Group] = dataclasses.field(default_factory=dict)
     held: list[Unfinished] = dataclasses.field(default_factory=list)
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: Failures = Failures()
     seconds: float = 0.0
 
     def add(self, sampler: Sampler, back: list[Unfinished], version: int) -> None:
@@ -144,7 +145,7 @@ class Tally:
         began = time.perf_counter()
         groups, failures = sampler.source.finish(done, version, demand.longest)
         self.seconds += time.perf_counter() - began
-        self.failures = {name: self.failures.get(name, 0) + count for name, count in failures.items()}
+        self.failures += failures
         found = {u.place: group for u, group in zip(done, groups, strict=True)}
         reads = demand.filter_groups
         good = {place: group for place, group in found.items() if not reads or informative(group, reads)}
@@ -213,7 +214,8 @@ def _collected(
     thrown = tokens_in([*dropped, *expired, *(g for place, g in tally.sampled.items() if place not in tally.kept)])
     sampled = [tally.sampled[place] for place in sorted(tally.sampled)]
     repetition = bool(sampler.sampling.repetition and sampler.sampling.repetition.on)
-    metrics = seconds | tally.failures | describe(sampled or groups, repetition) | {
+    failed = tally.failures.metrics() if tally.sampled else {}
+    metrics = seconds | failed | describe(sampled or groups, repetition) | {
         "prompts": float(cursor),
         "rollout/useful_fraction": learned / (learned + thrown) if learned + thrown else math.nan,
         "rollout/utilisation": tokens / engine.slot_steps if engine.slot_steps else math.nan,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rewards import Failures, Scorer
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.tasks import Task, encode, problem_index
 from jaxrl_llm.types import Completion, Group, Problem
@@ -111,8 +111,8 @@ class Source:
         """The seeds of the G completions at a place of the stream."""
         return [request_seed(self.seed, place * self.group + g) for g in range(self.group)]
 
-    def finish(self, whole: Sequence[Unfinished], version: int, budget: int) -> tuple[list[Group], dict[str, int]]:
-        """Groups whose completions are all there, with texts and scores of what was asked; how many rewards failed.
+    def finish(self, whole: Sequence[Unfinished], version: int, budget: int) -> tuple[list[Group], Failures]:
+        """Groups whose completions are all there, with texts and scores of what was asked; and what failed.
 
         ``version``: optimiser updates so far; ``budget``: the longest completion. Schedules of rewards read both.
         """
@@ -120,8 +120,9 @@ class Source:
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
         scores = self.scorer.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
-        if scores.message:
-            self.note(f"{scores.errors} rewards failed, {scores.timeouts} timed out: {scores.message}")
+        failures = scores.failures
+        if failures.message:
+            self.note(f"{failures.errors} rewards failed, {failures.timeouts} timed out: {failures.message}")
         groups = [
             Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
             for i, asked in enumerate(whole)
@@ -129,7 +130,7 @@ class Source:
         ]
         for shape in self.shaping:
             groups = [shape(group, version, budget) for group in groups]
-        return groups, {"reward/errors": scores.errors, "reward/timeouts": scores.timeouts}
+        return groups, failures
 
 
 def request_seed(run_seed: int, number: int) -> int:

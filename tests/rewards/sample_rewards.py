@@ -70,6 +70,7 @@ ACTIONS = {
     "segfault": lambda: ctypes.string_at(0),
     "None": lambda: None,
     "text": lambda: "1",
+    "list": lambda: [1.0],
     "infinite": lambda: float("inf"),
     "nan": lambda: float("nan"),
     "true": lambda: True,

@@ -1,5 +1,7 @@
 """Rewards that depend on the group or on how far the run is, against published numbers."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,22 @@ def test_answers_that_were_cut_off_lose_their_reward(scale, key):
     np.testing.assert_array_equal(found.accuracy, given.accuracy)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 2.0, -1.0])
+def test_being_cut_off_never_gains(scale):
+    rewards = np.array([-1.0, -0.25, 0.0, 0.5, 2.0])
+    found = StopProperly(scale)(group([1] * 5, rewards, ["length"] * 5), 0, 10).rewards
+    assert np.all(found <= rewards) and found[0] == min(-1.0, -scale)
+    np.testing.assert_array_equal(StopProperly(scale)(group([1] * 5, rewards), 0, 10).rewards, rewards)
+
+
+def test_a_part_that_is_added_leaves_a_reward_of_its_name_alone():
+    given = dataclasses.replace(group([2, 4], [1, 1]), parts={"relative_length": np.array([7.0, 8.0])})
+    once = RelativeLength()(given, 0, 10)
+    twice = RelativeLength()(once, 0, 10)
+    assert list(twice.parts) == ["relative_length", "relative_length_2", "relative_length_3"]
+    assert twice.parts["relative_length"].tolist() == [7, 8] and twice.parts["relative_length_2"].tolist() == [0.5, -0.5]
+
+
 def test_the_cosine_comes_and_goes_with_the_updates():
     numbers = NUMBERS["ProRLv2_cosine"]
     given = group(numbers["t"], [1.0] * 4)
@@ -66,6 +84,7 @@ def test_the_cosine_comes_and_goes_with_the_updates():
     (LengthCycle(on=0), "LengthCycle.on is 0"),
     (LengthCycle(off=-1), "LengthCycle.off must be at least 0, got -1"),
     (RelativeLength(warmup=-2), "RelativeLength.warmup must be at least 0, got -2"),
+    (StopProperly(float("nan")), "StopProperly.scale must be finite, got nan"),
 ])  # fmt: skip
 def test_a_shaping_that_cannot_work_is_refused(shape, words):
     with pytest.raises(InputError, match=words):

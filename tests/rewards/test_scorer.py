@@ -21,6 +21,15 @@ if HERE not in sys.path:
     sys.path.append(HERE)  # the workers get this path too, and import sample_rewards from it
 
 
+SAMPLES = os.path.relpath(Path(HERE) / "sample_rewards.py")
+
+
+def line_of(text):
+    """The number of the first line of sample_rewards.py that holds the text."""
+    lines = (Path(HERE) / "sample_rewards.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
 def item(text, answer="3", length=3, **fields):
     tokens = np.arange(length, dtype=np.int32)
     extras = {"entropy": np.zeros(length)}
@@ -50,7 +59,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts():
     np.testing.assert_array_equal(scores.parts["format_2"], [1.0, 1.0, 0.0])
     np.testing.assert_allclose(scores.reward, [2.0 - 0.3 + 0.5 + 1.0, -1.0 + 1.0, -0.3])
     assert scores.reward.dtype == scores.accuracy.dtype == np.float64
-    assert (scores.errors, scores.timeouts, scores.message) == (0, 0, "")
+    assert (scores.failures.errors, scores.failures.timeouts, scores.failures.message) == (0, 0, "")
 
 
 def test_accuracy_is_there_without_an_accuracy_reward():
@@ -69,39 +78,59 @@ def test_nothing_to_score():
 def test_only_the_stuck_and_the_broken_items_are_lost_and_the_order_is_kept():
     texts = ["0", "hang", "1", "die", "2", "segfault", "3", "raise", "exit", "end of file", "None", "text", "infinite",
              "hang with the lock", "4", "true", "5"]
-    with Scorer((Function("sample_rewards:obey", weight=2.0),), timeout_s=0.6, on_error=-9.0) as scorer:
+    with Scorer((Function("sample_rewards:obey", weight=2.0, timeout_s=0.6),), on_error=-9.0) as scorer:
         scores = scorer.score([item(text) for text in texts])
         again = scorer.score([item("7")])
     expected = [{"true": 1.0}.get(text, float(text) if text.isdigit() else -9.0) for text in texts]
     np.testing.assert_array_equal(scores.parts["obey"], expected)
     np.testing.assert_array_equal(scores.reward, 2.0 * np.array(expected))
-    assert (scores.errors, scores.timeouts) == (8, 2)
-    assert scores.message == "sample_rewards:obey: call not finished after 0.6 s"
+    assert (scores.failures.errors, scores.failures.timeouts) == (8, 2)
+    assert scores.failures.of == {"obey": (17, 10)} and again.failures.of == {"obey": (1, 0)}
+    assert scores.failures.message == f"{SAMPLES}:{line_of('def obey')}: call not finished after 0.6 s"
     np.testing.assert_array_equal(again.parts["obey"], [7.0])
 
 
+@pytest.fixture(scope="module")
+def obeying():
+    """One worker for all that needs no settings of its own."""
+    with Scorer((Function("sample_rewards:obey"), LengthPenalty(0.0)), workers=1) as scorer:
+        yield scorer
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place", "message"),
     [
-        ("raise", r"KeyError: 'no such\nkey'"),
-        ("die", "the worker died (exit code 7)"),
-        ("segfault", f"the worker died (exit code -{int(signal.SIGSEGV)})"),
-        ("exit", "SystemExit: 3"),
-        ("None", "TypeError: returned None, which is no number"),
-        ("text", "TypeError: returned '1', which is no number"),
+        ("raise", "raise KeyError", r"KeyError: 'no such\nkey'"),
+        ("letters", "return ACTIONS", "ValueError: could not convert string to float: 'letters'"),
+        ("die", "def obey", "the worker died (exit code 7)"),
+        ("segfault", "def obey", f"the worker died (exit code -{int(signal.SIGSEGV)})"),
+        ("exit", '"exit"', "SystemExit: 3"),
+        ("None", "def obey", "TypeError: returned None, which is no number"),
+        ("text", "def obey", "TypeError: returned '1', which is no number"),
+        ("list", "def obey", "TypeError: returned [1.0], which is no number"),
+        ("infinite", "def obey", "ValueError: returned inf; a reward is finite, or NaN where there is none"),
     ],
 )
-def test_the_first_failure_is_told_in_one_line(text, message):
-    with Scorer((Function("sample_rewards:obey"),), workers=1) as scorer:
-        scores = scorer.score([item(text)])
-    assert scores.message == f"sample_rewards:obey: {message}"
-    assert (scores.errors, scores.timeouts) == (1, 0)
+def test_the_first_failure_is_told_in_one_line_that_names_the_functions_own(obeying, text, place, message):
+    failures = obeying.score([item("1"), item(text)]).failures
+    assert failures.message == f"{SAMPLES}:{line_of(place)}: {message}"
+    assert (failures.errors, failures.timeouts, failures.of["obey"]) == (1, 0, (2, 1))
+    assert ("in obey" in failures.trace) == bool(failures.trace) == (place != "def obey")
 
 
-def test_nan_means_unscorable_and_is_no_error():
-    with Scorer((Function("sample_rewards:obey"), LengthPenalty(0.0)), workers=1) as scorer:
-        scores = scorer.score([item("nan"), item("1")])
-    assert math.isnan(scores.reward[0]) and scores.reward[1] == 1.0 and scores.errors == 0
+def test_what_failed_is_counted_over_all_scorings_of_a_step(obeying):
+    none, some = obeying.score([item("1")]).failures, obeying.score([item("raise"), item("1"), item("x")]).failures
+    both = none + some + none
+    assert both.metrics() == {
+        "reward/errors": 2, "reward/timeouts": 0, "reward/obey/failed_fraction": 0.4, "event/reward_failed": some.message,
+    }  # fmt: skip
+    assert none.metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+    assert (some + both).message == some.message == (none + some).message
+
+
+def test_nan_means_unscorable_and_is_no_error(obeying):
+    scores = obeying.score([item("nan"), item("1")])
+    assert math.isnan(scores.reward[0]) and scores.reward[1] == 1.0 and scores.failures.errors == 0
 
 
 def test_a_failing_verifier_scores_on_error_and_counts_as_wrong():
@@ -112,7 +141,7 @@ def test_a_failing_verifier_scores_on_error_and_counts_as_wrong():
         scores = scorer.score([item(text, **fields) for text in (endless, right)])
     np.testing.assert_array_equal(scores.accuracy, [0.0, 1.0])
     np.testing.assert_array_equal(scores.parts["accuracy"], [math.nan, 1.0])
-    assert scores.timeouts == 1
+    assert scores.failures.timeouts == 1 and scores.failures.of == {"accuracy": (2, 1)}
 
 
 def test_math_runs_in_the_workers():
@@ -125,7 +154,7 @@ def test_math_runs_in_the_workers():
 def test_workers_run_without_jax_and_without_extras():
     with Scorer((Function("sample_rewards:jax_is_loaded"), Function("sample_rewards:extras"))) as scorer:
         scores = scorer.score([item("3")] * 4)
-    assert not scores.parts["jax_is_loaded"].any() and not scores.parts["extras"].any() and scores.errors == 0
+    assert not scores.parts["jax_is_loaded"].any() and not scores.parts["extras"].any() and scores.failures.errors == 0
 
 
 def test_the_workers_run_side_by_side_and_live_on(tmp_path):
@@ -133,7 +162,7 @@ def test_the_workers_run_side_by_side_and_live_on(tmp_path):
     with Scorer((Function("sample_rewards:meet"),), workers=2, timeout_s=60.0) as scorer:
         for folder in folders:
             folder.mkdir()
-            assert scorer.score([item(str(folder))] * 2).errors == 0
+            assert scorer.score([item(str(folder))] * 2).failures.errors == 0
     first, second = (sorted(path.name for path in folder.iterdir()) for folder in folders)
     assert len(first) == 2 and first == second and str(os.getpid()) not in first
     assert all(gone(process_id, 1.0) for process_id in first)
@@ -142,7 +171,7 @@ def test_the_workers_run_side_by_side_and_live_on(tmp_path):
 def test_children_of_a_stuck_reward_are_killed_with_it(tmp_path):
     os.environ["CHILD_ID_FILE"] = str(tmp_path / "id")
     with Scorer((Function("sample_rewards:obey"),), workers=1, timeout_s=0.5) as scorer:
-        assert scorer.score([item("leave a child")]).timeouts == 1
+        assert scorer.score([item("leave a child")]).failures.timeouts == 1
     del os.environ["CHILD_ID_FILE"]
     assert gone((tmp_path / "id").read_text(), 1.0)
 
@@ -153,14 +182,14 @@ def test_a_worker_that_was_killed_between_two_scorings_is_replaced():
         os.kill(before, signal.SIGKILL)
         assert gone(before, 1.0)
         scores = scorer.score([item("3")])
-    assert scores.errors == 0 and scores.parts["worker_id"][0] != before
+    assert scores.failures.errors == 0 and scores.parts["worker_id"][0] != before
 
 
 def test_a_function_that_only_the_parent_can_import_is_an_error_of_the_item():
-    pool = Pool(1, 5.0)
-    (outcome,) = pool.map([Call("no_such_module:reward", ())])
+    pool = Pool(1)
+    ((outcome, same),) = pool.map([Call("no_such_module:reward", ((), ()))])
     pool.close()
-    assert outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message
+    assert same == outcome and outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message
 
 
 # A script without an "if __name__" guard: its top level must run once, not once for each worker.

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout import Collect, Sampling
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
@@ -118,7 +119,7 @@ class ToySource:
             right = np.ones(self.group)
             right[0] = not self.informative(group.place)
             found.append(Group(group.problem, group.prompt, group.completions, right, right))
-        return found, {"reward/errors": 1, "reward/timeouts": 0}
+        return found, Failures(1, 0, {"toy": (len(found), 1)}, {"toy": f"failed after {whole[0].place}"})
 
 
 def sampler(needed, slots, degenerate=0.0, group=4, filter_groups=True, engine=None, **settings):

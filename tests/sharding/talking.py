@@ -31,7 +31,8 @@ def scored(peers=None):
         found = scorer.score(items())
     parts = {name: part.tolist() for name, part in found.parts.items()}
     numbers = [repr(found.reward.tolist()), found.accuracy.tolist(), repr(parts)]
-    return [*numbers, found.errors, found.timeouts, bool(found.message)]
+    failures = found.failures
+    return [*numbers, failures.errors, failures.timeouts, list(failures.of["judged"]), bool(failures.message)]
 
 
 def fail(error):

@@ -1,0 +1,215 @@
+"""One call of a function and what became of it, wherever it runs."""
+
+import functools
+import inspect
+import math
+import numbers
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.forms import PLAIN, Form, bind
+
+AT_ONCE = 64
+"""Calls of one ``async`` function that wait at one time."""
+
+_LONGEST_TRACE = 20_000
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = str(Path(__file__).parents[1])
+
+
+class Runner:
+    """Owner of an event loop for the thread that uses it; there is none until it is needed."""
+
+    def __init__(self):
+        self._runner: Any = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns; one after the other on the same loop, whose connections stay open."""
+        if self._runner is None:
+            import asyncio  # slow, and few rewards need it
+
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
+class Call(NamedTuple):
+    """A function's call for some items, which must pickle where it goes to another process.
+
+    Attributes:
+      path: ``module:function``, or what else names the function.
+      items: what is scored; one, unless the form is a batch or waits.
+      form: how the function is called.
+      timeout_s: for one item, or for the whole of a batch.
+    """
+
+    path: str
+    items: Sequence[tuple[Any, Any]]
+    form: Form = PLAIN
+    timeout_s: float = 5.0
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for all of the call."""
+        if self.form.batch or not self.form.waits:
+            return self.timeout_s
+        return self.timeout_s * (math.ceil(len(self.items) / AT_ONCE) + 1)  # its own limits end it before
+
+
+class Outcome(NamedTuple):
+    """What became of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
+
+    Attributes:
+      status: which of these.
+      value: the score.
+      message: what went wrong, in one line.
+      place: ``file:line`` of the function's own code, where it is known.
+      trace: the whole traceback, told once for each call.
+    """
+
+    status: str
+    value: float = 0.0
+    message: str = ""
+    place: str = ""
+    trace: str = ""
+
+
+def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[Outcome]:
+    """The outcome of each item, whatever the function raises; ``run`` waits for what is ``async``."""
+    try:
+        if call.form.waits and not call.form.batch:
+            return run(_all(function, call))
+        arguments, named = bind(call.form, call.items)
+        result = function(*arguments, **named)
+        if inspect.isawaitable(result):
+            result = run(_awaited(result))
+        return _scores(result, function, len(call.items)) if call.form.batch else [Outcome("ok", number(result))]
+    except BaseException as error:  # SystemExit too: one bad item must not end what runs it
+        first = _failed(error, function)
+        return [first] + [first._replace(trace="")] * (len(call.items) - 1)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+async def _all(function: Callable[..., Any], call: Call) -> list[Outcome]:
+    import asyncio
+
+    free = asyncio.Semaphore(AT_ONCE)
+    return list(await asyncio.gather(*(_one(function, call, item, free) for item in call.items)))
+
+
+async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], free: Any) -> Outcome:
+    import asyncio
+
+    async with free:
+        limit = asyncio.timeout(call.timeout_s)
+        try:
+            async with limit:
+                arguments, named = bind(call.form, [item])
+                return Outcome("ok", number(await function(*arguments, **named)))
+        except Exception as error:
+            if limit.expired():
+                return Outcome("timeout", message=overdue(call.timeout_s), place=defined(function))
+            return _failed(error, function)
+
+
+def overdue(seconds: float) -> str:
+    """What is said of a call that took too long."""
+    return f"call not finished after {seconds:g} s"
+
+
+def number(result: Any) -> float:
+    """The score as a float; NaN is allowed and means that the completion cannot be scored.
+
+    Raises:
+      TypeError: no number.
+      ValueError: an infinite one.
+    """
+    if isinstance(result, Mapping) and "score" in result:  # verl's functions may say more than the score
+        result = result["score"]
+    if not isinstance(result, numbers.Real) and not hasattr(result, "__float__"):
+        raise TypeError(f"returned {result!r:.80}, which is no number")
+    value = float(result)
+    if math.isinf(value):
+        raise ValueError(f"returned {value}; a reward is finite, or NaN where there is none")
+    return value
+
+
+def _scores(result: Any, function: Callable[..., Any], count: int) -> list[Outcome]:
+    """Those of a batch: None is NaN; a score that is none fails alone."""
+    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
+        raise TypeError(f"returned {result!r:.80}, which is no list of scores")
+    if len(result) != count:
+        raise ValueError(f"returned {len(result)} scores for {count} completions")
+    outcomes = []
+    for score in result:
+        try:
+            outcomes.append(Outcome("ok", math.nan if score is None else number(score)))
+        except (TypeError, ValueError) as error:
+            outcomes.append(_failed(error, function))
+    return outcomes
+
+
+def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
+    frames = traceback.extract_tb(error.__traceback__)
+    complaint = frames[-1].filename == __file__  # of what the function returned: the trace would not show it
+    trace = "" if complaint else "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
+    place = place_in(frames, function)
+    return Outcome("error", message=in_one_line(error), place=place, trace=trace)
+
+
+def in_one_line(error: BaseException) -> str:
+    """``ZeroDivisionError: division by zero``."""
+    text = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split()).removesuffix(":")[:500]
+
+
+def place_in(frames: Sequence[traceback.FrameSummary], function: Callable[..., Any]) -> str:
+    """Where a person's own code stands: the innermost frame of no library, or else the function's definition."""
+    own = getattr(code_of(function), "co_filename", None)
+    for frame in reversed(frames):
+        if frame.filename == own or _is_own(frame.filename):
+            return shown(frame.filename, frame.lineno)
+    return defined(function)
+
+
+def _is_own(file: str) -> bool:
+    folders = (*_LIBRARIES, _OURS)
+    library = any(file.startswith(folder + os.sep) for folder in folders) or "-packages" + os.sep in file
+    return not library and not file.startswith("<frozen ")
+
+
+def defined(function: Callable[..., Any]) -> str:
+    """``file:line`` of a function's definition; empty where it has none."""
+    code = code_of(function)
+    return "" if code is None else shown(code.co_filename, code.co_firstlineno)
+
+
+def code_of(function: Callable[..., Any]) -> Any:
+    """A function's code, or that of the call of an object; None where it is written in C."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    found = getattr(function, "__code__", None)
+    return found if found is not None else getattr(type(function).__call__, "__code__", None)
+
+
+def shown(file: str, line: int | None) -> str:
+    """``file:line`` for people: from the current folder where it lies below it."""
+    if "ipykernel_" in file or file.startswith("<ipython-input"):
+        return f"notebook cell, line {line}"
+    inside = file.startswith(os.getcwd() + os.sep)
+    return f"{os.path.relpath(file) if inside else file}:{line}"

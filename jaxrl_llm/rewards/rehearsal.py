@@ -1,0 +1,27 @@
+"""A completion that nobody sampled, to call rewards on before anything is."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.types import Completion, Problem
+
+
+def invented(problem: Problem, tokenizer: Any) -> Completion:
+    """A plausible right answer: some words, and the reference in the form in which it is cut out.
+
+    It ends with the stop token, where the tokenizer has one.
+    """
+    text = _text(problem)
+    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens = np.asarray([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop], np.int32)
+    size = len(tokens)
+    return Completion(tokens, np.full(size, -1.0, np.float32), "stop", np.ones(size, bool), np.zeros(size, np.int32), text=text)
+
+
+def _text(problem: Problem) -> str:
+    answer, (kind, _, tag) = problem.answer or "42", problem.extractor.partition(":")
+    if kind == "whole":
+        return answer
+    form = {"boxed": rf"\boxed{{{answer}}}", "tag": f"<{tag}>{answer}</{tag}>"}.get(kind, answer)
+    return f"Let me think about it step by step. The answer is {form}"
