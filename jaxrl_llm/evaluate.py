@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k of a model on problems with checkable answers."""
+"""avg@k, pass@k and maj@k of a model on problems with checkable answers; its mean reward on problems without."""
 
 import collections
 import dataclasses
@@ -28,26 +28,41 @@ class Evaluated:
       task: its label.
       problems: the problems, n of them.
       completions: n rows of k.
-      correct: bool[n, k].
-      maj: float64[n], whether the most frequent extracted answer is correct.
+      correct: bool[n, k]; None where nothing is verified.
+      maj: float64[n], whether the most frequent extracted answer is correct; None where nothing is verified.
+      rewards: float64[n, k], NaN where unscorable; None where the answers are verified.
     """
 
     task: str
     problems: tuple[Problem, ...]
     completions: tuple[tuple[Completion, ...], ...]
-    correct: np.ndarray
-    maj: np.ndarray
+    correct: np.ndarray | None
+    maj: np.ndarray | None
+    rewards: np.ndarray | None = None
 
     @property
     def accuracy(self) -> float:
-        """avg@k: the share of correct completions."""
-        return float(self.correct.mean())
+        """avg@k: the share of correct completions; NaN where nothing is verified."""
+        return math.nan if self.correct is None else float(self.correct.mean())
+
+    @property
+    def reward(self) -> float:
+        """The mean reward of the completions that could be scored; NaN where the answers are verified."""
+        if self.rewards is None or np.isnan(self.rewards).all():
+            return math.nan
+        return float(np.nanmean(self.rewards))
 
     def metrics(self) -> dict[str, float]:
         """``eval/<task>/...`` by the pinned names."""
-        k, name = self.correct.shape[1], f"eval/{self.task}"
-        found = {f"{name}/pass@1": self.accuracy, f"{name}/problems": float(len(self.problems))}
+        name = f"eval/{self.task}"
+        found = {f"{name}/reward": self.reward} if self.correct is None else self._verified(name)
+        found[f"{name}/problems"] = float(len(self.problems))
         found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
+        return found
+
+    def _verified(self, name: str) -> dict[str, float]:
+        k = self.correct.shape[1]
+        found = {f"{name}/pass@1": self.accuracy}
         if k > 1:
             found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in _powers(k)}
             found[f"{name}/maj@{k}"] = float(self.maj.mean())
@@ -58,13 +73,16 @@ def evaluate(
     engine: Engine, model: Any, tokenizer: Any, task: Task, problems: Sequence[Problem], scorer: Scorer, sampling: Sampling,
     samples: int, seed: int, status: Status = lambda text: None,
 ) -> Evaluated:
-    """Answer every problem ``samples`` times and check the answers."""
+    """Answer every problem ``samples`` times and check the answers; score them in full where nothing is verified."""
     prompts = [encode(problem, task, tokenizer) for problem in problems for _ in range(samples)]
     seeds = [request_seed(seed, SEED_SPACE + n) for n in range(len(prompts))]
     done = complete(engine, model, tokenizer, prompts, seeds, sampling, status=lambda text: status(f"evaluating: {text}"))
-    accuracy = scorer.verify([(problems[i // samples], c) for i, c in enumerate(done)])
-    correct = (accuracy >= 1).reshape(len(problems), samples)
+    items = [(problems[i // samples], c) for i, c in enumerate(done)]
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
+    if problems[0].verifier == "none":
+        rewards = scorer.score(items).reward.reshape(len(problems), samples)
+        return Evaluated(task.label, tuple(problems), rows, None, None, rewards)
+    correct = (scorer.verify(items) >= 1).reshape(len(problems), samples)
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
     return Evaluated(task.label, tuple(problems), rows, correct, maj)
 

@@ -1,6 +1,7 @@
 """A run's directory and what surrounds the training there: whether it is new, who else is at it, what is said at the end."""
 
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -35,9 +36,10 @@ def launch(settings: configs.Run, name: str, fresh: bool = False, peers: Peers =
       InputError: the directory cannot be used, or whatever the run cannot work with.
     """
     began = time.monotonic()
-    directory = begin(peers, settings, name, fresh)
-    if directory is None:
+    begun = begin(peers, settings, name, fresh)
+    if begun is None:
         return 0
+    directory, settings = begun
     code = run(peers, settings, directory, lines)
     if code == 0 and peers.leads:
         from jaxrl_llm.telemetry.summarise import summarise
@@ -70,16 +72,16 @@ def train(run: configs.Run, name: str = "run", fresh: bool = False) -> int:
     return launch(settings, name, fresh)
 
 
-def begin(peers: Peers, settings: configs.Run, name: str, fresh: bool) -> Path | None:
-    """The run's directory, chosen by process 0; None where the run there has done its steps."""
+def begin(peers: Peers, settings: configs.Run, name: str, fresh: bool) -> tuple[Path, configs.Run] | None:
+    """The run's directory and the settings with its date, chosen by process 0; None where the run has done its steps."""
     peers.check_same("settings", fingerprint(settings))
 
-    def choose() -> str | None:
-        directory = choose_directory(settings, name, fresh)
-        return None if finished(directory, settings) else str(directory)
+    def choose() -> tuple[str, str] | None:
+        directory, day = choose_directory(settings, name, fresh)
+        return None if finished(directory, settings) else (str(directory), day)
 
     chosen = peers.first(choose)
-    return None if chosen is None else Path(chosen)
+    return None if chosen is None else (Path(chosen[0]), configs.dated(settings, chosen[1]))
 
 
 def run(peers: Peers, settings: configs.Run, directory: Path, lines: Sequence[str]) -> int:
@@ -107,8 +109,8 @@ def fingerprint(settings: configs.Run) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
-    """Where the run lies; with ``fresh`` the first name that is free.
+def choose_directory(settings: configs.Run, name: str, fresh: bool) -> tuple[Path, str]:
+    """Where the run lies, with ``fresh`` the first name that is free; and the day on which it began, which may be today.
 
     Raises:
       InputError: something else is there, or a run that was begun with other settings.
@@ -119,17 +121,20 @@ def choose_directory(settings: configs.Run, name: str, fresh: bool) -> Path:
         directory, number = base.with_name(f"{base.name}-{number}"), number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
+    today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
-        return directory
+        return directory, today
     # An older version may have left open what this one fills in.
     old = configs.resolved(configs.load_json(directory / "config.json"))
-    own = [change for change in configs.changes(old, settings) if not change.startswith(configs.FREE_TO_CHANGE)]
+    day = old.task.date or today
+    found = configs.changes(configs.dated(old, day), configs.dated(settings, day))
+    own = [change for change in found if not change.startswith(configs.FREE_TO_CHANGE)]
     if own:
         shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if len(own) > 3 else "")
         raise InputError(
             f"{directory} was begun with other settings ({shown}): take the old ones, or --fresh for a new folder"
         )
-    return directory
+    return directory, day
 
 
 def finished(directory: Path, settings: configs.Run) -> bool:

@@ -26,7 +26,7 @@ from jaxrl_llm.rules import (
 )  # fmt: skip
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers, Preemption
-from jaxrl_llm.step import Host, apply, prepare, take_step
+from jaxrl_llm.step import Host, apply, check_problems, prepare, take_step
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.telemetry.writers import RunWriter
@@ -80,6 +80,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         if start is not None:
             progress.status(f"restoring step {start}")
         state, host = begin(run, model, store, start, mesh)
+        check_problems(host.problems, parts.problems, run.task.label)
+        host.problems = parts.problems
         del model  # its arrays are the state's now, or were read for their shapes only
         if start is None:
             start = 0

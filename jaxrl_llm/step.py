@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import hashlib
+import json
 import math
 import time
 from collections.abc import Callable
@@ -34,7 +34,10 @@ from jaxrl_llm.rules import Decision, Memory
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.types import Group, TrainState
+from jaxrl_llm.types import Group, Problem, TrainState
+
+Fingerprints = dict[str, tasks.Fingerprint]
+"""Of problems, by what they are for."""
 
 
 @dataclasses.dataclass
@@ -46,12 +49,14 @@ class Host:
       ready: groups that were sampled ahead, for the next step; None where sampling does not run ahead.
       memory: what each rule remembers.
       coefficients: of the loss, for the next step, where a rule moves them.
+      problems: fingerprints of the problems that the run began with.
     """
 
     backlog: Backlog = Backlog()
     ready: Collected | None = None
     memory: Memory = dataclasses.field(default_factory=dict)
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
+    problems: Fingerprints = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; exact."""
@@ -59,14 +64,14 @@ class Host:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Host":
-        """The inverse of ``to_json``; also reads what was saved before rules had a memory."""
+        """The inverse of ``to_json``; also reads what was saved before rules had a memory, and problems a fingerprint."""
         backlog = backlog_from_json(data["backlog"])
         values = data if "memory" in data else {
             "memory": {"stall": {"best": data["best"], "stalled": data["stalled"]}},
             "coefficients": {} if data["kl_coef"] is None else {"kl_coef": data["kl_coef"]},
         }
         ready = collected_from_json(data["ready"], backlog)
-        return cls(backlog, ready, values["memory"], values["coefficients"])
+        return cls(backlog, ready, values["memory"], values["coefficients"], data.get("problems", {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Parts:
       sampler: fills steps with groups.
       weights: from the policy to what is sampled from.
       test: evaluates weights; None where there is nothing to test on.
+      problems: fingerprints of what it trains and tests on.
     """
 
     run: Run
@@ -92,6 +98,7 @@ class Parts:
     sampler: Sampler
     weights: Callable[[Decoder], Decoder]
     test: Callable[[Decoder], Evaluated | None]
+    problems: Fingerprints
 
 
 def prepare(
@@ -100,17 +107,13 @@ def prepare(
     """Read the task and build what samples, scores, learns and tests; nothing large is computed yet."""
     if tokenizer is None:
         raise InputError(f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
-    progress.status(f"reading task {run.task.label}")
-    loaded = tasks.load(run.task)
-    test_task = run.evaluation.task or run.task
-    problems = tasks.load(test_task).train if run.evaluation.task else loaded.held_out
+    configs.validate_on_model(run, model.config)
+    loaded, test_task, problems = read_problems(run, progress)
+    prints = problems_of(run, loaded, problems)
+    peers.check_same(f"problems of {run.task.label}", prints)
     problems = problems[: run.evaluation.limit or None]
-    ids = "".join(problem.id for part in (loaded.train, problems) for problem in part)
-    peers.check_same(f"problems of {run.task.label}", hashlib.sha256(ids.encode()).hexdigest()[:16])
     check_prompts(run, run.task, loaded.train, tokenizer)
     check_prompts(run, test_task, problems, tokenizer)
-    for note in loaded.notes:
-        progress.note(note)
     progress.status("calling each reward once")
     scorer.rehearse(loaded.train[0], tokenizer)
     rollout, stops = run.rollout, model.config.tokens.eos
@@ -130,7 +133,46 @@ def prepare(
             engine, weights, tokenizer, test_task, problems, scorer, answers, run.evaluation.samples, run.seed, progress.status
         )
 
-    return Parts(run, mesh, programs.update, programs.layout, programs.compute, sampler, programs.weights, test)
+    return Parts(run, mesh, programs.update, programs.layout, programs.compute, sampler, programs.weights, test, prints)
+
+
+def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Task, tuple[Problem, ...]]:
+    """The task, the one that is tested on, and that one's problems; what was dropped is told.
+
+    Raises:
+      InputError: there is no answer where something of the run reads which answers are right.
+    """
+    progress.status(f"reading task {run.task.label}")
+    loaded = tested = tasks.load(run.task, configs.verifies(run))
+    if run.evaluation.task:
+        tested = tasks.load(run.evaluation.task, configs.verifies(run))
+    for found in (loaded, tested):
+        if not found.verified:
+            configs.refuse_readers(run, f"task {found.train[0].task} without reference answers")
+    for note in loaded.notes:
+        progress.note(note)
+    return loaded, run.evaluation.task or run.task, tested.train if run.evaluation.task else loaded.held_out
+
+
+def problems_of(run: Run, loaded: tasks.Loaded, tested: tuple[Problem, ...]) -> Fingerprints:
+    """What the run trains and tests on; the latter by its settings, since a run may be continued with another test."""
+    name = f"evaluation {json.dumps(configs.to_json(run.evaluation.task))}" if run.evaluation.task else "held-out"
+    return {"training": tasks.fingerprint(loaded.train), name: tasks.fingerprint(tested)}
+
+
+def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:
+    """Refuse to go on with other problems than those that the run began with.
+
+    Raises:
+      InputError: says what has changed.
+    """
+    for name, found in now.items():
+        changed = tasks.difference(before.get(name, found), found)
+        configs.require(
+            not changed,
+            f"the {name.split()[0]} problems of {label} are not those that the run began with ({changed}): put the old ones "
+            "back, or begin a new run with --from RUN (on from its weights) or --fresh",
+        )
 
 
 def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:

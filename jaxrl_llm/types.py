@@ -30,16 +30,17 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A prompt with a checkable answer.
+    """A prompt, mostly with an answer that can be checked.
 
     Attributes:
       id: Unique within its task, and the same on every run.
       prompt: The chat so far; most problems hold one user message.
-      answer: The reference answer.
+      answer: The reference answer; empty where there is none.
       task: Name of the task it came from.
       extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
-      verifier: How the extracted answer is compared: ``match``, ``integer``, ``math`` or ``reasoning_gym``.
-      metadata: What the source adds (level, generator parameters); verifiers may read it.
+      verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym`` or
+        ``none``.
+      metadata: What the source adds (level, generator parameters); verifiers and rewards may read it.
     """
 
     id: str
@@ -85,7 +86,7 @@ class Group:
       prompt: int32 token ids of the templated prompt.
       completions: The G completions.
       rewards: float64[G], what the advantage sees; NaN where unscorable.
-      accuracy: float64[G], the verifier's; 1 or more is correct.
+      accuracy: float64[G], the verifier's; 1 or more is correct, NaN where nothing is verified.
       parts: float64[G] for each reward by name, unweighted.
     """
 

@@ -10,6 +10,7 @@ from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition, Rollout
@@ -165,6 +166,10 @@ REFUSED = [
     ("evaluation.top_p", 0.0, "evaluation.top_p must be above 0"),
     ("evaluation.limit", -1, "evaluation.limit must be at least 0"),
     ("evaluation.task", Task(TASK.source, verifier="no"), "verifier 'no' is unknown"),
+    ("evaluation.task", Task(TASK.source, verifier="none"), "evaluation.task.verifier none leaves the reward Accuracy nothing"),
+    ("task.verifier", "none", "task.verifier none leaves the reward Accuracy nothing to compare: give the task its answers"),
+    ("task.source.answer_field", None, "task.source.answer_field None leaves the reward Accuracy nothing to compare"),
+    ("task.date", "yesterday", "date 'yesterday' is none"),
     ("task.extractor", "no", "extractor 'no' is unknown"),
     ("task.holdout", 1.0, "holdout is 1.0"),
     ("task.keep", "jaxrl_llm.tasks.filters:nonnegative", "did you mean nonnegative_answer?"),
@@ -194,6 +199,30 @@ def test_evaluations_need_something_to_test_on():
     with pytest.raises(InputError, match="set task.holdout above 0, or evaluation.task"):
         configs.validate(run)
     configs.validate(replaced(run, "evaluation.task", TASK))
+
+
+def test_problems_without_answers_need_no_verifier_and_nothing_that_reads_who_is_right():
+    own = dataclasses.replace(RUN, scoring=Scoring((Format("a"),)))
+    for changed in (replaced(own, "task.verifier", "none"), replaced(own, "task.source.answer_field", None)):
+        configs.validate(changed)
+        with pytest.raises(InputError, match="but recipe.shaping RelativeLength rewards short answers that are right"):
+            configs.validate(dataclasses.replace(changed, recipe=RECIPES["kimi_k1_5"]))
+    assert configs.verifies(RUN) and not configs.verifies(own)
+
+
+def test_what_is_longer_than_the_model_was_made_for_is_refused():
+    def positions(count):
+        return ModelConfig("llama", 50, 16, 2, 24, Attention(4, 2, 8, max_positions=count))
+
+    configs.validate_on_model(RUN, positions(512))
+    with pytest.raises(InputError, match="max_new_tokens 256 need 512 positions, and the model was made for 500: lower one by 12"):
+        configs.validate_on_model(RUN, positions(500))
+
+
+def test_a_date_stands_where_none_is_given():
+    run = configs.dated(replaced(RUN, "evaluation.task", dataclasses.replace(TASK, date="2024-02-29")), "2025-07-01")
+    assert (run.task.date, run.evaluation.task.date) == ("2025-07-01", "2024-02-29")
+    assert configs.dated(run, "2026-01-01") == run and configs.dated(RUN, "2025-07-01").evaluation.task is None
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():

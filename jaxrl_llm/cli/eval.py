@@ -1,6 +1,7 @@
-"""``jaxrl-llm eval``: avg@k, pass@k and maj@k of a run or a model on problems with checkable answers."""
+"""``jaxrl-llm eval``: avg@k, pass@k and maj@k of a run or a model; its mean reward where nothing is verified."""
 
 import dataclasses
+import datetime
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxrl_llm.cli.policy import Policy, find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.rollout.settings import Sampling
-from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks import Task, dated
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
 
@@ -61,9 +62,11 @@ def evaluate(arguments: list[str]) -> int:
         "--config NAME takes another configuration's task and sampling.",
         defaults(settings),
     )
-    check(options)
+    check(options, settings)
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
+    # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
+    options = dataclasses.replace(options, task=dated(options.task, datetime.date.today().isoformat()))
     policy, found, notes = test(name, run, settings, options, whole)
     print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
     return 0
@@ -84,11 +87,12 @@ def defaults(run: configs.Run) -> Options:
     )
 
 
-def check(options: Options) -> None:
+def check(options: Options, settings: configs.Run) -> None:
     """Refuse what cannot work before anything is loaded."""
     from jaxrl_llm.tasks import check as check_task
 
     check_task(options.task)
+    configs.check_answers(dataclasses.replace(settings, task=options.task))
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
     for name in ("samples", "slots"):
         configs.require(getattr(options, name) >= 1, f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -108,13 +112,13 @@ def test(
 
     from jaxrl_llm.evaluate import evaluate as run_evaluation
     from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.rewards import Accuracy, Scorer
+    from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
     from jaxrl_llm.telemetry.progress import Progress
 
     with Progress(1) as progress:
         progress.status(f"reading task {options.task.label}")
-        problems, notes = read_problems(options, whole)
+        problems, notes = read_problems(options, settings, whole)
         progress.status(f"loading {name}")
         policy = load_policy(name, run)
         if policy.tokenizer is None:
@@ -123,16 +127,11 @@ def test(
             )
         with (
             jax.set_mesh(policy.mesh),
-            Scorer((Accuracy(),), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
+            Scorer(judges(settings, problems), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
         ):
+            length = max_length(problems, options, policy)
             model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))
-            engine = Engine(
-                model,
-                options.slots,
-                max_length(problems, options, policy.tokenizer),
-                settings.rollout.chunk,
-                policy.mesh,
-            )
+            engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
             found = run_evaluation(
                 engine,
@@ -149,11 +148,18 @@ def test(
     return policy, found, notes
 
 
-def read_problems(options: Options, whole: bool) -> tuple[tuple[Any, ...], list[str]]:
+def judges(settings: configs.Run, problems: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The verifier alone; where nothing is verified, all rewards of the configuration."""
+    from jaxrl_llm.rewards import Accuracy
+
+    return configs.rewards(settings) if problems[0].verifier == "none" else (Accuracy(),)
+
+
+def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple[tuple[Any, ...], list[str]]:
     """The problems to test on, and a note where they may have been learned from."""
     from jaxrl_llm.tasks import load
 
-    loaded = load(options.task)
+    loaded = load(options.task, configs.verifies(settings))
     problems = loaded.train if whole or not loaded.held_out else loaded.held_out
     notes = (
         []
@@ -163,11 +169,22 @@ def read_problems(options: Options, whole: bool) -> tuple[tuple[Any, ...], list[
     return problems[: options.limit or None], notes
 
 
-def max_length(problems: tuple[Any, ...], options: Options, tokenizer: Any) -> int:
-    """The longest prompt and a completion, in tokens."""
+def max_length(problems: tuple[Any, ...], options: Options, policy: Policy) -> int:
+    """The longest prompt and a completion, in tokens.
+
+    Raises:
+      InputError: it is longer than what the model was made for.
+    """
     from jaxrl_llm.tasks import encode
 
-    return max(len(encode(problem, options.task, tokenizer)) for problem in problems) + options.max_new_tokens
+    longest = max(len(encode(problem, options.task, policy.tokenizer)) for problem in problems)
+    length, positions = longest + options.max_new_tokens, policy.model.config.attention.max_positions
+    configs.require(
+        length <= positions,
+        f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, and the "
+        f"model was made for {positions}: lower it by {length - positions}",
+    )
+    return length
 
 
 def as_json(policy: Policy, options: Options, found: Any) -> str:
@@ -184,7 +201,10 @@ def as_json(policy: Policy, options: Options, found: Any) -> str:
 
 def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> list[str]:
     """A small table for people; the error is the standard error over problems."""
-    rate = found.correct.mean(axis=1)
+    import numpy as np
+
+    scores = found.rewards if found.correct is None else found.correct
+    rate = np.asarray(scores, float).mean(axis=1)
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
     step = "" if policy.step is None else f", step {policy.step}"
     how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
@@ -196,6 +216,8 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
         short = name.removeprefix(f"eval/{found.task}/")
         if short == "pass@1":
             lines.append(f"  {f'avg@{options.samples}':<12}{100 * value:6.1f} %  +- {100 * error:.1f}")
+        elif short == "reward":
+            lines.append(f"  {'reward':<12}{value:8.3f}  +- {error:.3f}")
         elif "@" in short:
             lines.append(f"  {short:<12}{100 * value:6.1f} %")
         elif short == "mean_length":

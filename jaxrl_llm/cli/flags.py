@@ -5,6 +5,7 @@ import difflib
 import io
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,15 +27,18 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
 
     options: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.AvoidSubcommands,)}
     options |= {} if default is None else {"default": default}
-    known = {flag for action in tyro.extras.get_parser(kind, **options)._actions for flag in action.option_strings}
-    _refuse_unknown(arguments, known, program)
     captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            return tyro.cli(kind, args=arguments, **options)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
+    with warnings.catch_warnings():
+        # A class of one's own stands where the annotation names those that come with the package.
+        warnings.filterwarnings("ignore", message=".*does not match any type in Union")
+        known = {flag for action in tyro.extras.get_parser(kind, **options)._actions for flag in action.option_strings}
+        _refuse_unknown(arguments, known, program)
+        try:
+            with contextlib.redirect_stderr(captured):
+                return tyro.cli(kind, args=arguments, **options)
+        except SystemExit as stop:
+            if not stop.code:
+                raise
     raise InputError(flatten(captured.getvalue()) or f"see {program} --help")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Learner
@@ -143,3 +144,10 @@ def overlong_weight(run: Run) -> float:
 def updates_of_a_batch(run: Run) -> int:
     """Optimiser updates that a full batch of groups is worth; groups stay whole."""
     return run.learner.epochs * min(run.learner.minibatches, run.rollout.prompts)
+
+
+def dated(run: Run, day: str) -> Run:
+    """The run with what templates that read the clock are to see as today, where its tasks do not say so themselves."""
+    task, tested = tasks.dated(run.task, day), run.evaluation.task
+    evaluation = dataclasses.replace(run.evaluation, task=None if tested is None else tasks.dated(tested, day))
+    return dataclasses.replace(run, task=task, evaluation=evaluation)

@@ -11,6 +11,7 @@ from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards.functions import Local
+from jaxrl_llm.tasks.memory import Memory
 
 FREE_TO_CHANGE = (
     "steps",
@@ -29,11 +30,13 @@ FREE_TO_CHANGE = (
     "recipe.paper",
 )
 """Fields (and all below them) that a run may be continued with other values of."""
+LONGEST_SHOWN = 100
+"""Characters of a value that is shown as changed."""
 
 
 def to_json(value: Any) -> Any:
     """Nested JSON values; a dataclass becomes an object whose ``type`` names its class."""
-    if isinstance(value, Local):
+    if isinstance(value, (Local, Memory)):
         value = value.to_save()
     if dataclasses.is_dataclass(value):
         fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -88,10 +91,15 @@ def changes(old: Run, new: Run) -> list[str]:
     names = sorted(before.keys() | after.keys())
     # As text, since nan is not equal to itself.
     return [
-        f"{name}: {before.get(name)} -> {after.get(name)}"
+        f"{name}: {_short(before.get(name))} -> {_short(after.get(name))}"
         for name in names
         if repr(before.get(name)) != repr(after.get(name))
     ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,10 +4,11 @@ import math
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
+from jaxrl_llm.config.answers import check_answers
 from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Learner
-from jaxrl_llm.models.config import ADAPTABLE, Lora
+from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
 from jaxrl_llm.rollout.settings import Rollout
@@ -32,6 +33,7 @@ def validate(run: Run) -> None:
     _check_recipe(run)
     _check_evaluation(run)
     _check_scoring(run)
+    check_answers(run)
     for task in (run.task, run.evaluation.task):
         if task is not None:
             tasks.check(task)
@@ -273,4 +275,14 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
         rows % (data * fsdp) == 0,
         f"learner.microbatch_rows {rows} does not divide over mesh data x fsdp = {data} x {fsdp}: make "
         f"it a multiple of {data * fsdp}",
+    )
+
+
+def validate_on_model(run: Run, model: ModelConfig) -> None:
+    """Refuse prompts and completions that are longer than what the model was made for; before anything is compiled."""
+    rollout, positions = run.rollout, model.attention.max_positions
+    require(
+        rollout.max_length <= positions,
+        f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} and rollout.max_new_tokens {rollout.max_new_tokens} need "
+        f"{rollout.max_length} positions, and the model was made for {positions}: lower one by {rollout.max_length - positions}",
     )

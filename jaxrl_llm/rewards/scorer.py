@@ -40,7 +40,7 @@ class Scores:
 
     Attributes:
       reward: float64[n], the weighted sum of the parts; NaN where a part is.
-      accuracy: float64[n], the verifier's score; 1 or more is correct, and 0 where the verifier failed.
+      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN where there is none.
       parts: float64[n] for each reward by name, unweighted.
       failures: what could not be scored.
     """
@@ -222,7 +222,9 @@ def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.nda
 
 
 def _verify(problem: Problem, completion: Completion) -> float | str:
-    """The accuracy, or the path of the function that computes it."""
+    """The accuracy, or the path of the function that computes it; NaN where nothing is verified."""
+    if problem.verifier == "none":
+        return math.nan
     answer = extract(completion.text, problem.extractor)
     if answer is None:
         return 0.0

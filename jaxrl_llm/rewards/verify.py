@@ -1,5 +1,7 @@
 """Whether a completion answers its problem: the extracted answer against the reference."""
 
+import math
+
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.resolve import resolve
@@ -28,13 +30,15 @@ POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl
 
 
 def accuracy(problem: Problem, completion: Completion) -> float:
-    """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more.
+    """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more. NaN without a verifier.
 
     It runs here, however long that takes; ``Scorer`` runs the pooled verifiers where they can be killed.
 
     Raises:
       InputError: the problem names an unknown extractor or verifier.
     """
+    if problem.verifier == "none":
+        return math.nan
     answer = extract(completion.text, problem.extractor)
     if answer is None:
         return 0.0

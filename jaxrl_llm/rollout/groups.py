@@ -181,11 +181,17 @@ def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, flo
         "reward/mean": _known(np.nanmean, scores),
         "reward/std": _known(np.nanstd, scores),
         "reward/zero_std_fraction": float(np.mean([not informative(g, "reward") for g in groups])),
-        "reward/accuracy": float(np.mean([g.accuracy >= 1 for g in groups])),
+        "reward/accuracy": share_correct(groups),
         "completions/mean_length": float(np.mean([len(c.tokens) for c in completions])),
         "completions/truncated_fraction": ended.count("length") / len(ended),
         "completions/repetition_fraction": ended.count("repetition") / len(ended) if repetition else math.nan,
     }
+
+
+def share_correct(groups: Sequence[Group]) -> float:
+    """The share of completions that the verifier calls correct; NaN where nothing is verified."""
+    accuracy = np.stack([g.accuracy for g in groups])
+    return _known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1))
 
 
 def _known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:

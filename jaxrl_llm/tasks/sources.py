@@ -2,16 +2,27 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.extract import extract
 from jaxrl_llm.tasks.generate import entries
-from jaxrl_llm.types import Message, Problem
+from jaxrl_llm.tasks.memory import Memory
+from jaxrl_llm.tasks.rows import problem_of, problems_of
+from jaxrl_llm.types import Problem
+
+
+class Source(Protocol):
+    """Where problems come from: any frozen dataclass with these two. Equal settings give equal problems, ids included."""
+
+    @property
+    def label(self) -> str:
+        """Names its task where the task has no name of its own."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields the problems; what stands in their ``metadata`` should be plain values (see ``codec``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +56,7 @@ class ReasoningGym:
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
             metadata = {"generator": self.name, "options": dict(self.options), "entry": entry}
-            yield _problem(prompt, answer, self.label, metadata)
+            yield problem_of(prompt, answer, self.label, metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +66,14 @@ class Table:
     Attributes:
       path: of the file, from the current folder.
       prompt_field: holds text, or a list of chat messages.
-      answer_field: holds text or a number. A dot reaches into a nested record, in both fields.
+      answer_field: holds text or a number; None where there are no reference answers. A dot reaches into a nested
+        record, in both fields.
       answer_extractor: cuts the reference out of a longer solution; the names are those of ``extract``.
     """
 
     path: str
     prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    answer_field: str | None = "answer"
     answer_extractor: str = "whole"
 
     @property
@@ -69,8 +81,10 @@ class Table:
         """Names its task where the task has no name of its own."""
         return Path(self.path).stem
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, answers: bool = True) -> Iterator[Problem]:
         """Yields the problems; ``metadata`` holds the row's other fields, and ``row``, where it stands.
+
+        ``answers``: whether each must have one; else the answer of a row without one is empty.
 
         Raises:
           InputError: no such file, an unknown suffix, or a row that cannot be used (file and line are named).
@@ -81,7 +95,7 @@ class Table:
             raise InputError(f"{path} has the suffix {path.suffix!r}; tables are .jsonl or .parquet files")
         if not path.is_file():
             raise InputError(f"{path} is no file; paths start at the current folder, {Path.cwd()}")
-        return _table_problems(self, readers[path.suffix](path))
+        return problems_of(self, readers[path.suffix](path), answers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +115,7 @@ class HubDataset:
     split: str = "train"
     revision: str | None = None
     prompt_field: str = "question"
-    answer_field: str = "answer"
+    answer_field: str | None = "answer"
     answer_extractor: str = "whole"
 
     @property
@@ -109,7 +123,7 @@ class HubDataset:
         """Names its task where the task has no name of its own."""
         return Path(self.name).name
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, answers: bool = True) -> Iterator[Problem]:
         """Yields the problems, as Table does.
 
         Raises:
@@ -122,20 +136,39 @@ class HubDataset:
         except Exception as error:  # the HTTP client's own exceptions come through, and they share no base class
             raise InputError(f"data set {self.name} (subset {self.subset}, split {self.split}) cannot be loaded "
                              f"({_one_line(error)}); check the names and the network, or use a Table") from error
-        return _table_problems(self, ((f"{self.name}:{index}", row) for index, row in enumerate(rows)))
+        return problems_of(self, ((f"{self.name}:{index}", row) for index, row in enumerate(rows)), answers)
 
 
-Source = ReasoningGym | Table | HubDataset
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Problems in memory. ``Task(source=rows)`` makes one of any list of dictionaries and of any ``datasets.Dataset``.
 
+    A run's config.json holds the rows themselves as far as they take at most a megabyte; else it says that they are
+    missing, and who goes on with the run gives them again.
 
-def prompt_key(prompt: Iterable[Message]) -> str:
-    """The SHA-256, in hex, of a prompt's roles and contents: the same on every machine."""
-    text = json.dumps([[message["role"], message["content"]] for message in prompt], ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    Attributes:
+      rows: dictionaries, one for each problem.
+      prompt_field, answer_field, answer_extractor: as in Table.
+      label: names its task where the task has no name of its own.
+    """
 
+    rows: Memory
+    prompt_field: str = "prompt"
+    answer_field: str | None = "answer"
+    answer_extractor: str = "whole"
+    label: str = "rows"
 
-def _problem(prompt: tuple[Message, ...], answer: str, label: str, metadata: dict[str, Any]) -> Problem:
-    return Problem(prompt_key(prompt)[:16], prompt, answer, label, metadata=metadata)
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, Memory):
+            object.__setattr__(self, "rows", Memory(self.rows))
+
+    def problems(self, answers: bool = True) -> Iterator[Problem]:
+        """Yields the problems, as Table does.
+
+        Raises:
+          InputError: the rows are not in memory, or one cannot be used.
+        """
+        return problems_of(self, ((f"rows[{index}]", row) for index, row in enumerate(self.rows)), answers)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -159,45 +192,6 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"{path} is no Parquet file ({_one_line(error)}); write it again") from error
-
-
-def _table_problems(source: Table | HubDataset, rows: Iterable[tuple[str, Any]]) -> Iterator[Problem]:
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
-        prompt = _messages(_field(row, source.prompt_field, where, "prompt"), where)
-        answer = _field(row, source.answer_field, where, "answer")
-        if isinstance(answer, list | dict):
-            raise InputError(f"{where}: the answer is a {type(answer).__name__}; it must be text or a number")
-        reference = extract(str(answer), source.answer_extractor)
-        if reference is None:
-            raise InputError(f"{where}: {source.answer_extractor} finds no answer in field {source.answer_field!r}; "
-                             f"change answer_extractor or the row")
-        used = {source.prompt_field.split(".")[0], source.answer_field.split(".")[0]}
-        others = {name: value for name, value in row.items() if name not in used}
-        yield _problem(prompt, reference, source.label, {**others, "row": where})
-
-
-def _field(row: dict[str, Any], name: str, where: str, role: str) -> Any:
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is None or value in ("", []):
-        raise InputError(f"{where} has no {role} in field {name!r} (it has {', '.join(row) or 'none'}); "
-                         f"set {role}_field or complete the row")
-    return value
-
-
-def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": prompt},)
-    messages = prompt if isinstance(prompt, list) else [prompt]
-    for message in messages:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise InputError(f"{where}: the prompt is neither text nor chat messages with role and content")
-    if not any(message["role"] == "user" for message in messages):
-        raise InputError(f"{where}: the prompt has no message of the user; add one")
-    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
 
 
 def _one_line(error: Exception) -> str:

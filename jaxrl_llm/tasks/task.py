@@ -1,28 +1,33 @@
 """A task: where its problems come from, how answers are checked, and what is held out for evaluation."""
 
 import dataclasses
+import datetime
 from collections.abc import Iterable
+from typing import Any
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract, integer
 from jaxrl_llm.tasks.resolve import resolve
-from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Table, prompt_key
+from jaxrl_llm.tasks.rows import prompt_key
+from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table
 from jaxrl_llm.types import Problem
 
-VERIFIERS = ("match", "integer", "math", "reasoning_gym")
+VERIFIERS = ("match", "integer", "math", "reasoning_gym", "none")
 
 _NAMED = 3  # how many dropped rows a note names
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Prompts with checkable answers.
+    """Prompts, and how answers to them are checked.
 
     Attributes:
-      source: of the problems.
+      source: of the problems: one of those here, rows in memory (a list of dictionaries, a ``datasets.Dataset``), or a
+        frozen dataclass of your own with ``problems()`` and ``label``.
       extractor: how the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
-      verifier: how it is compared: ``match`` (text, or equal numbers), ``integer``, ``math`` (equivalent expressions)
-        or ``reasoning_gym`` (the data set's own scoring).
+      verifier: how it is compared: ``match`` (text, or equal numbers), ``integer``, ``math`` (equivalent expressions),
+        ``reasoning_gym`` (the data set's own scoring), or ``none``: nothing is, and no reference answer is needed.
       keep: ``module:function`` of a Problem; where it returns False the problem is dropped.
       system: the system message, in place of the row's own.
       suffix: text appended to the last user message.
@@ -30,9 +35,10 @@ class Task:
         only) or a Jinja text.
       holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
       name: in metrics; None means the source's.
+      date: what templates that read the clock see as today, as 2025-07-01; None means the day on which the run began.
     """
 
-    source: ReasoningGym | Table | HubDataset
+    source: ReasoningGym | Table | HubDataset | Rows
     extractor: str = "last_number"
     verifier: str = "match"
     keep: str | None = None
@@ -41,11 +47,16 @@ class Task:
     template: str = "tokenizer"
     holdout: float = 0.0
     name: str | None = None
+    date: str | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.source, "problems"):
+            object.__setattr__(self, "source", Rows(self.source))
 
     @property
     def label(self) -> str:
         """Names it in metrics."""
-        return self.name or self.source.label
+        return self.name or getattr(self.source, "label", type(self.source).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +73,17 @@ class Loaded:
     held_out: tuple[Problem, ...]
     notes: tuple[str, ...]
 
+    @property
+    def verified(self) -> bool:
+        """Whether answers are compared with references; else the reward is all that says how good they are."""
+        return self.train[0].verifier != "none"
+
 
 def check(task: Task) -> None:
     """Refuses a task that cannot work, before anything is loaded.
 
     Raises:
-      InputError: unknown extractor or verifier, a holdout outside [0, 1), or a ``keep`` that names no function.
+      InputError: unknown extractor or verifier, a holdout outside [0, 1), a bad date, a ``keep`` that names no function.
     """
     extract("", task.extractor)
     if task.verifier not in VERIFIERS:
@@ -78,24 +94,88 @@ def check(task: Task) -> None:
         raise InputError(f"holdout is {task.holdout}; it is a share of the prompts, from 0 to below 1")
     if task.keep is not None:
         resolve(task.keep)
+    try:
+        datetime.date.fromisoformat(task.date or "2025-07-01")
+    except ValueError:
+        raise InputError(f"date {task.date!r} is none; write it as 2025-07-01") from None
 
 
-def load(task: Task) -> Loaded:
+def dated(task: Task, day: str) -> Task:
+    """The task with what its template is to see as today, unless it says so itself."""
+    return task if task.date else dataclasses.replace(task, date=day)
+
+
+def load(task: Task, answers: bool = True) -> Loaded:
     """Loads, filters, merges duplicates by prompt, then splits by a hash of the prompt: the same on every machine.
+
+    ``answers``: whether reference answers are needed. Where they are not, and no problem has one, nothing is verified.
 
     Raises:
       InputError: what ``check`` and the source refuse, or no problem is left to train on.
     """
     check(task)
     notes: list[str] = []
-    rows = [dataclasses.replace(problem, task=task.label, extractor=task.extractor, verifier=task.verifier)
-            for problem in task.source.problems()]
-    kept = _without_duplicates(_checkable(_filtered(rows, task, notes), task, notes), notes)
-    train, held_out = _split(kept, task.holdout)
+    found = _read(task, answers)
+    verifier = _verifier(task, found, answers, notes)
+    settings = {"task": task.label, "extractor": task.extractor, "verifier": verifier}
+    rows = [dataclasses.replace(problem, **settings) for problem in found]
+    kept = _without_duplicates(_checkable(_filtered(rows, task, notes), verifier, notes), notes)
+    train, held_out = _split(_savable(kept, notes), task.holdout)
     if not train:
         raise InputError(f"task {task.label} has no problem left to train on: {len(rows)} from the source, "
                          f"{len(held_out)} held out{''.join('; ' + note for note in notes)}; give it more problems")
     return Loaded(train, held_out, tuple(notes))
+
+
+def _read(task: Task, answers: bool) -> list[Problem]:
+    if isinstance(task.source, Table | HubDataset | Rows):
+        return list(task.source.problems(answers and task.verifier != "none"))
+    return list(task.source.problems())
+
+
+def _verifier(task: Task, problems: list[Problem], answers: bool, notes: list[str]) -> str:
+    """How the problems are verified: as the task says, or not at all where none has an answer and none is needed.
+
+    Raises:
+      InputError: some have an answer and some have none.
+    """
+    # What reasoning-gym's data sets score may have no answer in words.
+    if task.verifier == "none" or isinstance(task.source, ReasoningGym):
+        return task.verifier
+    without = [problem for problem in problems if not problem.answer]
+    if not without:
+        return task.verifier
+    if answers or len(without) < len(problems):
+        raise InputError(f"{_place(without[0])} has no answer, as {len(without)} of {len(problems)} problems of "
+                         f"{task.label}: give all one, or take rewards that need none (no Accuracy) and verifier none")
+    notes.append(f"no problem of {task.label} has a reference answer: nothing is verified, only the reward is reported")
+    return "none"
+
+
+def _savable(problems: list[Problem], notes: list[str]) -> list[Problem]:
+    """The problems without the fields of their rows that a checkpoint could not hold, such as images."""
+    left_out: dict[str, str] = {}
+    found = []
+    for problem in problems:
+        fields = {name: value for name, value in problem.metadata.items() if not _kind_refused(value, name, left_out)}
+        found.append(problem if len(fields) == len(problem.metadata) else dataclasses.replace(problem, metadata=fields))
+    for name, kind in left_out.items():
+        notes.append(f"the field {name} is left out: it holds a {kind}, which cannot be saved")
+    return found
+
+
+def _kind_refused(value: Any, name: str, left_out: dict[str, str]) -> bool:
+    """Whether a checkpoint cannot hold a field's value; then the kind of what it holds is noted under its name."""
+    try:
+        codec.to_json(value)
+    except TypeError as error:
+        left_out.setdefault(name, str(error))
+        return True
+    return False
+
+
+def _place(problem: Problem) -> str:
+    return str(problem.metadata.get("row", problem.id))
 
 
 def _filtered(problems: list[Problem], task: Task, notes: list[str]) -> list[Problem]:
@@ -108,12 +188,12 @@ def _filtered(problems: list[Problem], task: Task, notes: list[str]) -> list[Pro
     return kept
 
 
-def _checkable(problems: list[Problem], task: Task, notes: list[str]) -> list[Problem]:
-    if task.verifier != "integer":
+def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list[Problem]:
+    if verifier != "integer":
         return problems
     dropped = [problem for problem in problems if integer(problem.answer) is None]
     if dropped:
-        named = ", ".join(f"{problem.metadata.get('row', problem.id)} ({problem.answer[:40]!r})"
+        named = ", ".join(f"{_place(problem)} ({problem.answer[:40]!r})"
                           for problem in dropped[:_NAMED])
         more = ", ..." if len(dropped) > _NAMED else ""
         notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is no integer: {named}{more}")

@@ -1,5 +1,9 @@
 """From a problem to the token ids that the policy continues."""
 
+import datetime
+import functools
+import json
+import re
 from typing import Any
 
 import numpy as np
@@ -13,9 +17,13 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
+
 
 def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
     """The prompt's token ids, int32[T], up to where the answer begins.
+
+    A template that asks for the date is told the task's; the clock's where it has none.
 
     A chat template writes its own special tokens, so none are added to its text. ``plain`` joins the contents with
     blank lines and begins with the tokenizer's BOS token where that tokenizer begins every text so.
@@ -30,7 +38,7 @@ def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
         text = "\n\n".join(message["content"] for message in messages)
         start = _bos(text, tokenizer)
     else:
-        text, start = _render(messages, _template(task, tokenizer), tokenizer), []
+        text, start = _render(messages, _on_the_day(_template(task, tokenizer), task.date), tokenizer), []
     return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
@@ -44,11 +52,11 @@ def _messages(problem: Problem, task: Task) -> list[Message]:
     return messages
 
 
-def _template(task: Task, tokenizer: Any) -> str | None:
+def _template(task: Task, tokenizer: Any) -> str:
     if task.template == "tokenizer":
         if tokenizer.chat_template is None:
             raise InputError("the tokenizer has no chat template; add --task.template plain (or chatml, or Jinja text)")
-        return None
+        return tokenizer.get_chat_template()
     if task.template == "chatml":
         return CHATML
     if "{" not in task.template:
@@ -56,7 +64,7 @@ def _template(task: Task, tokenizer: Any) -> str | None:
     return task.template
 
 
-def _render(messages: list[Message], template: str | None, tokenizer: Any) -> str:
+def _render(messages: list[Message], template: str, tokenizer: Any) -> str:
     import jinja2
 
     try:
@@ -65,6 +73,19 @@ def _render(messages: list[Message], template: str | None, tokenizer: Any) -> st
     except jinja2.TemplateError as error:
         raise InputError(f"the chat template refuses the messages ({error}); change --task.system or --task.template") \
             from error
+
+
+@functools.lru_cache(maxsize=8)
+def _on_the_day(template: str, day: str | None) -> str:
+    """The template with the day in place of what it asks the clock; transformers hands no function to a template."""
+    if day is None:
+        return template
+    today = datetime.datetime.fromisoformat(day)
+    told = _CLOCK.sub(lambda asked: json.dumps(today.strftime(asked["format"]), ensure_ascii=False), template)
+    if "strftime_now(" in told:
+        raise InputError("the chat template reads the clock by a format that it computes, so that no date can be set "
+                         "for it; give another with --task.template")
+    return told
 
 
 def _bos(text: str, tokenizer: Any) -> list[int]:

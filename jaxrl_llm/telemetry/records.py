@@ -21,11 +21,20 @@ def record(
          "parts": {name: float(part[i]) for name, part in g.parts.items()}, "finish_reason": c.finish_reason, "tokens": len(c.tokens)}
         for g in groups for i, c in enumerate(g.completions)
     ]
-    for problem, answers, right in zip(found.problems, found.completions, found.correct, strict=True) if found else ():
-        if len(lines) < LOGGED_ANSWERS:
-            asked, answer = problem.prompt[-1]["content"], answers[0].text
-            lines.append({"kind": "evaluation", "prompt": asked, "completion": answer, "correct": bool(right[0])})
+    lines += _answers(found, LOGGED_ANSWERS - len(lines)) if found else []
     if writer is not None:
         writer.samples(step, lines)
         writer.write(step, metrics)
     progress.step({"step": step} | metrics)
+
+
+def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:
+    """The first answers to the first problems: whether they are correct, or their rewards where nothing is verified."""
+    lines = []
+    for i, (problem, answers) in enumerate(zip(found.problems, found.completions, strict=True)):
+        line = {"kind": "evaluation", "prompt": problem.prompt[-1]["content"], "completion": answers[0].text}
+        if found.correct is None:
+            lines.append(line | {"reward": float(found.rewards[i, 0])})
+        else:
+            lines.append(line | {"correct": bool(found.correct[i, 0])})
+    return lines[: max(most, 0)]

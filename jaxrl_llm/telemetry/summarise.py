@@ -1,5 +1,6 @@
 """A run's summary from the files that it left."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,31 @@ from jaxrl_llm.telemetry.summary import Answered, RunSummary, pair_samples
 def summarise(run_dir: Path, seconds: float) -> RunSummary:
     """What ``metrics.jsonl`` and ``samples.jsonl`` say of the first and the last evaluation."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
-    tested = [(row["step"], name, value) for row in rows for name, value in row.items() if name.startswith("eval/") and name.endswith("/pass@1")]
-    task = tested[0][1].split("/")[1] if tested else ""
     steps = rows[-1]["step"] if rows else 0
-    if len({step for step, _, _ in tested}) < 2:
-        return RunSummary(str(run_dir), task, steps, seconds, None, tested[-1][2] if tested else None)
+    tested = [(row["step"], name, value) for row in rows for name, value in row.items() if _tells(name)]
+    if not tested:
+        return RunSummary(str(run_dir), "", steps, seconds)
+    (first, name, before), (last, _, after) = tested[0], tested[-1]
+    task, _, kind = name.removeprefix("eval/").rpartition("/")
+    measure = "accuracy" if kind == "pass@1" else "reward"
+    if first == last:
+        return RunSummary(str(run_dir), task, steps, seconds, measure, None, after)
     answers = list(read_rows(run_dir / "samples.jsonl"))
-    pairs = pair_samples(_answered(answers, tested[0][0]), _answered(answers, tested[-1][0]))
-    return RunSummary(str(run_dir), task, steps, seconds, tested[0][2], tested[-1][2], pairs)
+    pairs = pair_samples(_answered(answers, first), _answered(answers, last))
+    return RunSummary(str(run_dir), task, steps, seconds, measure, before, after, pairs)
+
+
+def _tells(name: str) -> bool:
+    """Whether a metric sums an evaluation up: the accuracy, or the reward where nothing is verified."""
+    return name.startswith("eval/") and name.endswith(("/pass@1", "/reward"))
 
 
 def _answered(rows: list[dict[str, Any]], step: int) -> list[Answered]:
-    return [(r["prompt"], r["completion"], r["correct"]) for r in rows if r["step"] == step and r["kind"] == "evaluation"]
+    tested = [row for row in rows if row["step"] == step and row["kind"] == "evaluation"]
+    return [(row["prompt"], row["completion"], _score(row)) for row in tested]
+
+
+def _score(row: dict[str, Any]) -> float:
+    if "correct" in row:
+        return float(row["correct"])
+    return math.nan if row["reward"] is None else row["reward"]

@@ -7,23 +7,28 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl_llm.telemetry.columns import seconds
+from jaxrl_llm.telemetry.columns import seconds, short
 
 SHOWN_PAIRS = 3
 SHOWN_LINES = 3
 LABEL_WIDTH = 18
 LONGEST_ASKED = 100
+WORDS = {
+    "accuracy": ("went from wrong to right", "from right to wrong"),
+    "reward": ("got a higher reward", "a lower one"),
+}
+"""What is said of problems that got better, and worse, by what was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplePair:
-    """Two completions of one prompt: by the model before training, and after."""
+    """Two completions of one prompt, by the model before training and after, and what each scored (1 is correct)."""
 
     prompt: str
     before: str
     after: str
-    before_correct: bool
-    after_correct: bool
+    before_score: float
+    after_score: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +40,9 @@ class RunSummary:
       task: the task that was evaluated.
       steps: the last step.
       seconds: how long this process took.
-      accuracy_before: share of correct answers before training, 0 to 1; None if it was not evaluated.
-      accuracy_after: the same after the last step.
+      measure: what the evaluation told: ``accuracy``, or ``reward`` where nothing is verified.
+      before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
+      after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
     """
 
@@ -44,32 +50,33 @@ class RunSummary:
     task: str
     steps: int
     seconds: float
-    accuracy_before: float | None = None
-    accuracy_after: float | None = None
+    measure: str = "accuracy"
+    before: float | None = None
+    after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
 
 
-Answered = tuple[str, str, bool]
-"""Prompt text, completion text, whether it is correct."""
+Answered = tuple[str, str, float]
+"""Prompt text, completion text, what it scored: 1 if it is correct, 0 if not; its reward where nothing is verified."""
 
 
 def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple[SamplePair, ...]:
     """Pairs by prompt, in the order of ``after``; a prompt that stands on one side only is left out."""
-    first = {prompt: (text, correct) for prompt, text, correct in before}
-    return tuple(SamplePair(prompt, first[prompt][0], text, bool(first[prompt][1]), bool(correct))
-                 for prompt, text, correct in after if prompt in first)
+    first = {prompt: (text, score) for prompt, text, score in before}
+    return tuple(SamplePair(prompt, first[prompt][0], text, first[prompt][1], score)
+                 for prompt, text, score in after if prompt in first)
 
 
 def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list[SamplePair]:
-    """``count`` pairs: those that went from wrong to right first, then the others, in their order."""
-    return sorted(pairs, key=lambda pair: pair.before_correct or not pair.after_correct)[:count]
+    """``count`` pairs: those that got better first, then the others, in their order."""
+    return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print the accuracy before and after, samples, the run's directory and the next commands; to stdout if None."""
+    """Print the accuracy (or reward) before and after, samples, the run's directory and the next commands; to stdout if None."""
     console = console or Console(highlight=False)
     console.print()
-    for line in (*_accuracy(summary), *_samples(summary.pairs, console), Text(""), *_next(summary)):
+    for line in (*_results(summary), *_samples(summary, console), Text(""), *_next(summary)):
         console.print(line, soft_wrap=True)
 
 
@@ -77,35 +84,40 @@ def _field(label: str, value: str, style: str = "") -> Text:
     return Text.assemble((f"{label:<{LABEL_WIDTH}}", "bold"), (value, style))
 
 
-def _accuracy(summary: RunSummary) -> list[Text]:
-    before, after = _percent(summary.accuracy_before), _percent(summary.accuracy_after)
+def _results(summary: RunSummary) -> list[Text]:
+    measure = summary.measure
     lines = [_field("finished", f"{summary.steps} steps in {seconds(summary.seconds)}")]
-    if summary.accuracy_after is not None:
-        lines.append(_field("accuracy before", before))
-        lines.append(_field("accuracy after", f"{after}  on {summary.task}", "bold"))
+    if summary.after is not None:
+        lines.append(_field(f"{measure} before", _shown(summary.before, measure)))
+        lines.append(_field(f"{measure} after", f"{_shown(summary.after, measure)}  on {summary.task}", "bold"))
     if summary.pairs:
-        gained = sum(not pair.before_correct and pair.after_correct for pair in summary.pairs)
-        lost = sum(pair.before_correct and not pair.after_correct for pair in summary.pairs)
-        lines.append(_field("of the problems", f"{gained} went from wrong to right, {lost} from right to wrong, "
+        gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
+        lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
+        better, worse = WORDS[measure]
+        lines.append(_field("of the problems", f"{gained} {better}, {lost} {worse}, "
                                                f"{len(summary.pairs) - gained - lost} stayed"))
     return lines
 
 
-def _percent(share: float | None) -> str:
-    return "not evaluated" if share is None else f"{100 * share:.1f} %"
+def _shown(value: float | None, measure: str) -> str:
+    if value is None:
+        return "not evaluated"
+    return f"{100 * value:.1f} %" if measure == "accuracy" else short(value)
 
 
-def _samples(pairs: Sequence[SamplePair], console: Console) -> list[Text]:
+def _samples(summary: RunSummary, console: Console) -> list[Text]:
     lines = []
-    for pair in worth_showing(pairs):
+    for pair in worth_showing(summary.pairs):
         lines += [Text(""), *_block("prompt", ("", ""), pair.prompt, console)]
-        lines += _block("before", _verdict(pair.before_correct), pair.before, console)
-        lines += _block("after", _verdict(pair.after_correct), pair.after, console)
+        lines += _block("before", _verdict(pair.before_score, summary.measure), pair.before, console)
+        lines += _block("after", _verdict(pair.after_score, summary.measure), pair.after, console)
     return lines
 
 
-def _verdict(correct: bool) -> tuple[str, str]:
-    return ("right", "green") if correct else ("wrong", "red")
+def _verdict(score: float, measure: str) -> tuple[str, str]:
+    if measure == "reward":
+        return short(score), ""
+    return ("right", "green") if score else ("wrong", "red")
 
 
 def _block(label: str, verdict: tuple[str, str], text: str, console: Console) -> list[Text]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Scorer
+from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Scorer, accuracy
 from jaxrl_llm.rewards.pool import Call, Pool
 from jaxrl_llm.tasks import ReasoningGym
 from jaxrl_llm.types import Completion, Problem
@@ -67,6 +67,14 @@ def test_accuracy_is_there_without_an_accuracy_reward():
         scores = scorer.score([item("3"), item("4")])
     np.testing.assert_array_equal(scores.accuracy, [1.0, 0.0])
     assert list(scores.parts) == ["length_penalty"]
+
+
+def test_nothing_is_correct_or_wrong_where_nothing_is_verified():
+    with Scorer((LengthPenalty(0.1),)) as scorer:
+        scores = scorer.score([item("3"), item("no number", "", verifier="none"), item("3", "", verifier="none")])
+    np.testing.assert_array_equal(scores.accuracy, [1.0, np.nan, np.nan])
+    np.testing.assert_allclose(scores.reward, [-0.3, -0.3, -0.3])
+    assert math.isnan(accuracy(*item("no number", "", verifier="none")))
 
 
 def test_nothing_to_score():

@@ -11,7 +11,7 @@ from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.demand import Demand
-from jaxrl_llm.rollout.groups import Backlog, Source, describe, informative, request_seed, whole
+from jaxrl_llm.rollout.groups import Backlog, Source, describe, informative, request_seed, share_correct, whole
 from jaxrl_llm.tasks import Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -142,6 +142,12 @@ def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sample
             assert x.tokens.tolist() == y.tokens.tolist() and x.text == y.text
             np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
             assert x.version.tolist() == [5, 5, 6, 6, 7][: len(x.tokens)] and x.extras["entropy"].shape == x.tokens.shape
+
+
+def test_accuracy_is_the_share_of_what_is_verified():
+    unverified = group([np.nan, np.nan], rewards=[0.5, 1.0])
+    assert share_correct([group([1, 0]), group([1, 1])]) == 0.75
+    assert np.isnan(share_correct([unverified])) and share_correct([unverified, group([1, 0])]) == 0.5
 
 
 def test_what_was_asked_is_scored_and_learned_from_whatever_changes_between_two_steps(sampler):

@@ -1,17 +1,22 @@
 """Rows become problems; a row that cannot be used is named."""
 
+import datetime
+import decimal
 import json
 import os
 import subprocess
 import sys
+import zoneinfo
 from pathlib import Path
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import ReasoningGym, Table
+from jaxrl_llm.tasks import ReasoningGym, Table, Task, load
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
 
@@ -35,6 +40,25 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     for ours, theirs in zip(from_parquet, from_jsonl, strict=True):
         assert (ours.id, ours.prompt, ours.answer) == (theirs.id, theirs.prompt, theirs.answer)
     assert from_parquet[4].metadata["row"].endswith("rows.parquet:5")
+
+
+def test_parquet_keeps_its_types_and_a_checkpoint_can_hold_them(tmp_path):
+    zone = zoneinfo.ZoneInfo("Europe/Berlin")
+    row = {
+        "prompt": "a", "answer": decimal.Decimal("1.50"), "price": decimal.Decimal("0.10"), "raw": b"\x00",
+        "day": datetime.date(2025, 7, 1), "when": datetime.datetime(2025, 7, 1, 12, tzinfo=zone), "scores": [float("nan"), float("inf")],
+        "nested": {"days": [datetime.date(2025, 1, 1)], "took": datetime.timedelta(seconds=3)},
+    }  # fmt: skip
+    columns = pyarrow.Table.from_pylist([row])
+    row["nanoseconds"] = pandas.Timestamp("2025-07-01T12:00:00.000000001")
+    columns = columns.append_column("nanoseconds", pyarrow.array([row["nanoseconds"]], pyarrow.timestamp("ns")))
+    pyarrow.parquet.write_table(columns, tmp_path / "rows.parquet")
+    (problem,) = load(Task(Table(str(tmp_path / "rows.parquet")))).train
+    assert problem.answer == "1.50" and problem.metadata["price"] == row["price"]
+    for name in row.keys() - {"prompt", "answer"}:
+        assert repr(problem.metadata[name]) == repr(row[name])
+    again = codec.from_json(json.loads(json.dumps(codec.to_json(problem.metadata))))
+    assert repr(again) == repr(problem.metadata)
 
 
 def test_a_dot_reaches_into_records_and_the_reference_is_cut_out():

@@ -1,6 +1,7 @@
 """Loading a task: what is kept, what is merged, what is held out, and that no prompt stands on both sides."""
 
 import dataclasses
+import datetime
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import ReasoningGym, Table, Task, load
+from jaxrl_llm.tasks import ReasoningGym, Table, Task, difference, fingerprint, load, prompt_key
+from jaxrl_llm.types import Problem
 
 ONE_DIGIT_SUMS = Task(
     ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),
@@ -129,3 +131,59 @@ def test_reading_tasks_needs_no_jax_and_no_generator():
                "if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_problems_without_an_answer_are_allowed_where_none_is_needed(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "answer": null}\n{"prompt": "c", "answer": {"tests": [1]}}\n')
+    note = "no problem of prompts has a reference answer: nothing is verified, only the reward is reported"
+    for task, notes in [
+        (Task(Table(str(path))), (note,)), (Task(Table(str(path), answer_field=None)), (note,)),
+        (Task(Table(str(path)), verifier="none"), ()), (Task(Table(str(path)), verifier="integer"), (note,)),
+    ]:  # fmt: skip
+        loaded = load(task, answers=False)
+        assert [problem.answer for problem in loaded.train] == ["", "", ""] and loaded.notes == notes
+        assert not loaded.verified and {problem.verifier for problem in loaded.train} == {"none"}
+        assert loaded.train[2].metadata["answer"] == {"tests": [1]}
+    with pytest.raises(InputError, match="prompts.jsonl:1 has no answer in field.*take rewards that need no answer"):
+        load(Task(Table(str(path))))
+    assert load(Task(table(tmp_path, [("a", "1")])), answers=False).verified
+    assert not load(Task(table(tmp_path, [("a", "1")]), verifier="none"), answers=True).verified
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_all_problems_have_an_answer_or_none_has(tmp_path, answers):
+    with pytest.raises(InputError, match="rows.jsonl:2 has no answer"):
+        load(Task(table(tmp_path, [("a", "1"), ("b", None)])), answers)
+
+
+@pytest.mark.parametrize("date", ["today", "2025-13-01", "01.07.2025"])
+def test_a_date_that_is_none_is_refused(tmp_path, date):
+    with pytest.raises(InputError, match=f"date '{date}' is none; write it as 2025-07-01"):
+        load(Task(table(tmp_path, [("a", "1")]), date=date))
+
+
+def problem(prompt, answer="1", **metadata):
+    messages = ({"role": "user", "content": prompt},)
+    return Problem(prompt_key(messages), messages, answer, "t", metadata=metadata)
+
+
+EDITED = "the prompts are the same, but answers or other fields have changed"
+BEGAN = [problem("a", level=1), problem("b", level=2, row="x.jsonl:2"), problem("c", day=datetime.date(2025, 7, 1))]
+
+
+@pytest.mark.parametrize(
+    ("now", "change"),
+    [
+        (BEGAN, ""),
+        ([BEGAN[0], problem("b", row="moved/x.jsonl:2", level=2), BEGAN[2]], ""),
+        (BEGAN[:2], "there were 3 and there are 2"),
+        ([*BEGAN[:2], problem("d")], "there are 3 as before, but prompts have changed"),
+        ([*BEGAN[:2], problem("c", day=datetime.date(2025, 7, 2))], EDITED),
+        ([problem("a", "2", level=1), *BEGAN[1:]], EDITED),
+        (BEGAN[::-1], "they are the same in another order"),
+    ],
+)  # fmt: skip
+def test_what_has_changed_of_the_problems_is_said(now, change):
+    before = json.loads(json.dumps(fingerprint(BEGAN)))
+    assert difference(before, fingerprint(now)) == change

@@ -1,11 +1,13 @@
 """Prompts become token ids: each template's own text, and one BOS at most."""
 
+import datetime
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import Table, Task, encode
+from jaxrl_llm.tasks import Table, Task, dated, encode
 from jaxrl_llm.types import Problem
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
@@ -68,6 +70,23 @@ def test_system_replaces_and_suffix_follows_the_last_user_message():
     assert text == "New.\n\na\n\nb\n\nc Box it."
     assert CHAT.prompt[-1]["content"] == "c"
     assert text_of(SUM, byte_tokenizer(bos=False), template="plain", system="New.") == "New.\n\n1 + 1?"
+
+
+CLOCK = """{% if strftime_now is defined %}{% set day = strftime_now( '%d %B %Y') %}{% endif %}
+{{- day }}, {{ strftime_now("%H:%M") }}"""
+
+
+def test_a_template_that_reads_the_clock_is_told_the_tasks_date():
+    assert text_of(SUM, byte_tokenizer(CLOCK, bos=False), date="2024-02-29") == "29 February 2024, 00:00"
+    assert text_of(SUM, byte_tokenizer(bos=False), template=CLOCK, date="2024-02-29") == "29 February 2024, 00:00"
+    assert text_of(SUM, byte_tokenizer(CLOCK, bos=False)).startswith(f"{datetime.date.today():%d %B %Y}")
+    with pytest.raises(InputError, match="reads the clock by a format that it computes"):
+        text_of(SUM, byte_tokenizer("{% set f = '%d' %}{{ strftime_now(f) }}"), date="2024-02-29")
+
+
+def test_a_task_that_says_its_date_keeps_it():
+    assert dated(Task(Table("none.jsonl")), "2025-07-01").date == "2025-07-01"
+    assert dated(Task(Table("none.jsonl"), date="2024-02-29"), "2025-07-01").date == "2024-02-29"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def printed(width=80, **changes):
     console = Console(file=io.StringIO(), width=width)
     values = {
         "run_dir": "my runs/quickstart", "task": "chain_sum", "steps": 12, "seconds": 431.0,
-        "accuracy_before": 0.5, "accuracy_after": 0.25, "pairs": pair_samples(BEFORE, AFTER),
+        "before": 0.5, "after": 0.25, "pairs": pair_samples(BEFORE, AFTER),
     }
     print_summary(RunSummary(**{**values, **changes}), console)
     return console.file.getvalue()
@@ -42,6 +42,15 @@ def test_losses_are_counted_beside_gains():
     assert "accuracy before   50.0 %" in text and "accuracy after    25.0 %  on chain_sum" in text
 
 
+def test_without_a_verifier_the_reward_is_summed_up():
+    pairs = pair_samples([("a", "x", 0.25), ("b", "y", 2.0)], [("a", "z", -1.5), ("b", "w", 3.0)])
+    assert [pair.prompt for pair in worth_showing(pairs)] == ["b", "a"]
+    text = printed(measure="reward", before=0.25, after=-1.5, pairs=pairs)
+    assert "reward before     0.250" in text and "reward after      -1.500  on chain_sum" in text
+    assert "1 got a higher reward, 1 a lower one, 0 stayed" in text
+    assert "after   3.000" in text and not {"right", "wrong", "accuracy"} & set(text.split())
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
     text = printed(width, pairs=pair_samples(BEFORE, AFTER)[3:])
@@ -60,9 +69,9 @@ def test_the_commands_can_be_pasted():
 
 
 def test_a_run_without_evaluation_still_ends_with_its_commands():
-    text = printed(accuracy_before=None, accuracy_after=None, pairs=())
+    text = printed(before=None, after=None, pairs=())
     assert "accuracy" not in text and "jaxrl-llm eval" in text
-    assert "accuracy before   not evaluated" in printed(accuracy_before=None)
+    assert "accuracy before   not evaluated" in printed(before=None)
 
 
 def test_abridging_keeps_the_end_where_the_answer_stands():
