@@ -98,10 +98,14 @@ class ToyEngine:
 
 @dataclasses.dataclass(frozen=True)
 class ToySource:
-    """Prompt n is degenerate with the given chance; an informative group has right and wrong answers."""
+    """Prompt n is degenerate with the given chance; an informative group has right and wrong answers.
+
+    Where nothing is ``solved`` they differ in their reward alone.
+    """
 
     group: int
     degenerate: float
+    solved: bool = True
 
     def informative(self, place):
         return drawn(place, 7, 1000) >= 1000 * self.degenerate
@@ -118,7 +122,7 @@ class ToySource:
         for group in whole:
             right = np.ones(self.group)
             right[0] = not self.informative(group.place)
-            found.append(Group(group.problem, group.prompt, group.completions, right, right))
+            found.append(Group(group.problem, group.prompt, group.completions, right, right * self.solved))
         return found, Failures(1, 0, {"toy": (len(found), 1)}, {"toy": f"failed after {whole[0].place}"})
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.checkpoint import backlog_from_json, backlog_to_json
+from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.groups import Backlog, tokens_in
 from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
@@ -45,8 +46,24 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
         assert places(step.groups)[carried:] == sorted(places(step.groups)[carried:])
         assert places(step.sampled) == sorted(places(step.sampled))
         assert step.metrics["dynamic_sampling/missing"] == 0 == step.metrics["rollout/interrupted"]
+        assert step.metrics["reward/mean"] == pytest.approx(np.mean([g.rewards for g in step.sampled]))  # before the filter
+        assert math.isnan(step.metrics["completions/repetition_fraction"])  # nothing looks for any
     every = [n for step in found for n in places(step.groups)]
     assert len(set(every)) == len(every)
+
+
+def test_repetition_is_measured_where_it_is_looked_for():
+    made = sampler(2, 8)
+    rules = dataclasses.replace(made.sampling, repetition=Repetition(4, 3))
+    assert collect(dataclasses.replace(made, sampling=rules), None, 0, Backlog()).metrics["completions/repetition_fraction"] == 0
+
+
+def test_a_filter_of_the_reward_keeps_groups_that_nobody_solves():
+    made = sampler(6, 16, 0.5, filter_groups="reward")
+    unsolved = dataclasses.replace(made, source=dataclasses.replace(made.source, solved=False))
+    found, wanted = steps(unsolved, 3), steps(made, 3)
+    assert [places(step.groups) for step in found] == [places(step.groups) for step in wanted]
+    assert not any(g.accuracy.any() for step in found for g in step.groups) and learned(found) == 18
 
 
 def test_surplus_comes_first_in_the_next_step_and_is_dropped_after_that():
@@ -55,6 +72,7 @@ def test_surplus_comes_first_in_the_next_step_and_is_dropped_after_that():
     first = collect(made, None, 5, Backlog(40, tuple(surplus)))
     assert places(first.groups) == [0, 1] and first.sampled == [] and first.tokens == 0
     assert first.metrics["dynamic_sampling/expired"] == 6 and first.backlog == Backlog(40)
+    assert first.metrics["reward/mean"] == 0.75  # of what it learned from, since nothing was finished
     assert math.isnan(first.metrics["rollout/utilisation"]) and math.isnan(first.metrics["dynamic_sampling/kept_fraction"])
     assert 0 < first.metrics["rollout/useful_fraction"] < 1
     second = collect(made, None, 5, Backlog(40, tuple(surplus[:1])))
@@ -156,15 +174,19 @@ def test_no_group_waits_for_ever():
 
 
 def test_a_group_that_grows_too_old_is_dropped():
-    free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 30) for age in (0, 6, 1))
+    free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 20) for age in (0, 6, 1))
     assert json.dumps(backlog_to_json(free[-1].backlog)) == json.dumps(backlog_to_json(bound[-1].backlog))  # none is older
     assert not sum(step.metrics["rollout/expired"] for step in free)
     for version, step in enumerate(strict):
         oldest = lambda group: min(int(v) for c in group.completions if c is not None for v in c.version)
         assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.backlog.unfinished)
         assert all(version - oldest(g) <= 1 + (g in strict[version - 1].backlog.carried) for g in step.groups)
-    expired = [step for step in strict if step.metrics["rollout/expired"]]
-    assert expired and all(step.metrics["rollout/useful_fraction"] < 1 for step in expired)
+        assert [u.place for u in step.backlog.unfinished] == sorted(u.place for u in step.backlog.unfinished)
+    assert sum(step.metrics["rollout/expired"] for step in strict) > 5
+    used = [tokens_in(step.groups) for step in strict]
+    thrown = sum(n / step.metrics["rollout/useful_fraction"] - n for n, step in zip(used, strict, strict=True))
+    left = strict[-1].backlog
+    assert sum(step.tokens for step in strict) == pytest.approx(sum(used) + thrown + tokens_in([*left.carried, *left.unfinished]))
 
 
 def test_the_longest_completion_is_finished_under_any_age_limit():
