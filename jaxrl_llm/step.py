@@ -224,12 +224,9 @@ def learn_from(
         update = functools.partial(parts.update, kl_coef=kl_coef if in_loss else None)
         state, metrics = learner.learn(
             state, samples, run.learner, parts.layout, parts.compute, update, run.rollout.temperature, run.seed + step,
-            parts.mesh, in_loss,
+            parts.mesh, in_loss, judge=run.recipe.controller is not None,
         )
     measured |= metrics
-    if kl_coef is not None:
-        # A penalty on the distance from the old policy has no reference: how far this step moved is its KL.
-        measured["controller/kl"] = measured["kl"] if "kl" in measured else measured["policy_kl"]
     measured["completions"] = len(batch.groups) * run.rollout.group
     return state, measured | {"time/update_s": time.perf_counter() - began}
 

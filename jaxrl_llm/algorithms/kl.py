@@ -127,7 +127,7 @@ class AdaptiveKL:
         positive(self, "target")
 
     def __call__(self, coef: float, kl: float, completions: int = 0) -> float:
-        """The next coefficient, from the KL just measured; on how many completions does not matter."""
+        """The next coefficient, from the KL of a token just measured; on how many completions does not matter."""
         return coef / 2 if kl < self.target / 1.5 else coef * 2 if kl > self.target * 1.5 else coef
 
 
@@ -135,8 +135,8 @@ class AdaptiveKL:
 class ProportionalKL:
     """Ziegler et al. 2019 (arXiv 1909.08593): ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon``.
 
-    ``target`` is the KL of whole sequences there (6 nats); here it is compared with whatever KL the caller gives.
-    ``horizon`` counts completions.
+    ``target``: nats per sequence, the sum over its tokens (the paper's 6), of the KL that ``AdaptiveKL`` takes per token.
+    ``horizon``: completions.
     """
 
     target: float = 6.0
@@ -151,6 +151,6 @@ class ProportionalKL:
         positive(self, "target", "horizon")
 
     def __call__(self, coef: float, kl: float, completions: int) -> float:
-        """The next coefficient, from the KL just measured on so many completions."""
+        """The next coefficient, from the KL of a sequence just measured on so many completions."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return coef * (1 + error * completions / self.horizon)

@@ -1,6 +1,7 @@
 """From scored samples to a new state: epochs and minibatches over one rollout."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample, pack, places
 from jaxrl_llm.learner.settings import Learner
-from jaxrl_llm.learner.update import score
+from jaxrl_llm.learner.update import divergence, score
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
@@ -76,9 +77,12 @@ def batch_shardings(packed: Packed, mesh: Any) -> Packed:
 
 def learn(
     state: TrainState, groups: Sequence[Sequence[Sample]], settings: Learner, layout: Layout, compute: Compute,
-    update: Callable[..., Any], temperature: float, seed: int, mesh: Mesh, reference: bool = True,
+    update: Callable[..., Any], temperature: float, seed: int, mesh: Mesh, reference: bool = True, judge: bool = False,
 ) -> tuple[TrainState, dict[str, float]]:
     """Every epoch over every minibatch of the groups.
+
+    The passes end with the first update that is refused for its distance from the old policy or for a gradient that is not
+    finite; an update without tokens is passed over. The first update is never too far: nothing has moved before it.
 
     Args:
       state: donated.
@@ -91,23 +95,48 @@ def learn(
       seed: orders the groups anew in each epoch after the first.
       mesh: where the state lives.
       reference: whether the loss reads the reference, if the state has one.
+      judge: measure the KL of the whole batch after the last update, for a controller; see ``judged``.
 
     Returns:
-      The new state, and metrics averaged over the updates made (``sampler/`` ones from the first, the only on-policy one).
+      The new state, and metrics averaged over the updates that were applied (``sampler/`` ones from the first, the only on-policy
+      one), NaN where none was; ``updates`` counts those, ``updates/not_finite`` those refused for their gradient.
     """
-    anchor = settings.epochs * settings.minibatches > 1
+    several, held = settings.epochs * settings.minibatches > 1, state.reference is not None
+    scored_by = state if reference or judge else state._replace(reference=None)
+    anchor = several or (judge and not held)
+    batches = _scored(scored_by, _split(groups, settings.minibatches), layout, compute, temperature, mesh, anchor)
     rows: list[dict[str, float]] = []
-    state_in_loss = state if reference else state._replace(reference=None)
-    batches = _scored(state_in_loss, _split(groups, settings.minibatches), layout, compute, temperature, mesh, anchor)
-    for epoch in range(settings.epochs):
+    for packed in _passes(batches, settings.epochs, seed):
+        given = packed if several else packed._replace(old_logp=None)
+        given = given if reference else given._replace(ref_logp=None)
+        begun = any(_applied(row) for row in rows)
+        limit = {} if settings.target_kl is None else {"target_kl": settings.target_kl if begun else math.inf}
+        state, metrics = update(state, given, temperature, **limit)
+        rows.append({name: float(value) for name, value in jax.device_get(metrics).items()})
+        if rows[-1]["refused/not_finite"] or rows[-1].get("refused/far"):
+            break
+    stops = {} if settings.target_kl is None else {"target_kl/early_stops": rows[-1]["refused/far"]}
+    measured = judged(state, batches, compute, temperature) if judge else {}
+    return state, _summary(rows) | stops | {name: float(value) for name, value in jax.device_get(measured).items()}
+
+
+def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[Packed]:
+    """The minibatches of every epoch: of the first one in their order, then in another one each time."""
+    for epoch in range(epochs):
         order = np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
-        for index in order:
-            state, metrics = update(state, batches[index], temperature)
-            rows.append({name: float(value) for name, value in jax.device_get(metrics).items()})
-            if settings.target_kl is not None and rows[-1]["policy_kl"] > settings.target_kl:
-                return state, _summary(rows) | {"target_kl/early_stops": 1.0}
-    stops = {} if settings.target_kl is None else {"target_kl/early_stops": 0.0}
-    return state, _summary(rows) | stops
+        yield from (batches[index] for index in order)
+
+
+def judged(state: TrainState, batches: Sequence[Packed], compute: Compute, temperature: float) -> dict[str, jax.Array]:
+    """How far the policy is from what a KL coefficient holds it to, by one forward pass over all that it learned from.
+
+    ``controller/kl``: nats per token; ``controller/kl_sequence``: nats per sequence, summed over its tokens; NaN where no token is
+    in the loss. To the reference where the batches have its log-probabilities, else to the old policy, whose they have then.
+    """
+    model = policy_model(state)
+    far = [divergence(p, score(model, p, jnp.float32(temperature), compute)) for p in batches]
+    tokens, sequences = (sum(getattr(p.totals, name) for p in batches) for name in ("tokens", "sequences"))
+    return {"controller/kl": sum(far) / tokens, "controller/kl_sequence": sum(far) / sequences}
 
 
 def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
@@ -144,7 +173,15 @@ def completion_logps(
     return [values[at][: len(s.tokens)] for s, at in zip(samples, places(samples, layout), strict=True)]
 
 
+def _applied(row: dict[str, float]) -> bool:
+    return not any(value for name, value in row.items() if name.startswith("refused/"))
+
+
 def _summary(rows: list[dict[str, float]]) -> dict[str, float]:
-    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-    first = {name: value for name, value in rows[0].items() if name.startswith("sampler/")}
-    return means | first | {"updates": float(len(rows))}
+    """What the updates have measured together; see ``learn``."""
+    applied = [row for row in rows if _applied(row)]
+    names = [name for name in rows[0] if not name.startswith("refused/")]
+    means = {name: float(np.mean([row[name] for row in applied])) if applied else math.nan for name in names}
+    first = {name: value for name, value in applied[0].items() if name.startswith("sampler/")} if applied else {}
+    counts = {"updates": float(len(applied)), "updates/not_finite": sum(row["refused/not_finite"] for row in rows)}
+    return means | first | counts

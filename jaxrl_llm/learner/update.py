@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
+from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
+from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.optimiser import as_before, on_device
 from jaxrl_llm.models.compute import Compute
@@ -56,6 +58,25 @@ def score(model: Decoder, packed: Packed, temperature: jax.Array, compute: Compu
         return out.at[index].set(completion_logprobs(model, microbatch(packed, index), temperature, compute)[0])
 
     return jax.lax.fori_loop(0, packed.totals.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
+
+
+@jax.jit
+def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
+    """How far a policy of these log-probabilities is from what it is held to; nats, summed over the tokens that count.
+
+    ``KL(policy || reference)`` where there is a reference, weighted by policy / sampler since another policy drew the tokens;
+    ``KL(old || policy)`` otherwise, whose tokens they are. Of each token given those before it.
+    """
+    if packed.ref_logp is None:
+        estimate = K3()(_anchor(packed, packed.old_logp), logp)
+    else:
+        estimate = UnbiasedK3()(logp, packed.ref_logp, clamped_log_ratio(logp, packed.sampler_logp))
+    return jnp.sum(jnp.where(packed.mask, estimate, 0.0))
+
+
+def _anchor(batch: Packed, old: jax.Array) -> jax.Array:
+    """The old policy of each token: that of an earlier step's token is the one that sampled it."""
+    return jnp.where(batch.fresh, old, batch.sampler_logp)
 
 
 def old_policy(
@@ -106,36 +127,42 @@ def accumulate(
 ) -> tuple[Any, Metrics]:
     """Gradient and metrics of a whole optimiser step, summed over its microbatches; ``base`` has no gradient.
 
-    The loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
+    The sum is float32 whatever the weights are: bfloat16 would round away what a microbatch adds to a sum of many. The loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
     loss = functools.partial(
         microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.totals.tokens,
         sequences=packed.totals.sequences, kl_coef=kl_coef, compute=compute,
     )
     gradient = jax.grad(lambda policy, batch: loss(attached(base, policy), batch), has_aux=True)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0))))
+    shapes = jax.eval_shape(gradient, policy, microbatch(packed, jnp.int32(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
 
     def body(index: jax.Array, total: tuple[Decoder, Metrics]) -> tuple[Decoder, Metrics]:
         grads, metrics = gradient(policy, microbatch(packed, index))
-        return jax.tree.map(jnp.add, total[0], grads), combine(total[1], metrics)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[0], grads), combine(total[1], metrics)
 
     grads, metrics = jax.lax.fori_loop(0, packed.totals.microbatches, body, zeros)
     fresh = metrics.pop("sampler/fresh_tokens")
-    metrics["sampler/logp_abs_diff_mean"] = metrics.pop("sampler/gap_sum") / jnp.maximum(fresh, 1)
+    metrics["sampler/logp_abs_diff_mean"] = metrics.pop("sampler/gap_sum") / fresh  # 0 / 0: nothing was measured
+    metrics["sampler/logp_abs_diff_max"] = jnp.where(fresh > 0, metrics["sampler/logp_abs_diff_max"], jnp.nan)
     return grads, metrics
 
 
 def make_update(
     algorithm: Algorithm, optimiser: optax.GradientTransformation, rate: optax.Schedule, compute: Compute
 ) -> Callable[[TrainState, Packed, Any], tuple[TrainState, Metrics]]:
-    """The jitted update ``(state, packed, temperature, kl_coef=None) -> (state, metrics)``; the state is donated.
+    """The jitted update ``(state, packed, temperature, kl_coef=None, target_kl=None) -> (state, metrics)``; the state is donated.
 
-    ``kl_coef`` is used in place of the algorithm's, without compiling anew when it changes.
-    Where the gradient is not finite, the new state is the old one: what a guard then saves is sound.
+    ``kl_coef`` is used in place of the algorithm's, without compiling anew when it or ``target_kl`` changes.
+    An update is refused, and the new state is the old one in all its parts, where no token is in the loss, where the
+    gradient is not finite (what a guard then saves is sound), and where the policy is further than ``target_kl`` from the old
+    one already (k3, nats per token); the metrics ``refused/...`` say which, as 0 or 1.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, packed: Packed, temperature: jax.Array, kl_coef: Any = None) -> tuple[TrainState, Metrics]:
+    def update(
+        state: TrainState, packed: Packed, temperature: jax.Array, kl_coef: Any = None, target_kl: Any = None
+    ) -> tuple[TrainState, Metrics]:
         temperature = jnp.asarray(temperature, jnp.float32)
         kl_coef = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
         grads, metrics = accumulate(state.policy, packed, temperature, algorithm, compute, kl_coef, state.base)
@@ -144,8 +171,13 @@ def make_update(
         directions, opt_state = optimiser.update(grads, before.opt_state, state.policy)
         policy = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), state.policy, directions)
         new = TrainState(policy, opt_state, state.reference, state.updates + 1, state.base)
-        kept = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(norm), a, b), new, before)
+        refused = {"refused/empty": packed.totals.tokens == 0, "refused/not_finite": ~jnp.isfinite(norm)}
+        if target_kl is not None:
+            refused["refused/far"] = metrics["policy_kl"] > jnp.asarray(target_kl, jnp.float32)
+        stays = functools.reduce(jnp.logical_or, refused.values())
+        kept = jax.tree.map(lambda a, b: jnp.where(stays, b, a), new, before)
         kept = kept._replace(opt_state=as_before(kept.opt_state, state.opt_state))
-        return kept, metrics | {"grad_norm": norm, "lr": lr}
+        told = {name: value.astype(jnp.float32) for name, value in refused.items()}
+        return kept, metrics | told | {"grad_norm": norm, "lr": lr}
 
     return update

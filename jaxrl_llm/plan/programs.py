@@ -82,9 +82,10 @@ def lower_update(one: Subject) -> jax.stages.Lowered:
     """An optimiser update."""
     scalar = jax.ShapeDtypeStruct((), np.float32)
     algorithm = one.run.recipe.algorithm
-    coefficient = {"kl_coef": scalar} if one.run.recipe.controller is not None and algorithm.kl_in_loss else {}
+    given = {"kl_coef": scalar} if one.run.recipe.controller is not None and algorithm.kl_in_loss else {}
+    given |= {"target_kl": scalar} if one.run.learner.target_kl is not None else {}
     with jax.set_mesh(one.mesh):
-        return one.programs.update.lower(one.arrays.state, one.arrays.packed, scalar, **coefficient)
+        return one.programs.update.lower(one.arrays.state, one.arrays.packed, scalar, **given)
 
 
 def lower_decode(one: Subject) -> jax.stages.Lowered:

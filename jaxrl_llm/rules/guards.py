@@ -19,7 +19,7 @@ class NotANumber:
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``."""
-        if not row.get("updates") or math.isfinite(row["grad_norm"]):
+        if not row.get("updates/not_finite"):
             return Decision(), own
         reason = "the gradient is not a number; the state before it is saved"
         remedy = f"--learner.optimiser.learning_rate {self.learning_rate / 10:g}"

@@ -1,5 +1,7 @@
 """What happens between a rollout and the new policy: minibatches, epochs, anchors, early stops."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,8 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.models.compute import Compute
-from learner.rollouts import TEMPERATURE, T, groups, one_device, rollout, unpacked_logp
-from tiny import largest_difference, tiny
+from learner.rollouts import PROMPTS, TEMPERATURE, G, T, groups, one_device, padded, rollout, unpacked_logp
+from tiny import Compilations, largest_difference, tiny
 
 LAYOUT, COMPUTE = Layout(2, 40, T), Compute(remat="full")
 MESH = one_device()
@@ -20,25 +22,26 @@ class Record:
     """An update that moves nothing and remembers what it was given."""
 
     def __init__(self, kl=()):
-        self.seen, self.kl = [], list(kl)
+        self.seen, self.limits, self.kl = [], [], list(kl)
 
-    def __call__(self, state, packed, temperature):
+    def __call__(self, state, packed, temperature, target_kl=np.inf):
         self.seen.append(packed)
-        kl = self.kl[len(self.seen) - 1] if self.kl else 0.0
-        return state, {
-            "policy_kl": jnp.float32(kl),
-            "sampler/logp_abs_diff_max": jnp.float32(len(self.seen)),
-            "loss": jnp.float32(len(self.seen)),
-        }
+        self.limits.append(target_kl)
+        count = len(self.seen)
+        kl = self.kl[count - 1] if self.kl else 0.0
+        metrics = {"policy_kl": kl, "sampler/logp_abs_diff_max": count, "loss": count}
+        refused = {"refused/empty": packed.totals.tokens == 0, "refused/not_finite": np.isnan(kl), "refused/far": kl > target_kl}
+        return state, {name: jnp.float32(value) for name, value in (metrics | refused).items()}
 
     def advantages(self):
         """The set of advantages of each update's samples."""
         return [frozenset(np.asarray(p.advantages)[np.asarray(p.advantages) != 0].tolist()) for p in self.seen]
 
 
-def run(settings, update, reference=False, seed=3):
-    state = create_state(tiny("windows"), build(settings.optimiser), reference, MESH)
-    return learn(state, groups(rollout()), settings, LAYOUT, COMPUTE, update, TEMPERATURE, seed, MESH)
+def run(settings, update, held=False, seed=3, samples=None, **given):
+    """Learn from the rollout; ``held``: the state has a reference."""
+    state = create_state(tiny("windows"), build(settings.optimiser), held, MESH)
+    return learn(state, groups(samples or rollout()), settings, LAYOUT, COMPUTE, update, TEMPERATURE, seed, MESH, **given)
 
 
 def whole():
@@ -97,7 +100,7 @@ def test_old_and_reference_are_scored_before_the_first_update():
         record(None, packed, temperature)
         return real(state, packed, temperature)
 
-    run(settings, update, reference=True)
+    run(settings, update, held=True)
     first, second = record.seen
     for name in ("old_logp", "ref_logp"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
@@ -107,14 +110,42 @@ def test_old_and_reference_are_scored_before_the_first_update():
         np.testing.assert_allclose(sorted(found[:, 0].tolist()), wanted, atol=1e-5)
 
 
-def test_the_passes_end_once_the_policy_is_far_from_where_they_began():
-    record = Record(kl=[0.0, 0.01, 0.3, 0.0])
+def test_the_passes_end_with_the_update_that_is_refused():
+    record = Record(kl=[0.2, 0.01, 0.3, 0.0])
     _, metrics = run(Learner(epochs=4, target_kl=0.1), record)
-    assert len(record.seen) == 3 and metrics["target_kl/early_stops"] == 1 and metrics["updates"] == 3
+    assert len(record.seen) == 3 and metrics["target_kl/early_stops"] == 1
+    assert record.limits == [np.inf, 0.1, 0.1], "nothing has moved before the first update"
+    assert metrics["updates"] == 2 and metrics["loss"] == 1.5, "a refused update is in no mean"
     record = Record(kl=[0.0, 0.01, 0.05, 0.09])
     _, metrics = run(Learner(epochs=4, target_kl=0.1), record)
     assert len(record.seen) == 4 and metrics["target_kl/early_stops"] == 0
     assert "target_kl/early_stops" not in run(Learner(), Record())[1]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_passes():
+    record = Record(kl=[0.0, np.nan, 0.0])
+    _, metrics = run(Learner(epochs=3), record)
+    assert len(record.seen) == 2 and metrics["updates"] == 1 == metrics["updates/not_finite"] == metrics["loss"]
+    _, metrics = run(Learner(), Record(kl=[np.nan]))
+    assert metrics["updates"] == 0 and metrics["updates/not_finite"] == 1 and np.isnan(metrics["loss"])
+
+
+def masked(samples, groups=range(len(PROMPTS))):
+    """No token of these groups is in the loss."""
+    return [
+        dataclasses.replace(s, mask=np.zeros_like(s.mask)) if index // G in groups else s for index, s in enumerate(samples)
+    ]
+
+
+def test_minibatches_without_tokens_are_passed_over():
+    record = Record()
+    _, metrics = run(Learner(minibatches=3, target_kl=0.1), record, samples=masked(rollout(), [0]))
+    assert record.limits == [np.inf, np.inf, 0.1] and metrics["updates"] == 2
+    assert metrics["loss"] == 2.5 and metrics["sampler/logp_abs_diff_max"] == 2
+    _, metrics = run(Learner(), Record(), samples=masked(rollout()), judge=True)
+    assert metrics.pop("updates") == 0 == metrics.pop("updates/not_finite")
+    assert {"loss", "policy_kl", "controller/kl", "controller/kl_sequence"} < set(metrics)
+    assert all(np.isnan(value) for value in metrics.values()), metrics
 
 
 def test_metrics_are_means_and_those_of_the_sampler_are_on_policy():
@@ -122,21 +153,71 @@ def test_metrics_are_means_and_those_of_the_sampler_are_on_policy():
     assert metrics["loss"] == 2.0 and metrics["sampler/logp_abs_diff_max"] == 1.0
 
 
-def test_a_second_epoch_sees_ratios_that_moved():
-    settings = Learner(optimiser=Optimiser(learning_rate=3e-3), epochs=2)
-    real = make_update(PRESETS["dapo"], build(settings.optimiser), learning_rate(settings.optimiser), COMPUTE)
-    seen = []
+OTHER = jax.tree.map(lambda a, b: a + 0.05 * b, tiny("windows"), tiny("windows", 5))
 
-    def update(state, packed, temperature):
-        state, metrics = real(state, packed, temperature)
+
+def jump(state, packed, temperature):
+    """An update to another policy."""
+    policy = jax.tree.map(jnp.copy, OTHER)
+    return state._replace(policy=policy), {name: jnp.float32(0) for name in ("policy_kl", "refused/empty", "refused/not_finite")}
+
+
+@pytest.mark.parametrize("where", ["loss", "reward", None])
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_a_controller_is_told_how_far_the_new_policy_is(where, minibatches):
+    # Were the sampler taken for the old policy, or another policy's tokens for the new one's, this gap would show.
+    stale = [index % 3 == 0 for index in range(len(rollout()))]
+    samples = [
+        dataclasses.replace(s, sampler_logp=s.sampler_logp - np.float32(0.3), fresh=not old)
+        for s, old in zip(rollout(), stale, strict=True)
+    ]
+    _, metrics = run(
+        Learner(minibatches=minibatches), jump, held=where is not None, samples=samples, reference=where == "loss", judge=True
+    )
+    old, new = (np.float64(unpacked_logp(model, samples)) for model in (tiny("windows"), OTHER))
+    sampler, mask = (padded(samples, name) for name in ("sampler_logp", "mask"))
+    if where is None:
+        ratio = np.exp(new - np.where(np.array(stale)[:, None], sampler, old))
+        wanted = ratio - 1 - np.log(ratio)
+    else:  # the reference is the policy before the jump
+        wanted = np.exp(new - sampler) * (np.exp(old - new) - 1 - (old - new))
+    total = np.sum(wanted * mask)
+    np.testing.assert_allclose(metrics["controller/kl"], total / mask.sum(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["controller/kl_sequence"], total / mask.any(axis=1).sum(), rtol=1e-4)
+
+
+def test_nothing_is_measured_for_a_controller_that_is_not_there():
+    record = Record()
+    _, metrics = run(Learner(), record, judge=True)
+    assert record.seen[0].old_logp is None and metrics["controller/kl"] == 0 == metrics["controller/kl_sequence"]
+    assert not any(name.startswith("controller/") for name in run(Learner(), Record())[1])
+
+
+def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():
+    settings = Learner(optimiser=Optimiser(learning_rate=3e-3, weight_decay=0.1), epochs=3, target_kl=1e9)
+    real = make_update(PRESETS["dapo"], build(settings.optimiser), learning_rate(settings.optimiser), COMPUTE)
+    seen, states = [], []
+
+    def update(state, packed, temperature, target_kl):
+        state, metrics = real(state, packed, temperature, target_kl=target_kl)
         seen.append(jax.device_get(metrics))
+        states.append(jax.device_get(jax.tree.map(np.array, state)))
         return state, metrics
 
-    state, _ = run(settings, update)
+    state, metrics = run(settings, update)
     np.testing.assert_allclose(seen[0]["ratio"], 1.0, rtol=1e-6)
     assert seen[0]["policy_kl"] < 1e-9 and seen[1]["policy_kl"] > 1e-6
-    assert seen[1]["loss"] < seen[0]["loss"] and int(state.updates) == 2
+    assert seen[1]["loss"] < seen[0]["loss"] and int(state.updates) == 3 == metrics["updates"]
     assert largest_difference(state.policy, tiny("windows")) > 1e-3
+    # Each target is passed by the update after those that it lets through.
+    for target, applied in ((1e-12, 1), ((seen[1]["policy_kl"] + seen[2]["policy_kl"]) / 2, 2)):
+        with Compilations() as compilations:
+            state, metrics = run(dataclasses.replace(settings, target_kl=float(target)), update)
+        assert "jit(update)" not in compilations.heard
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[applied - 1])
+        assert metrics["updates"] == applied == int(state.updates) and metrics["target_kl/early_stops"] == 1
+        np.testing.assert_allclose(metrics["loss"], np.mean([one["loss"] for one in seen[:applied]]), rtol=1e-6)
+    assert seen[1]["policy_kl"] < seen[2]["policy_kl"]
 
 
 @pytest.mark.parametrize(("optimiser", "wanted"), [

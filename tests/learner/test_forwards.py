@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, create_state, learn, make_update
+from jaxrl_llm.learner import Layout, Learner, create_state, learn, make_update, pack
+from jaxrl_llm.learner.epochs import judged
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import causal_rows, forward
@@ -31,7 +32,7 @@ def step(settings, algorithm, in_loss=True):
     real = make_update(algorithm, build(settings.optimiser), learning_rate(settings.optimiser), Compute(remat="full"))
 
     def update(state, packed, temperature):
-        return real(state, packed, temperature)[0], {"policy_kl": np.float32(0)}
+        return real(state, packed, temperature)[0], {"policy_kl": np.float32(0), "refused/not_finite": np.float32(0)}
 
     def whole(state):
         layout = Layout(2, 40, T)
@@ -56,6 +57,13 @@ def test_forward_passes_of_a_step(settings, name, wanted):
 def test_a_reference_that_the_loss_does_not_read_is_not_scored():
     in_reward = dataclasses.replace(PRESETS["grpo"], kl_in="reward")
     assert in_reward.needs_reference and step(Learner(), in_reward, in_loss=False) == 1
+
+
+def test_a_controller_costs_one_pass_over_each_minibatch():
+    batches = [pack(samples, Layout(2, 40, T)) for samples in groups(rollout())]
+    batches = [batch._replace(old_logp=np.zeros(batch.mask.shape, np.float32)) for batch in batches]
+    state = create_state(tiny("windows"), build(Learner().optimiser), False, MESH)
+    assert embeddings(lambda state: judged(state, batches, Compute(), TEMPERATURE), state) == len(batches) == 3
 
 
 def test_the_count_counts():

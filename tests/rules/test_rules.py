@@ -85,12 +85,13 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
 
 def test_a_gradient_that_is_no_number_stops_the_run_with_advice():
     rule = NotANumber(2e-5)
-    for norm in (math.nan, math.inf):
-        decision, _ = rule(TAUGHT | {"step": 4, "grad_norm": norm}, {})
+    for updates in (0.0, 1.0):
+        decision, _ = rule(TAUGHT | {"step": 4, "updates": updates, "updates/not_finite": 1.0}, {})
         assert (decision.stop, decision.remedy) == (GUARD, "--learner.optimiser.learning_rate 2e-06")
         assert decision.events["event/not_a_number"] == decision.reason
-    assert rule(TAUGHT | {"step": 4}, {})[0] == Decision()
-    assert rule({"step": 4, "updates": 0.0, "grad_norm": math.nan}, {})[0] == Decision(), "no update, no gradient"
+    assert rule(TAUGHT | {"step": 4, "updates/not_finite": 0.0}, {})[0] == Decision()
+    nothing = {"step": 4, "updates": 0.0, "updates/not_finite": 0.0, "grad_norm": math.nan}
+    assert rule(nothing, {})[0] == Decision() == rule({"step": 4, "updates": 0.0}, {})[0], "no update, no gradient"
 
 
 def test_a_reward_that_fails_for_all_stops_the_run():
@@ -150,7 +151,7 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     assert decision.reset_reference and decision.reset_optimiser and decision.stop is None
     assert decision.events == {"event/reference_reset": True, "event/optimiser_reset": True}
     assert memory.keys() == rules.keys()
-    broken, _ = decide(rules, TAUGHT | {"step": 6, "grad_norm": math.nan}, {})
+    broken, _ = decide(rules, TAUGHT | {"step": 6, "updates/not_finite": 1.0}, {})
     assert broken.stop == GUARD and not broken.reset_reference and not broken.reset_optimiser
     assert broken.events.keys() == {"event/not_a_number"}
 
