@@ -129,6 +129,8 @@ REFUSED = [
     ("learner.remat", "some", "none, dots or full"),
     ("learner.attention", "flash", "auto, xla, splash or cudnn"),
     ("learner.dtype", "float64", "learner.dtype 'float64' is unknown: float32 or bfloat16"),
+    ("learner.dtype", "bfloat16", "rounds away steps of 1e-06 (learner.optimiser.learning_rate 1e-06): set learner.dtype float32 "
+     "and learner.compute_dtype bfloat16, or learner.lora.rank above 0"),
     ("learner.row_tokens", 100, "set it to at least 512"),
     ("learner.target_kl", 0.0, "learner.target_kl must be above 0"),
     ("learner.optimiser.learning_rate", 0.0, "learner.optimiser.learning_rate must be above 0"),

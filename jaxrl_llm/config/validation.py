@@ -7,7 +7,7 @@ from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
 from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.learner.settings import MUON_RMS, Learner
 from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
@@ -15,6 +15,10 @@ from jaxrl_llm.rollout.settings import Rollout
 
 MAX_SEED = 1 << 24
 """Seeds from here on would repeat the random numbers of smaller ones."""
+
+LEAST_STEP = 2.0**-13
+"""Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size where they are.
+Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M: 0.19)."""
 
 
 def require(fine: bool, message: str) -> None:
@@ -136,6 +140,7 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
         f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}",
     )
     _check_lora(learner.lora)
+    _check_rounding(learner)
     needed = rollout.max_length
     require(
         learner.row_tokens == 0 or learner.row_tokens >= needed,
@@ -171,6 +176,18 @@ def _check_lora(lora: Lora) -> None:
     require(lora.alpha > 0, f"learner.lora.alpha must be above 0, got {lora.alpha}")
     known = bool(lora.targets) and set(lora.targets) <= set(ADAPTABLE) and len(set(lora.targets)) == len(lora.targets)
     require(known, f"learner.lora.targets must be some of {', '.join(ADAPTABLE)}, each once; got {', '.join(lora.targets) or 'none'}")
+
+
+def _check_rounding(learner: Learner) -> None:
+    """Refuse bfloat16 weights that are trained at a rate whose steps are rounded away."""
+    optimiser = learner.optimiser
+    # AdamW and Adafactor move a weight by about the rate at most, Muon by a fifth of it.
+    step = optimiser.learning_rate * (MUON_RMS if optimiser.name == "muon" else 1.0)
+    require(
+        learner.dtype != "bfloat16" or learner.lora.rank > 0 or step >= LEAST_STEP,
+        f"learner.dtype 'bfloat16' rounds away steps of {step:g} (learner.optimiser.learning_rate {optimiser.learning_rate:g}): "
+        f"set learner.dtype float32 and learner.compute_dtype bfloat16, or learner.lora.rank above 0",
+    )
 
 
 def _check_recipe(run: Run) -> None:
@@ -269,8 +286,13 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
         processes == 1 or not run.mesh.rollout,
         f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set it to 0",
     )
-    data, fsdp, _ = run.mesh.sizes(devices)
-    rows = run.learner.microbatch_rows
+    data, fsdp, tensor = run.mesh.sizes(devices)
+    rows, row_tokens = run.learner.microbatch_rows, run.learner.row_tokens
+    require(
+        row_tokens % tensor == 0,
+        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so its positions would lie whole on each of "
+        f"these devices: make it a multiple of {tensor}, or 0 to choose",
+    )
     require(
         rows % (data * fsdp) == 0,
         f"learner.microbatch_rows {rows} does not divide over mesh data x fsdp = {data} x {fsdp}: make "

@@ -1,5 +1,7 @@
 """From a run's settings, the model and the name of a platform to how, and in what shapes, the learner computes."""
 
+import math
+
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import InputError
@@ -64,14 +66,17 @@ def layout_for(settings: Learner, compute: Compute, longest: int, completion_tok
 
     Splash attention knows segments only: there every completion follows its own copy of the prompt.
     """
-    row_tokens = settings.row_tokens or _row_tokens(longest, completion_tokens, platform_of(mesh))
+    row_tokens = settings.row_tokens or _row_tokens(longest, completion_tokens, platform_of(mesh), mesh.shape["tensor"])
     share = compute.attention != "splash"
     return Layout(settings.microbatch_rows, row_tokens, completion_tokens, batch_parts(mesh), share)
 
 
-def _row_tokens(longest: int, completion_tokens: int, platform: str) -> int:
-    """Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the platform's tiles."""
+def _row_tokens(longest: int, completion_tokens: int, platform: str, tensor: int) -> int:
+    """Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the platform's tiles.
+
+    Divided by ``tensor``, as positions are between matrix products.
+    """
     prompt = longest - completion_tokens
     completions = max(-(-(SHORT_ROW - prompt) // completion_tokens), 1)
-    tile = TILES.get(platform, 128)
+    tile = math.lcm(TILES.get(platform, 128), tensor)
     return -(-(prompt + completions * completion_tokens) // tile) * tile

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxrl_llm.learner.settings import Optimiser
+from jaxrl_llm.learner.settings import MUON_RMS, Optimiser
 from jaxrl_llm.models.lora import INPUTS
 from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
 
-MUON_RMS = 0.2
-"""Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
 
 class Offloaded(NamedTuple):
     """An optimiser's state that lies in the host's memory between updates; the layout rules know it by this name."""

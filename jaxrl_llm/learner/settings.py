@@ -5,6 +5,10 @@ import dataclasses
 from jaxrl_llm.models.config import Lora
 
 
+MUON_RMS = 0.2
+"""Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
     """How gradients become steps.
@@ -47,12 +51,14 @@ class Learner:
       optimiser: see ``Optimiser``.
       epochs: passes over each rollout.
       minibatches: optimiser updates in each pass; groups stay whole.
-      target_kl: end the passes early once the policy is this far (k3, nats per token) from where they began; None never.
+      target_kl: end the passes with the first update before which the policy is this far (k3, nats per token) from where they
+        began; that update is not applied. None never.
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
-      row_tokens: tokens S of a row, at least the longest prompt with its completion; 0 chooses.
+      row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0 chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
       attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that can serve the model.
-      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
+      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32). bfloat16 is
+        refused for weights that are trained at a rate whose steps it would round away.
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
       lora: train low-rank adapters beside the frozen model.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k and

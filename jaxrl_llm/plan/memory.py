@@ -84,15 +84,15 @@ def prompts_waiting(run: Run) -> int:
 def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, parts: int, share: float) -> float:
     """About what an update needs beside its arguments; a formula, for machines that nothing is compiled for.
 
-    Gradients twice (their sum and a microbatch's), the policy in the compute type, each layer's input, the widest layer,
-    scores, hidden states and a chunk of logits.
+    Gradients twice (a microbatch's, and their sum in float32), the policy in the compute type, each layer's input, the widest
+    layer, scores, hidden states and a chunk of logits.
     """
     learner, a = run.learner, config.attention
     width = 2 if learner.compute_dtype == "bfloat16" else 4
     tokens = learner.microbatch_rows * one.row_tokens / parts
-    learned, state = bytes_per_device(arrays.state.policy), arrays.state
+    state = arrays.state
+    gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(state.policy))
     narrow = sum(bytes_per_device(x) * width / x.dtype.itemsize for x in jax.tree.leaves((state.policy, state.base)))
-    gradients = 2 * learned + narrow
     layer = tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
     kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[learner.remat] * config.layers
@@ -100,7 +100,7 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
     scores = 3 * 4 * tokens * a.heads * share * keys
     hidden = 2 * tokens * config.width * width
     logits = 3 * 4 * CHUNK * config.vocab_size * share
-    return gradients + kept + layer + scores + hidden + logits
+    return gradients + narrow + kept + layer + scores + hidden + logits
 
 
 def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int, share: float) -> float:

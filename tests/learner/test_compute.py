@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from jaxrl_llm.errors import InputError
@@ -9,6 +10,7 @@ from jaxrl_llm.learner import Learner
 from jaxrl_llm.learner.compute import compute_for, layout_for, platform_of
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Attention, ModelConfig
+from jaxrl_llm.sharding import MeshShape, make_mesh
 from learner.rollouts import one_device
 
 MODEL = ModelConfig("llama", 50, 64, 2, 64, Attention(4, 2, 64))
@@ -55,3 +57,9 @@ def test_layouts_follow_the_mesh_and_the_attention():
     assert layout_for(Learner(), Compute(), 160, 128, mesh).row_tokens == 32 + 2 * 128
     assert layout.share_prompts and not layout_for(Learner(), Compute(attention="splash"), 300, 200, mesh).share_prompts
     assert layout_for(Learner(row_tokens=310), Compute(), 300, 200, mesh).row_tokens == 310
+
+
+@pytest.mark.parametrize(("tensor", "wanted"), [(1, 320), (2, 320), (3, 384), (5, 320), (6, 384), (7, 448)])
+def test_rows_of_open_length_are_divided_over_tensor(tensor, wanted):
+    mesh = make_mesh(MeshShape(1, 1, tensor), jax.devices()[:tensor])
+    assert layout_for(Learner(), Compute(), 300, 200, mesh).row_tokens == wanted
