@@ -27,7 +27,7 @@ def test_the_invented_completion_is_right_and_looks_sampled(tokenizer, extractor
     assert accuracy(asked, made) == 1.0 and made.finish_reason == "stop"
     assert tokenizer.decode(made.tokens, skip_special_tokens=True) == made.text
     assert made.tokens.dtype == np.int32 and made.sampler_logp.dtype == np.float32 and made.mask.all()
-    assert len(made.tokens) == len(made.sampler_logp) == len(made.mask) == len(made.version)
+    assert len(made.tokens) == len(made.sampler_logp) == len(made.mask) and made.version.tolist() == [-1] * len(made.tokens)
 
 
 def test_a_reward_that_fails_is_refused_and_its_traceback_kept_until_it_does_not(tokenizer, tmp_path):
