@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.rows import CHAT
 from jaxrl_llm.types import Completion, Problem
 
 Item = tuple[Problem, Completion]
@@ -165,9 +166,9 @@ class _Column:
 
 def columns(problem: Problem) -> dict[str, Any]:
     """The row that a problem came from, by column; ``answer`` is always there."""
-    return {"answer": problem.answer} | problem.metadata
+    return {"answer": problem.answer} | {name: value for name, value in problem.metadata.items() if name != CHAT}
 
 
 def is_chat(problem: Problem) -> bool:
-    """Whether its row holds chat messages as the prompt; what is not known is told by their number."""
-    return problem.metadata.get("chat", len(problem.prompt) > 1)
+    """Whether its row's prompt was chat messages; several are in any case."""
+    return CHAT in problem.metadata or len(problem.prompt) > 1

@@ -10,6 +10,10 @@ from jaxrl_llm.tasks.extract import extract
 from jaxrl_llm.types import Message, Problem
 
 
+CHAT = "prompt_is_chat"
+"""In a problem's metadata, where the row's prompt was chat messages and no text."""
+
+
 class Fields(Protocol):
     """Where a table's prompts and answers stand; the attributes are those of ``Table``."""
 
@@ -32,11 +36,12 @@ def problems_of(fields: Fields, rows: Iterable[tuple[str, Any]], answers: bool) 
             raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
         prompt = _messages(_field(row, fields.prompt_field, where, "prompt"), where)
         answer = _answer(fields, row, where, answers)
-        used = {fields.prompt_field.split(".")[0]}
-        if answer:
-            used.add(fields.answer_field.split(".")[0])
-        others = {name: value for name, value in row.items() if name not in used}
-        yield problem_of(prompt, answer, fields.label, {**others, "row": where})
+        asked = fields.prompt_field.split(".")[0]
+        # A reward may ask for any column by its name, the answer's with what it was cut out of too.
+        metadata = {name: value for name, value in row.items() if name != asked} | {"row": where}
+        if not isinstance(_field(row, fields.prompt_field, where, "prompt"), str):
+            metadata[CHAT] = True
+        yield problem_of(prompt, answer, fields.label, metadata)
 
 
 def problem_of(prompt: tuple[Message, ...], answer: str, label: str, metadata: dict[str, Any]) -> Problem:

@@ -82,7 +82,7 @@ class Table:
         return Path(self.path).stem
 
     def problems(self, answers: bool = True) -> Iterator[Problem]:
-        """Yields the problems; ``metadata`` holds the row's other fields, and ``row``, where it stands.
+        """Yields the problems; ``metadata`` holds the row's fields but the prompt's, and ``row``, where it stands.
 
         ``answers``: whether each must have one; else the answer of a row without one is empty.
 

@@ -68,9 +68,8 @@ def test_a_batch_may_be_told_where_the_names_do_not_say_it():
 
 
 def test_trls_prompts_and_completions_are_chats_where_the_rows_are():
-    assert values(forms.trl_chat, [item("ab", chat=True), item("abc", messages=2)]) == [13.0, 15.0]
+    assert values(forms.trl_chat, [item("ab", prompt_is_chat=True), item("abc", messages=2)]) == [13.0, 15.0]
     assert asked(forms.trl_chat, [item("ab")])[0].message.startswith("TypeError: string indices")
-    assert asked(forms.trl_chat, [item("ab", messages=2, chat=False)])[0].status == "error"
 
 
 def test_a_column_that_only_some_rows_have_is_none_in_the_others_of_a_batch():

@@ -28,7 +28,7 @@ def test_a_list_of_dictionaries_is_a_source():
     loaded = load(task)
     problems = sorted((*loaded.train, *loaded.held_out), key=lambda problem: problem.metadata["row"])
     assert [problem.answer for problem in problems] == ["1", "2", "3", "4", "1"] and len(loaded.held_out) == 1
-    assert problems[2].metadata == {"day": datetime.date(2025, 7, 1), "type": "sum", "row": "rows[2]"}
+    assert problems[2].metadata == {name: value for name, value in ROWS[2].items() if name != "prompt"} | {"row": "rows[2]"}
     assert {problem.task for problem in problems} == {"rows"} == {task.label}
     assert Task(Rows(ROWS, answer_field="type", label="kinds")).label == "kinds"
 
@@ -84,7 +84,7 @@ def test_of_other_rows_config_json_says_why_they_are_missing(rows, reason):
 
 def test_a_field_that_cannot_be_saved_is_left_out_and_named():
     loaded = load(Task([{"prompt": "x", "answer": 1, "image": object(), "level": 2}]))
-    assert loaded.train[0].metadata == {"level": 2, "row": "rows[0]"}
+    assert loaded.train[0].metadata == {"answer": 1, "level": 2, "row": "rows[0]"}
     assert loaded.notes == ("the field image is left out: it holds a object, which cannot be saved",)
 
 

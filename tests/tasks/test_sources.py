@@ -16,6 +16,7 @@ import pytest
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.forms import columns, is_chat
 from jaxrl_llm.tasks import ReasoningGym, Table, Task, load
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
@@ -26,7 +27,8 @@ def test_jsonl_takes_text_chats_and_numbers():
     assert [problem.answer for problem in problems] == ["2", "4", "1,001", "0.5"]
     assert problems[0].prompt == ({"role": "user", "content": "What is 1 + 1?"},)
     assert [message["role"] for message in problems[1].prompt] == ["system", "user"]
-    assert problems[0].metadata["level"] == 1
+    assert problems[0].metadata["level"] == 1 and [is_chat(problem) for problem in problems] == [False, True, False, False]
+    assert [problem.metadata["answer"] for problem in problems] == [2, "4", "1,001", 0.5]
     assert problems[2].metadata["row"].endswith("sums.jsonl:4")
     assert {problem.task for problem in problems} == {"sums"}
 
@@ -39,6 +41,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     assert len(from_parquet) == 5
     for ours, theirs in zip(from_parquet, from_jsonl, strict=True):
         assert (ours.id, ours.prompt, ours.answer) == (theirs.id, theirs.prompt, theirs.answer)
+    assert all(is_chat(problem) and columns(problem).keys() == {"answer", "row"} for problem in from_parquet)
     assert from_parquet[4].metadata["row"].endswith("rows.parquet:5")
 
 
@@ -168,6 +171,7 @@ def test_reasoning_gym_refuses_in_one_line(source, message):
 
 OFFLINE = """
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.forms import columns, is_chat
 from jaxrl_llm.tasks import HubDataset
 import sys
 local = HubDataset(sys.argv[1], split="train", answer_field="solution.text", answer_extractor="last_number")
