@@ -50,6 +50,17 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
         assert math.isnan(step.metrics["completions/repetition_fraction"])  # nothing looks for any
     every = [n for step in found for n in places(step.groups)]
     assert len(set(every)) == len(every)
+    seen = [n for step in found for n in places(step.sampled)]
+    assert (found[-1].backlog.seen, found[-1].backlog.good) == (len(seen), sum(made.source.informative(n) for n in seen))
+
+
+def test_a_step_that_finishes_nothing_measures_nothing_and_leaves_the_engine_empty():
+    made = sampler(2, 8, token_budget=1, group=8)
+    found = collect(made, None, 0, Backlog())
+    assert found.tokens and not found.sampled and found.metrics["rollout/utilisation"] == 1
+    unmeasured = ("rollout/useful_fraction", "dynamic_sampling/kept_fraction", "reward/mean", "completions/mean_length")
+    assert np.isnan([found.metrics[name] for name in unmeasured]).all()
+    assert made.engine.slot_steps == 0, "learning needs the memory of the cache"
 
 
 def test_repetition_is_measured_where_it_is_looked_for():
