@@ -78,6 +78,12 @@ def test_what_was_not_measured_is_not_a_number():
     assert unscored["reward/zero_std_fraction"] == 1
 
 
+def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
+    rewards = ([0.5, 0.1], [0.3, 0.1 + 0.2], [1, 1], [float("nan"), 2])
+    groups = [dataclasses.replace(ended("stop", "stop"), rewards=np.array(r, float)) for r in rewards]
+    assert describe(groups)["reward/zero_std_fraction"] == 0.75
+
+
 def test_completions_that_repeat_themselves_are_counted_where_repetition_is_looked_for():
     groups = [ended("stop", "repetition"), ended("length", "stop")]
     assert describe(groups, True)["completions/repetition_fraction"] == 0.25 == describe(groups, True)["completions/truncated_fraction"]
