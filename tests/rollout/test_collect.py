@@ -241,6 +241,7 @@ def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(se
     saved = json.loads(json.dumps(backlog_to_json(whole[start].backlog)))
     assert saved["carried"] or saved["unfinished"]
     backlog = backlog_from_json(saved)
+    assert [u.age for u in backlog.unfinished] == [u.age for u in whole[start].backlog.unfinished]
     for version in range(start + 1, 8):
         found = collect(sampler(5, 32, 0.5, **settings), None, version, backlog)
         backlog = found.backlog

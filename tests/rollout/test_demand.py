@@ -40,6 +40,7 @@ def test_with_it_so_many_as_are_expected_to_do(share, count):
 def test_no_more_than_slots_and_as_many_again_wait():
     assert begun(demand(slots=16), 0.1) == 8
     assert begun(demand(slots=16), 0.1, Counts(0, 8, 0, 25, 8)) == 2
+    assert begun(demand(slots=2), 1.0) == 1
 
 
 def test_rounds_bound_the_prompts_of_a_step():
