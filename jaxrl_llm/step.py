@@ -110,7 +110,7 @@ def prepare(
     configs.validate_on_model(run, model.config)
     loaded, test_task, problems = read_problems(run, progress)
     prints = problems_of(run, loaded, problems)
-    peers.check_same(f"problems of {run.task.label}", prints)
+    peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
     problems = problems[: run.evaluation.limit or None]
     check_prompts(run, run.task, loaded.train, tokenizer)
     check_prompts(run, test_task, problems, tokenizer)
@@ -149,7 +149,7 @@ def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Tas
     for found in (loaded, tested):
         if not found.verified:
             configs.refuse_readers(run, f"task {found.train[0].task} without reference answers")
-    for note in loaded.notes:
+    for note in dict.fromkeys((*loaded.notes, *tested.notes)):
         progress.note(note)
     return loaded, run.evaluation.task or run.task, tested.train if run.evaluation.task else loaded.held_out
 

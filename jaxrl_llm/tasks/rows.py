@@ -34,7 +34,7 @@ def problems_of(fields: Fields, rows: Iterable[tuple[str, Any]], answers: bool) 
     for where, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
-        prompt = _messages(_field(row, fields.prompt_field, where, "prompt"), where)
+        prompt = messages_of(_field(row, fields.prompt_field, where, "prompt"), where)
         answer = _answer(fields, row, where, answers)
         asked = fields.prompt_field.split(".")[0]
         # A reward may ask for any column by its name, the answer's with what it was cut out of too.
@@ -93,7 +93,12 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
-def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
+def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
+    """A prompt as chat messages: text is one of the user.
+
+    Raises:
+      InputError: it is neither text nor a chat with a message of the user; ``where`` is named.
+    """
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
     messages = prompt if isinstance(prompt, list | tuple) else [prompt]

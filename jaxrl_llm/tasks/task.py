@@ -9,12 +9,14 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract, integer
 from jaxrl_llm.tasks.resolve import resolve
-from jaxrl_llm.tasks.rows import prompt_key
+from jaxrl_llm.tasks.rows import messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table
 from jaxrl_llm.types import Problem
 
 VERIFIERS = ("match", "integer", "math", "reasoning_gym", "none")
 
+TABLES = (Table, HubDataset, Rows)
+"""Sources whose problems are rows."""
 _NAMED = 3  # how many dropped rows a note names
 
 
@@ -88,7 +90,7 @@ def check(task: Task) -> None:
     extract("", task.extractor)
     if task.verifier not in VERIFIERS:
         raise InputError(f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
-    if task.verifier == "reasoning_gym" and not isinstance(task.source, ReasoningGym):
+    if task.verifier == "reasoning_gym" and isinstance(task.source, TABLES):
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")
     if not 0 <= task.holdout < 1:
         raise InputError(f"holdout is {task.holdout}; it is a share of the prompts, from 0 to below 1")
@@ -128,9 +130,21 @@ def load(task: Task, answers: bool = True) -> Loaded:
 
 
 def _read(task: Task, answers: bool) -> list[Problem]:
-    if isinstance(task.source, Table | HubDataset | Rows):
+    if isinstance(task.source, TABLES):
         return list(task.source.problems(answers and task.verifier != "none"))
-    return list(task.source.problems())
+    return [_checked(problem, f"{task.label}[{index}]") for index, problem in enumerate(task.source.problems())]
+
+
+def _checked(problem: Any, where: str) -> Problem:
+    """What a source yields, which may be somebody's own, with its prompt as messages and its answer as text.
+
+    Raises:
+      InputError: it is no problem, or its prompt no text and no chat.
+    """
+    if not isinstance(problem, Problem):
+        raise InputError(f"{where} is a {type(problem).__name__}; a source's problems() yields jaxrl_llm.types.Problem")
+    answer = "" if problem.answer is None else str(problem.answer)
+    return dataclasses.replace(problem, prompt=messages_of(problem.prompt, where), answer=answer)
 
 
 def _verifier(task: Task, problems: list[Problem], answers: bool, notes: list[str]) -> str:
@@ -140,7 +154,7 @@ def _verifier(task: Task, problems: list[Problem], answers: bool, notes: list[st
       InputError: some have an answer and some have none.
     """
     # What reasoning-gym's data sets score may have no answer in words.
-    if task.verifier == "none" or isinstance(task.source, ReasoningGym):
+    if task.verifier in ("none", "reasoning_gym") or isinstance(task.source, ReasoningGym):
         return task.verifier
     without = [problem for problem in problems if not problem.answer]
     if not without:
@@ -216,5 +230,5 @@ def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> list[P
 def _split(problems: list[Problem], holdout: float) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
     count = max(1, round(holdout * len(problems))) if holdout else 0
     held_out = sorted(problems, key=lambda problem: prompt_key(problem.prompt))[:count]
-    keys = {problem.id for problem in held_out}
-    return tuple(problem for problem in problems if problem.id not in keys), tuple(held_out)
+    keys = {prompt_key(problem.prompt) for problem in held_out}
+    return tuple(problem for problem in problems if prompt_key(problem.prompt) not in keys), tuple(held_out)

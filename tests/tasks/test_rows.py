@@ -118,6 +118,32 @@ def test_a_source_of_ones_own_is_a_source():
     assert load(Task(Nameless())).train[0].task == "Nameless"
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Yields what it is given."""
+
+    found: tuple
+
+    def problems(self):
+        return iter(self.found)
+
+
+def test_what_a_source_of_ones_own_yields_is_made_into_problems_or_refused():
+    given = Given((Problem("0", "a", 1, ""), Problem("0", [{"role": "user", "content": "b"}], None, "")))
+    found = load(Task(given, verifier="none"))
+    assert [problem.prompt for problem in found.train] == [({"role": "user", "content": text},) for text in "ab"]
+    assert [problem.answer for problem in found.train] == ["1", ""]
+    clashing = Given(tuple(Problem("0", text, "1", "") for text in "abcd"))
+    assert len(load(Task(clashing, holdout=0.25)).train) == 3
+    with pytest.raises(InputError, match=r"Given\[0\] is a dict; a source's problems.. yields jaxrl_llm.types.Problem"):
+        load(Task(Given(({"prompt": "a"},))))
+    with pytest.raises(InputError, match=r"Given\[0\]: the prompt is neither text nor chat messages"):
+        load(Task(Given((Problem("0", 3, "1", ""),))))
+    with pytest.raises(InputError, match="0 has no answer, as 1 of 2 problems of Given: give all one, or take rewards that"):
+        load(Task(Given((Problem("0", "a", "", ""), Problem("1", "b", "1", "")))))
+    check(Task(Given(()), verifier="reasoning_gym"))
+
+
 def test_the_flags_of_rows_and_of_sources_of_ones_own():
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
