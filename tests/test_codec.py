@@ -62,7 +62,8 @@ def test_what_json_has_stays_as_it_is():
 
 
 def test_a_set_is_written_alike_in_any_order():
-    assert to_json({"a", "b", "c"}) == to_json({"c", "b", "a"}) == {"$set": ["a", "b", "c"]}
+    one, other = set([0, 8]), set([8, 0])  # of equal hashes modulo the table: walked in the order of insertion
+    assert list(one) != list(other) and to_json(one) == to_json(other) == {"$set": [0, 8]}
     assert again({(1, 2), (3,)}) == {(1, 2), (3,)}
 
 

@@ -224,6 +224,7 @@ def test_what_is_longer_than_the_model_was_made_for_is_refused():
 def test_a_date_stands_where_none_is_given():
     run = configs.dated(replaced(RUN, "evaluation.task", dataclasses.replace(TASK, date="2024-02-29")), "2025-07-01")
     assert (run.task.date, run.evaluation.task.date) == ("2025-07-01", "2024-02-29")
+    assert configs.dated(replaced(RUN, "evaluation.task", TASK), "2025-07-01").evaluation.task.date == "2025-07-01"
     assert configs.dated(run, "2026-01-01") == run and configs.dated(RUN, "2025-07-01").evaluation.task is None
 
 
