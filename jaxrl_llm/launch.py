@@ -45,7 +45,8 @@ def launch(settings: configs.Run, name: str, fresh: bool = False, peers: Peers =
         from jaxrl_llm.telemetry.summarise import summarise
         from jaxrl_llm.telemetry.summary import print_summary
 
-        print_summary(summarise(directory, time.monotonic() - began))
+        summary = summarise(directory, time.monotonic() - began)
+        print_summary(dataclasses.replace(summary, reloads=configs.reloads(settings)))
     return code
 
 

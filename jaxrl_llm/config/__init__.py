@@ -4,7 +4,7 @@ from jaxrl_llm.config.answers import check_answers, refuse_readers, verifies
 from jaxrl_llm.config.files import config_folder, config_names, load_config, with_recipe
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, dated, resolved
-from jaxrl_llm.config.saved import FREE_TO_CHANGE, changes, flat, from_json, load_json, to_json
+from jaxrl_llm.config.saved import FREE_TO_CHANGE, changes, flat, from_json, load_json, reloads, to_json
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, validate_on_devices, validate_on_model
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "notes",
     "refuse_readers",
     "require",
+    "reloads",
     "resolved",
     "rewards",
     "to_json",

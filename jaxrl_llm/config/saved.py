@@ -10,8 +10,8 @@ from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
-from jaxrl_llm.rewards.functions import Local
-from jaxrl_llm.tasks.memory import Memory
+from jaxrl_llm.rewards.functions import Local, Lost
+from jaxrl_llm.tasks.memory import MISSING, Memory
 
 FREE_TO_CHANGE = (
     "steps",
@@ -40,10 +40,14 @@ def to_json(value: Any) -> Any:
         value = value.to_save()
     if dataclasses.is_dataclass(value):
         fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"type": f"{type(value).__module__}:{type(value).__qualname__}"} | fields
+        return {"type": _name(type(value))} | fields
     if isinstance(value, (tuple, list)):
         return [to_json(item) for item in value]
     return {k: to_json(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def from_json(data: Any) -> Any:
@@ -83,6 +87,12 @@ def load_json(path: Path) -> Run:
         raise InputError(f"{path} does not describe a run of this version: {error}") from None
     require(isinstance(run, Run), f"{path} does not describe a run")
     return run
+
+
+def reloads(run: Run) -> bool:
+    """Whether config.json holds all that the run trains with: functions and many rows are the program's own."""
+    values = flat(to_json(run)).values()
+    return not any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
 
 
 def changes(old: Run, new: Run) -> list[str]:

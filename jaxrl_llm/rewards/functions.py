@@ -54,8 +54,8 @@ class Local:
     """A function of your own that another process cannot import: a closure, a lambda, a notebook's cell, an object.
 
     It is called as ``Function``'s is, in this process, one call after the other in a thread of their own. One that hangs
-    is given up after the same time and cannot be ended. A config.json cannot hold it: such a run is trained from where
-    the function is.
+    is given up after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a main thread
+    and so a module. A config.json cannot hold it: such a run is trained from where the function is.
     """
 
     function: Callable[..., Any]

@@ -9,7 +9,8 @@ from jaxrl_llm.errors import InputError
 
 LARGEST_SAVED = 1_000_000
 """Characters of JSON up to which rows are written into a config.json: it should stay a file that one can open."""
-_MISSING = "missing: "
+MISSING = "missing: "
+"""What stands in a config.json in place of rows that are not there begins with this."""
 
 
 class Memory:
@@ -23,7 +24,7 @@ class Memory:
     """
 
     def __init__(self, rows):  # without an annotation: what has one becomes a flag of the command line
-        self._missing = rows if isinstance(rows, str) and rows.startswith(_MISSING) else ""
+        self._missing = rows if isinstance(rows, str) and rows.startswith(MISSING) else ""
         if self._missing:
             rows = []
         elif isinstance(rows, str) and rows.startswith("["):
@@ -36,7 +37,7 @@ class Memory:
 
     def __iter__(self) -> Iterator[Any]:
         if self._missing:
-            reason = self._missing.removeprefix(_MISSING)
+            reason = self._missing.removeprefix(MISSING)
             raise InputError(f"config.json does not hold this run's problems ({reason}): give them again, in Python or "
                              f"by a configuration that has them (--config)")
         return iter(self._rows)
@@ -59,10 +60,10 @@ class Memory:
             try:
                 parts.append(json.dumps(codec.to_json(row)))
             except TypeError as error:
-                return f"{_MISSING}of {len(self):,} rows in memory, rows[{index}] holds what cannot be saved, {error}"
+                return f"{MISSING}of {len(self):,} rows in memory, rows[{index}] holds what cannot be saved, {error}"
             size += len(parts[-1])
             if size > LARGEST_SAVED:
-                return f"{_MISSING}{len(self):,} rows in memory are more than {LARGEST_SAVED:,} characters of JSON"
+                return f"{MISSING}{len(self):,} rows in memory are more than {LARGEST_SAVED:,} characters of JSON"
         return f"[{', '.join(parts)}]"
 
 

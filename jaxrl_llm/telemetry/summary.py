@@ -44,6 +44,7 @@ class RunSummary:
       before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
+      reloads: whether its config.json holds all that it trains with.
     """
 
     run_dir: str
@@ -54,6 +55,7 @@ class RunSummary:
     before: float | None = None
     after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
+    reloads: bool = True
 
 
 Answered = tuple[str, str, float]
@@ -147,7 +149,9 @@ def _next(summary: RunSummary) -> list[Text]:
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
-    commands = (f"jaxrl-llm eval {run}", f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}",
-                f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.steps}")
+    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.steps}"
+    if not summary.reloads:
+        more = f"train again for {2 * summary.steps} steps from the file or notebook that began it: config.json lacks its own parts"
+    commands = (f"jaxrl-llm eval {run}", f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}", more)
     return [_field("the run lies in", summary.run_dir), _field("try next", ""),
             *(Text(f"  {command}") for command in commands)]

@@ -17,6 +17,7 @@ from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Local, 
 from jaxrl_llm.rewards.functions import as_reward, importable
 from jaxrl_llm.rewards.inside import MOST_STUCK
 from jaxrl_llm.rewards.shaping import check, named
+from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Problem
 
 SAMPLES = "rewards.sample_forms"
@@ -149,7 +150,7 @@ def test_no_two_columns_have_one_name():
     assert list(named(rewards).values()) == rewards
 
 
-def test_a_configuration_keeps_names_and_says_what_it_cannot_keep(tmp_path):
+def test_a_configuration_keeps_names_and_says_what_it_cannot_keep():
     scoring = configs.Scoring(rewards=(forms.single, lambda p, c: 1.0, Local(Times(3.0)), Accuracy()))
     assert [type(reward) for reward in scoring.rewards] == [Function, Local, Local, Accuracy]
     saved = configs.to_json(scoring)
@@ -158,6 +159,8 @@ def test_a_configuration_keeps_names_and_says_what_it_cannot_keep(tmp_path):
     assert saved["rewards"][2]["function"]["factor"] == 3.0
     del saved["rewards"][2]
     again = configs.from_json(saved)
+    run = configs.Run("m", Task([{"prompt": "?", "answer": "!"}]))
+    assert configs.reloads(run) and not configs.reloads(dataclasses.replace(run, scoring=scoring))
     assert configs.to_json(again) == saved  # who goes on with the run from its source is not told of a change
     for reward in (again.rewards[0], again.rewards[2]):
         check(reward)

@@ -51,6 +51,12 @@ def test_without_a_verifier_the_reward_is_summed_up():
     assert "after   3.000" in text and not {"right", "wrong", "accuracy"} & set(text.split())
 
 
+def test_a_run_that_its_configuration_does_not_hold_is_not_said_to_go_on_from_it():
+    assert "config.json' --run_dir 'my runs/quickstart' --steps 24" in printed()
+    assert "train again for 24 steps from the file or notebook that began it" in printed(reloads=False)
+    assert "jaxrl-llm train" not in printed(reloads=False)
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
     text = printed(width, pairs=pair_samples(BEFORE, AFTER)[3:])
