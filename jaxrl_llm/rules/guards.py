@@ -78,12 +78,12 @@ class TeachesNothing:
 
     def reason(self, row: Row) -> str:
         """Why the step taught nothing; empty where it taught."""
-        if row.get("updates"):
+        if row.get("updates") or row.get("updates/not_finite"):
             if row.get("advantage/nonzero_fraction") != 0 or not self.only_advantages:
                 return ""
             return "all advantages are 0, since the rewards of each group are equal"
         kept = row.get("dynamic_sampling/kept_fraction", 0.0)
-        if not self.filter_reads or math.isnan(kept):  # nothing went through the filter
+        if not self.filter_reads or row.get("completions") or math.isnan(kept):  # nothing went through the filter, or it kept some
             return "no token is in the loss"
         varies = row.get("reward/zero_std_fraction", 1.0) < 1
         if varies and self.filter_reads == "accuracy":

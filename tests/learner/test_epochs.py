@@ -190,6 +190,9 @@ def test_nothing_is_measured_for_a_controller_that_is_not_there():
     record = Record()
     _, metrics = run(Learner(), record, judge=True)
     assert record.seen[0].old_logp is None and metrics["controller/kl"] == 0 == metrics["controller/kl_sequence"]
+    record = Record()
+    run(Learner(), record, held=True, reference=False, judge=True)
+    assert record.seen[0].old_logp is None and record.seen[0].ref_logp is None, "what is judged by is not in the loss"
     assert not any(name.startswith("controller/") for name in run(Learner(), Record())[1])
 
 

@@ -106,6 +106,7 @@ CASES = {
     "the filter": ("accuracy", False, EMPTY, "2 % of groups kept: your reward varies, accuracy does not"),
     "all equal": ("reward", False, EMPTY | {"reward/zero_std_fraction": 1.0}, "reward is the same for all completions"),
     "masked": ("", False, EMPTY, "no token is in the loss"),
+    "kept and masked": ("accuracy", False, EMPTY | {"completions": 16}, "no token is in the loss"),
     "carried and masked": ("accuracy", False, EMPTY | {"dynamic_sampling/kept_fraction": math.nan}, "no token is in the loss"),
     "flat": ("", True, TAUGHT | {"advantage/nonzero_fraction": 0.0}, "all advantages are 0"),
 }
@@ -122,6 +123,10 @@ def test_steps_that_teach_nothing_are_told_and_end_the_run(case):
     assert words in decisions[5].reason and decisions[2] == Decision()
     never = run_through(dataclasses.replace(rule, patience=0), [empty | {"step": 1}] * 9)
     assert all(d.stop is None and d.events for d in never)
+
+
+def test_a_gradient_that_is_no_number_is_another_rules_matter():
+    assert TeachesNothing(1, True, "")(EMPTY | {"step": 1, "updates/not_finite": 1.0}, {})[0] == Decision()
 
 
 def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
