@@ -60,7 +60,8 @@ TRANSLATED = [
     ("dr_grpo", "scale_rewards=group", {"advantage": GroupZScore(eps=1e-4)}),
     ("grpo", "scale_rewards=batch", {"advantage": BatchScaled(eps=1e-4)}),
     ("grpo", "scale_rewards=none", {"advantage": GroupMean()}),
-    ("dapo", "mask_truncated_completions=False", {"drop_truncated": False}),
+    ("dapo", "mask_truncated_completions=True", {"drop_truncated": True}),
+    ("filtered", "mask_truncated_completions=False", {"drop_truncated": False}),
     ("grpo", "off_policy_mask_threshold=0.4", {"sequence_filter": ratios.OffPolicySequenceMask(0.4)}),
     ("grpo", "off_policy_mask_threshold=None", {}),
     ("grpo", f"{VLLM}correction=False", {}),
@@ -184,6 +185,7 @@ ALGORITHMS = PRESETS | {
     "penalty": dataclasses.replace(PRESETS["dapo"], surrogate=surrogates.PenaltyKL(), kl_coef=1.0),
 }
 START = {key: dataclasses.replace(RECIPES["grpo"], name=key, algorithm=a) for key, a in ALGORITHMS.items()} | RECIPES
+START["filtered"] = dataclasses.replace(RECIPES["dapo"], drop_truncated=True)
 
 
 def given(line):
@@ -298,6 +300,7 @@ COMMANDS = {
     "train smoke data.train_batch_size=3": ["Unrecognized options: data.train_batch_size=3"],
     "train smoke --recipe cispo --epsilon_high 0.2": ["--epsilon_high 0.2", "write --epsilon_high 1.2"],
     f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
+    f"train smoke {ACTOR}kl_loss_type=k1": ["recipe.algorithm.kl K1 with kl_coef 0.04", "its expected gradient is 0"],
 }
 HELP = "train smoke --help"
 UNDERSTOOD = "train smoke --recipe gspo --epsilon_high 5e-4 --mesh.data 3"
@@ -323,6 +326,9 @@ def test_the_command_line_says_what_a_name_became(answers):
 def test_no_flag_of_a_run_has_a_foreign_name(answers):
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w.-]+)", answers[HELP].out)}
     assert "recipe.algorithm.kl_coef" in flags and not flags & SPELLINGS.keys()
+    # What the lines at a run's start advise.
+    advised = {"recipe.overlong_weight", "recipe.resets.optimiser_every", "rollout.collect.staleness", "recipe.no_drop_truncated"}
+    assert advised | {"learner.minibatches", "learner.epochs"} <= flags
 
 
 def test_the_documented_table_is_the_one_that_is_read():

@@ -156,6 +156,12 @@ def test_what_needs_a_right_answer_says_so_where_there_is_none():
     assert not any("filtered" in line for line in configs.notes(run_of("dapo")))
 
 
+def test_a_punishment_of_what_the_loss_leaves_out_is_told_of():
+    told = lambda run: [line for line in configs.notes(run) if line.startswith("completions that are cut off are punished")]
+    assert len(told(run_of("dapo", drop_truncated=True))) == 1
+    assert not told(run_of("dapo")) and not told(run_of("gspo", drop_truncated=True))
+
+
 @pytest.mark.parametrize("name", configs.config_names())
 def test_a_shipped_configuration_of_a_paper_makes_its_updates(name):
     run = configs.resolved(configs.load_config(name)[1])

@@ -1,4 +1,4 @@
-"""What of a run's settings does nothing, and what would make it act: said when the run begins."""
+"""What of a run's settings does nothing, or something else than one might think; and the remedy. Said when the run begins."""
 
 import math
 
@@ -116,7 +116,7 @@ def _short_memory(run: Run) -> list[str]:
 
 
 def _rewards(run: Run) -> list[str]:
-    """What reads a right answer where no reward says how much one is worth."""
+    """Punishments that punish nothing, and filters that read something else than they are known for."""
     recipe, lines = run.recipe, []
     verified = any(isinstance(reward, Accuracy) for reward in run.scoring.rewards)
     if recipe.filter_groups == "reward" and not verified:
@@ -125,5 +125,10 @@ def _rewards(run: Run) -> list[str]:
         lines.append(
             f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
             "--recipe.overlong_weight W takes W away at the end of the budget (half of what lies between right and wrong)"
+        )
+    if recipe.drop_truncated and overlong_weight(run):
+        lines.append(
+            "completions that are cut off are punished but left out of the loss, so that nothing is learned from it; "
+            "--recipe.no-drop_truncated"
         )
     return lines
