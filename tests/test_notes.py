@@ -13,6 +13,7 @@ from jaxrl_llm.config.notes import inert
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format
+from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.rules import Resets
 from jaxrl_llm.tasks import Table, Task
@@ -106,6 +107,8 @@ def test_settings_beside_the_recipe_wait_too():
     learner = dataclasses.replace(run.learner, target_kl=0.1)
     assert "learner.target_kl is never reached" in inert(dataclasses.replace(run, learner=learner))[0]
     assert inert(dataclasses.replace(run, learner=dataclasses.replace(learner, epochs=2))) == []
+    earlier = run_of("rloo", collect=Collect(interrupt=True))  # whose tokens are not at the policy that learns
+    assert inert(dataclasses.replace(earlier, learner=learner)) == []
     penalty = with_algorithm("grpo", surrogate=PenaltyKL(), kl=None, kl_coef=1.0)
     assert "the penalty is 0" in inert(run_of("grpo", **penalty))[0]
 
@@ -129,6 +132,8 @@ def test_what_begins_after_the_end_is_said():
     short = dataclasses.replace(kimi, steps=6)
     assert inert(short) == ["the length reward begins after 50 updates, and the run makes 48"]
     assert inert(dataclasses.replace(kimi, steps=7)) == []
+    even = run_of("kimi_k1_5", minibatches=5, shaping=(RelativeLength(warmup=500),))
+    assert inert(even) == ["the length reward begins after 500 updates, and the run makes 500"]
 
 
 def test_an_optimiser_that_begins_anew_too_often_is_told_of():
@@ -142,6 +147,8 @@ def test_an_optimiser_that_begins_anew_too_often_is_told_of():
     )[0]
     assert not anew(run_of("kimi_k1_5", minibatches=5, epochs=2)) and not anew(run_of("dapo"))
     assert not anew(run_of("kimi_k1_5", minibatches=2, resets=Resets(optimiser_every=5)))
+    never = run_of("kimi_k1_5", resets=Resets(optimiser_every=3))
+    assert anew(never) and not anew(dataclasses.replace(never, steps=2))
     muon = dataclasses.replace(run_of("kimi_k1_5"), learner=Learner(Optimiser(name="muon", b1=0.95)))
     assert "its moments average over 20" in anew(muon)[0]
 
@@ -153,7 +160,8 @@ def test_what_needs_a_right_answer_says_so_where_there_is_none():
         assert not any("overlong" in line for line in configs.notes(sized))
     by_reward = dataclasses.replace(unverified, recipe=dataclasses.replace(unverified.recipe, filter_groups="reward"))
     assert "no Accuracy among the rewards: groups are filtered by reward" in configs.notes(by_reward)
-    assert not any("filtered" in line for line in configs.notes(run_of("dapo")))
+    for other in (run_of("dapo"), run_of("gspo", scoring=FORMAT)):
+        assert not any("filtered" in line for line in configs.notes(other))
 
 
 def test_a_punishment_of_what_the_loss_leaves_out_is_told_of():

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxrl_llm.config.run import Run, overlong_weight, updates_of_a_batch
+from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.shaping import Accuracy
 
@@ -11,12 +11,14 @@ USUAL_MINIBATCHES = 4
 
 
 def notes(run: Run) -> list[str]:
-    """Everything to be said of a resolved run before it begins, one line each."""
+    """Everything to be said of a run before it begins, one line each."""
+    run = resolved(run)
     return [*inert(run), *_short_memory(run), *_rewards(run)]
 
 
 def inert(run: Run) -> list[str]:
     """Which pieces of the recipe cannot act under the run's settings, and the flag under which they would."""
+    run = resolved(run)
     return [*_at_ratio_one(run), *_without_gap(run), *_too_late(run)]
 
 
@@ -36,7 +38,7 @@ def _at_ratio_one(run: Run) -> list[str]:
         "learner.target_kl is never reached": run.learner.target_kl is not None and not _learns_earlier(run),
     }
     idle = [piece for piece, waits in waiting.items() if piece and waits]
-    if not idle or updates_of_a_batch(run) > 1:
+    if not idle or run.learner.updates > 1:
         return []
     paper = run.recipe.paper
     alike = ", as in the paper" if paper is not None and paper.count == 1 else ""
@@ -83,7 +85,7 @@ def _without_gap(run: Run) -> list[str]:
 
 def _too_late(run: Run) -> list[str]:
     """What begins after the run has ended."""
-    recipe, updates = run.recipe, run.steps * updates_of_a_batch(run)
+    recipe, updates = run.recipe, run.steps * run.learner.updates
     lines = [
         f"recipe.resets.{name} {every} never comes in {run.steps} steps"
         for name, every in (
@@ -100,7 +102,7 @@ def _too_late(run: Run) -> list[str]:
 def _short_memory(run: Run) -> list[str]:
     """An optimiser that begins anew before its first moment has averaged over as many gradients as it can."""
     every, optimiser, learner = run.recipe.resets.optimiser_every, run.learner.optimiser, run.learner
-    updates, memory = every * updates_of_a_batch(run), round(1 / (1 - optimiser.b1))
+    updates, memory = every * run.learner.updates, round(1 / (1 - optimiser.b1))
     if not 0 < updates < memory or every > run.steps:
         return []
     when = "update" if updates == 1 else f"{updates} updates"
@@ -111,7 +113,7 @@ def _short_memory(run: Run) -> list[str]:
     epochs = math.ceil(wanted / minibatches)
     flags = [f"--learner.minibatches {minibatches}"] if minibatches != learner.minibatches else []
     flags += [f"--learner.epochs {epochs}"] if epochs != learner.epochs else []
-    remedy = f"{' '.join(flags)}, or --recipe.resets.optimiser_every {math.ceil(memory / updates_of_a_batch(run))}"
+    remedy = f"{' '.join(flags)}, or --recipe.resets.optimiser_every {math.ceil(memory / run.learner.updates)}"
     return [f"the optimiser begins anew after every {when}, and {seen}; {remedy}"]
 
 
@@ -119,16 +121,16 @@ def _rewards(run: Run) -> list[str]:
     """Punishments that punish nothing, and filters that read something else than they are known for."""
     recipe, lines = run.recipe, []
     verified = any(isinstance(reward, Accuracy) for reward in run.scoring.rewards)
-    if recipe.filter_groups == "reward" and not verified:
+    if recipe.filter_groups and not verified:
         lines.append("no Accuracy among the rewards: groups are filtered by reward")
-    if recipe.overlong_share and recipe.overlong_weight is None and not overlong_weight(run):
+    if recipe.overlong_share and recipe.overlong_weight is None:
         lines.append(
             f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
             "--recipe.overlong_weight W takes W away at the end of the budget (half of what lies between right and wrong)"
         )
     if recipe.drop_truncated and overlong_weight(run):
         lines.append(
-            "completions that are cut off are punished but left out of the loss, so that nothing is learned from it; "
+            "completions that are cut off are punished but left out of the loss: being cut off is never unlearned; "
             "--recipe.no-drop_truncated"
         )
     return lines

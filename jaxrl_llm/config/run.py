@@ -141,11 +141,6 @@ def overlong_weight(run: Run) -> float:
     return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)
 
 
-def updates_of_a_batch(run: Run) -> int:
-    """Optimiser updates that a full batch of groups is worth; groups stay whole."""
-    return run.learner.epochs * min(run.learner.minibatches, run.rollout.prompts)
-
-
 def dated(run: Run, day: str) -> Run:
     """The run with what templates that read the clock are to see as today, where its tasks do not say so themselves."""
     task, tested = tasks.dated(run.task, day), run.evaluation.task

@@ -72,9 +72,7 @@ def from_json(data: Any) -> Any:
 
 def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     """Fields that a class has got since the file was written, where the old meaning is not the new default."""
-    if kind is Recipe and fields.get("overlong_share") and "overlong_weight" not in fields:
-        return {"overlong_weight": 1.0}
-    return {}
+    return {"overlong_weight": 1.0} if kind is Recipe and fields.get("overlong_share") else {}
 
 
 def load_json(path: Path) -> Run:

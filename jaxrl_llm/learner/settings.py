@@ -77,3 +77,8 @@ class Learner:
     compute_dtype: str = "float32"
     keep_sampling_mask: bool = False
     lora: Lora = Lora()
+
+    @property
+    def updates(self) -> int:
+        """Optimiser updates of each batch."""
+        return self.epochs * self.minibatches

@@ -9,7 +9,7 @@ from jaxrl_llm.models.attention import BLOCKS, part_columns
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.layers import layer_windows
-from jaxrl_llm.plan.layout import minibatch, updates
+from jaxrl_llm.plan.layout import minibatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,10 @@ def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None)
     _, microbatches = packed_shapes(minibatch(run, config.vocab_size, mean), layout)
     share = 1 / run.learner.minibatches
     algorithm = run.recipe.algorithm
-    passes = (updates(run) > 1) + (algorithm.needs_reference)
+    passes = (run.learner.updates > 1) + (algorithm.needs_reference)
     return Work(
         completions, mean, completions * mean, prompts_flops, decode, passes, (prompts_flops + decode) * share,
-        microbatches * layout.rows, layout.row_tokens, microbatches, updates(run), 2 if run.learner.lora.rank else 3,
+        microbatches * layout.rows, layout.row_tokens, microbatches, run.learner.updates, 2 if run.learner.lora.rank else 3,
     )  # fmt: skip
 
 

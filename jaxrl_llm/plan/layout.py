@@ -67,17 +67,12 @@ def arrays(run: Run, config: ModelConfig, layout: learner.Layout, mesh: Any, whe
     packed, microbatches = packed_shapes(minibatch(run, config.vocab_size), layout)
     logp = packed.sampler_logp
     compared = run.recipe.algorithm.kl_in_loss and state.reference is not None
-    packed = packed._replace(old_logp=logp if updates(run) > 1 else None, ref_logp=logp if compared else None)
+    packed = packed._replace(old_logp=logp if run.learner.updates > 1 else None, ref_logp=logp if compared else None)
     return Arrays(
         abstract(state, shardings(state, mesh)), abstract(sampled, sampling_shardings(sampled, where)),
         abstract_slots(config, shape, compute_dtype, where, sampling), shape,
         abstract(packed, batch_shardings(packed, mesh)), microbatches, sampling,
     )  # fmt: skip
-
-
-def updates(run: Run) -> int:
-    """Optimiser updates of a step."""
-    return run.learner.epochs * run.learner.minibatches
 
 
 def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
