@@ -101,7 +101,7 @@ def test_what_old_configurations_and_runs_say_of_the_filter_is_understood(tmp_pa
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     assert configs.load_json(tmp_path / "config.json").recipe.filter_groups == "accuracy"
     dapo = dataclasses.replace(own, recipe=dataclasses.replace(own.recipe, filter_groups="reward"))
-    assert choose_directory(configs.resolved(dapo), "mine", False) == tmp_path
+    assert choose_directory(configs.resolved(dapo), "mine", False)[0] == tmp_path
 
 
 def test_the_recipe_and_the_repetition_rule_say_which_endings_the_loss_leaves_out():

@@ -35,15 +35,17 @@ def _at_ratio_one(run: Run) -> list[str]:
         getattr(surrogate, "idle", ""): not (stale and against_sampler),
         "the weight against the sampler is 1": surrogate.reads_sampler and not stale,
         "the sequence filter drops nothing": algorithm.sequence_filter is not None and not stale,
-        "learner.target_kl is never reached": run.learner.target_kl is not None and not _learns_earlier(run),
     }
     idle = [piece for piece, waits in waiting.items() if piece and waits]
+    if _learns_earlier(run):
+        idle = [f"{piece} but on tokens of earlier steps" for piece in idle]
+    if run.learner.target_kl is not None:
+        idle.append("learner.target_kl stops nothing")
     if not idle or run.learner.updates > 1:
         return []
     paper = run.recipe.paper
     alike = ", as in the paper" if paper is not None and paper.count == 1 else ""
-    but = " but on tokens of earlier steps" if _learns_earlier(run) else ""
-    return [f"one update a batch{alike}: {', '.join(idle)}{but}; {_more_updates(run)}{_in_the_paper(run)}"]
+    return [f"one update a batch{alike}: {', '.join(idle)}; {_more_updates(run)}{_in_the_paper(run)}"]
 
 
 def _learns_earlier(run: Run) -> bool:

@@ -101,7 +101,7 @@ def learn(
       The new state, and metrics averaged over the updates that were applied (``sampler/`` ones from the first, the only on-policy
       one), NaN where none was; ``updates`` counts those, ``updates/not_finite`` those refused for their gradient.
     """
-    several, held = settings.epochs * settings.minibatches > 1, state.reference is not None
+    several, held = settings.updates > 1, state.reference is not None
     scored_by = state if reference or judge else state._replace(reference=None)
     anchor = several or (judge and not held)
     batches = _scored(scored_by, _split(groups, settings.minibatches), layout, compute, temperature, mesh, anchor)
