@@ -50,7 +50,7 @@ def to_json(value: Any) -> Any:
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
         return {f"{_SIGN}timestamp": _write_timestamp(value)}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject:
-        raise TypeError(f"an array of {value.dtype}")
+        raise TypeError(f"{kind.__name__} of {value.dtype}")
     for known in _KINDS:
         if kind is known.type or (known.type is np.generic and isinstance(value, np.generic)):
             return {_SIGN + known.name: known.write(value)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import time
@@ -156,7 +157,10 @@ def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Tas
 
 def problems_of(run: Run, loaded: tasks.Loaded, tested: tuple[Problem, ...]) -> Fingerprints:
     """What the run trains and tests on; the latter by its settings, since a run may be continued with another test."""
-    name = f"evaluation {json.dumps(configs.to_json(run.evaluation.task))}" if run.evaluation.task else "held-out"
+    name = "held-out"
+    if run.evaluation.task:
+        settings = json.dumps(configs.to_json(run.evaluation.task))
+        name = f"evaluation {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
     return {"training": tasks.fingerprint(loaded.train), name: tasks.fingerprint(tested)}
 
 

@@ -1,15 +1,23 @@
 """What a step hands to the learner, without a model."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
+import pytest
+from rich.console import Console
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.config import Evaluation, Run, Scoring
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
-from jaxrl_llm.step import separately
+from jaxrl_llm.step import Host, check_problems, problems_of, read_problems, separately
+from jaxrl_llm.tasks import Task
+from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))
@@ -46,3 +54,44 @@ def test_weights_of_the_estimator_come_before_those_of_the_rewards():
         groups = [scored(scorer, TEXTS[0])]
     given = dataclasses.replace(PRESETS["grpo"], advantage=GDPO((1.0, 3.0)))
     assert separately(given, named(REWARDS), groups)[0] == given
+
+
+def with_rows(train, test=None, **changes):
+    """A run that needs no answers."""
+    tested = None if test is None else Task(test)
+    run = Run("tiny-random", Task(train), Scoring((Format("a"),)), RECIPES["grpo"], evaluation=Evaluation(task=tested))
+    return dataclasses.replace(run, **changes)
+
+
+def prints(run):
+    with Progress(1, console=Console(quiet=True)) as progress:
+        loaded, _, tested = read_problems(run, progress)
+    return json.loads(json.dumps(problems_of(run, loaded, tested)))
+
+
+def test_a_run_is_gone_on_with_on_its_own_problems_and_may_be_tested_on_others():
+    some, others = [{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a"}, {"prompt": "c"}]
+    began = prints(with_rows(some, some))
+    check_problems(began, prints(with_rows(some, some)), "rows")
+    check_problems(began, prints(with_rows(some, others)), "rows")
+    check_problems(began, prints(with_rows(some)), "rows")
+    check_problems({}, prints(with_rows(some)), "rows")  # begun before problems had fingerprints
+    with pytest.raises(InputError, match="the training problems of rows are not .* 2 as before, but prompts have changed"):
+        check_problems(began, prints(with_rows(others, some)), "rows")
+    tested, found = [name for name in began if name != "training"], prints(with_rows(some, some))
+    assert tested[0].startswith("evaluation ") and len(tested) == 1
+    with pytest.raises(InputError, match="the evaluation problems of rows are not those that the run began with"):
+        check_problems(began, found | {tested[0]: prints(with_rows(others))["training"]}, "rows")
+
+
+def test_what_rewards_right_answers_is_refused_once_none_is_known():
+    with pytest.raises(InputError, match="task rows without reference answers, but recipe.shaping RelativeLength"):
+        prints(with_rows([{"prompt": "a"}], recipe=RECIPES["kimi_k1_5"]))
+    assert prints(with_rows([{"prompt": "a", "answer": 1}], recipe=RECIPES["kimi_k1_5"]))["training"]["count"] == 1
+
+
+def test_host_values_of_before_problems_had_fingerprints_are_read():
+    saved = Host(problems={"training": {"count": 1}}).to_json()
+    assert Host.from_json(saved).problems == {"training": {"count": 1}}
+    del saved["problems"]
+    assert Host.from_json(saved).problems == {}

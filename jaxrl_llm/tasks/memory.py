@@ -60,7 +60,7 @@ class Memory:
             try:
                 parts.append(json.dumps(codec.to_json(row)))
             except TypeError as error:
-                return f"{MISSING}of {len(self):,} rows in memory, rows[{index}] holds what cannot be saved, {error}"
+                return f"{MISSING}of {len(self):,} rows in memory rows[{index}] holds a value of type {error}"
             size += len(parts[-1])
             if size > LARGEST_SAVED:
                 return f"{MISSING}{len(self):,} rows in memory are more than {LARGEST_SAVED:,} characters of JSON"

@@ -121,8 +121,8 @@ def load(task: Task, answers: bool = True) -> Loaded:
     verifier = _verifier(task, found, answers, notes)
     settings = {"task": task.label, "extractor": task.extractor, "verifier": verifier}
     rows = [dataclasses.replace(problem, **settings) for problem in found]
-    kept = _without_duplicates(_checkable(_filtered(rows, task, notes), verifier, notes), notes)
-    train, held_out = _split(_savable(kept, notes), task.holdout)
+    kept = _savable(_checkable(_filtered(rows, task, notes), verifier, notes), notes)
+    train, held_out = _split(_without_duplicates(kept, notes), task.holdout)
     if not train:
         raise InputError(f"task {task.label} has no problem left to train on: {len(rows)} from the source, "
                          f"{len(held_out)} held out{''.join('; ' + note for note in notes)}; give it more problems")
@@ -174,7 +174,7 @@ def _savable(problems: list[Problem], notes: list[str]) -> list[Problem]:
         fields = {name: value for name, value in problem.metadata.items() if not _kind_refused(value, name, left_out)}
         found.append(problem if len(fields) == len(problem.metadata) else dataclasses.replace(problem, metadata=fields))
     for name, kind in left_out.items():
-        notes.append(f"the field {name} is left out: it holds a {kind}, which cannot be saved")
+        notes.append(f"the field {name} is left out: it holds a value of type {kind}, which cannot be saved")
     return found
 
 
@@ -214,7 +214,8 @@ def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list
     return [problem for problem in problems if integer(problem.answer) is not None]
 
 
-def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> list[Problem]:
+def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> dict[str, Problem]:
+    """The first problem of each prompt, by the prompt's key, in order."""
     first: dict[str, Problem] = {}
     merged = conflicting = 0
     for problem in problems:
@@ -224,11 +225,11 @@ def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> list[P
     if merged:
         other = f"; {conflicting} of them had another answer than the one kept" if conflicting else ""
         notes.append(f"{merged} duplicates of a prompt merged, {len(first)} distinct prompts left{other}")
-    return list(first.values())
+    return first
 
 
-def _split(problems: list[Problem], holdout: float) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+def _split(problems: dict[str, Problem], holdout: float) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """The problems to train on, in order, and those held out: the first by their prompts' keys."""
     count = max(1, round(holdout * len(problems))) if holdout else 0
-    held_out = sorted(problems, key=lambda problem: prompt_key(problem.prompt))[:count]
-    keys = {prompt_key(problem.prompt) for problem in held_out}
-    return tuple(problem for problem in problems if prompt_key(problem.prompt) not in keys), tuple(held_out)
+    held_out = {key: problems[key] for key in sorted(problems)[:count]}
+    return tuple(problem for key, problem in problems.items() if key not in held_out), tuple(held_out.values())
