@@ -1,7 +1,7 @@
 """One value per published method: the algorithm and what its paper fixes around the loss.
 
 Learning rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run makes one
-update of each batch unless it says otherwise; ``config.notes`` tells what of a recipe does nothing then, and what its paper does.
+update of each batch unless it says otherwise; ``config.notes`` tells what of a recipe does nothing then.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class Recipe:
         one, which is half of ``Accuracy``'s weight, and none without an ``Accuracy``.
       shaping: what else changes a group's rewards, in order.
       resets: when reference and optimiser begin anew.
-      controller: moves the KL coefficient after each step, by the KL measured in it; None leaves it as it is.
+      controller: moves the KL coefficient after each step, by how far the policy is then; None leaves it as it is.
       paper: the updates that the paper makes of a batch; None where they are not published.
     """
 
@@ -116,7 +116,8 @@ each batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routin
 
 CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16))
 """MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty are kept; 16 updates for each batch. DAPO's
-AIME 2024 with Qwen2.5-32B in half of its steps."""
+AIME 2024 with Qwen2.5-32B in half of its steps. Its optimiser (b2 0.95, eps 1e-15) and the end of completions that repeat
+themselves (rollout.repetition) are a run's. The cap of 5 is that of TRL and ScaleRL: the paper publishes none."""
 
 SAPO = Recipe("sapo", PRESETS["sapo"], paper=Updates(4))
 """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in place of the clip, 4 updates for each batch. Stable
