@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.ratios import SequenceMask, TruncatedIS
-from jaxrl_llm.algorithms.surrogates import PenaltyKL
+from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, MiniRL, MirrorDescent, PenaltyKL, PPOClip
 from jaxrl_llm.config import Run, Scoring
 from jaxrl_llm.config.notes import inert
 from jaxrl_llm.learner import Learner, Optimiser
@@ -66,6 +68,26 @@ def test_of_one_update_a_batch_it_is_said_what_waits_for_a_second(name):
     assert all("; --learner.minibatches 4" in line for line in said)
     for several in ({"minibatches": 2}, {"epochs": 2}):
         assert not [line for line in inert(run_of(name, **several)) if line.startswith("one update")], several
+
+
+@pytest.mark.parametrize(("name", "surrogate"), [
+    ("grpo", PPOClip(0.0, 0.0, 1.01)), ("gspo", PPOClip(0.5, 0.5)), ("cispo", CISPO(1.0, 1.0)), ("sapo", SAPO(9.0, 0.1)),
+    ("kimi_k1_5", MirrorDescent(10.0)), ("minirl", MiniRL(9.0, 9.0)), ("penalty", PenaltyKL()),
+])  # fmt: skip
+def test_what_is_said_to_wait_does_nothing_while_ratios_are_1(name, surrogate):
+    penalty = dataclasses.replace(PRESETS["grpo"], surrogate=PenaltyKL(), kl=None, kl_coef=1.0)
+    algorithm = dataclasses.replace(PRESETS.get(name, penalty), **({"kl": None, "kl_coef": 0.0} if name == "grpo" else {}))
+    other = dataclasses.replace(algorithm, surrogate=surrogate, kl_coef=50.0 if name == "penalty" else algorithm.kl_coef)
+    assert algorithm.surrogate.idle
+    logp = np.log(np.float32([[0.5, 0.2, 0.7], [0.3, 0.6, 0.4]]))
+
+    def gradient(algorithm, old_logp):
+        batch = PolicyBatch(np.float32([1.0, -0.5]), np.ones(logp.shape, bool), old_logp, sampler_logp=logp)
+        return np.asarray(jax.grad(lambda x: policy_loss(algorithm, x, batch)[0])(logp))
+
+    np.testing.assert_allclose(gradient(algorithm, None), gradient(other, None), rtol=1e-5)
+    moved = logp - np.float32([[0.5, -0.6, 0.7], [-0.8, 0.9, 0.3]])
+    assert np.abs(gradient(algorithm, moved) - gradient(other, moved)).max() > 0.01
 
 
 def test_the_line_says_what_the_paper_does():
