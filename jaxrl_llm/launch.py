@@ -1,6 +1,7 @@
 """A run's directory and what surrounds the training there: whether it is new, who else is at it, what is said at the end."""
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -17,6 +18,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries, writable
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.signals import farewell
 
 FILE_SYSTEM_S = 20.0
 """Until a file that one host writes is seen by another."""
@@ -157,16 +159,21 @@ def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
     It stays where it holds the traceback of a reward, which the message names.
     """
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
+
+    def remove(*reason: object) -> None:
+        if made is not None and not _began(directory) and not (directory / REWARD_ERROR).exists():
+            shutil.rmtree(made, ignore_errors=True)
+
     try:
         with writable(directory, "--run_dir"):
             directory.mkdir(parents=True, exist_ok=True)
             temporary = directory / ".config.json"
             temporary.write_text(json.dumps(configs.to_json(settings), indent=1))
             os.replace(temporary, directory / "config.json")
-        yield
+        with farewell(remove):
+            yield
     except BaseException:
-        if made is not None and not _began(directory) and not (directory / REWARD_ERROR).exists():
-            shutil.rmtree(made, ignore_errors=True)
+        remove()
         raise
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,15 @@ from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.groups import Collected
 from jaxrl_llm.rules import (
-    DONE, PREEMPTED, Controlled, NotANumber, RewardFails, Rule, TeachesNothing, decide, rules_of,
+    DONE, Controlled, NotANumber, RewardFails, Rule, TeachesNothing, decide, rules_of,
 )  # fmt: skip
 from jaxrl_llm.sharding import make_mesh
-from jaxrl_llm.sharding.distributed import ALONE, Peers, Preemption
-from jaxrl_llm.step import Host, apply, check_problems, prepare, take_step
+from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
+from jaxrl_llm.step import Host, Parts, apply, check_problems, prepare, take_step
+from jaxrl_llm.telemetry.header import Header
+from jaxrl_llm.telemetry.logs import logged
+from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.telemetry.writers import RunWriter
@@ -65,13 +69,16 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
     store = Checkpoints(directory / "checkpoints", run.output.keep)
     start, begun = peers.first(lambda: (store.latest(), (directory / "metrics.jsonl").exists()))
     resumed = start is not None or begun
+    schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
     with (
         store,
         jax.set_mesh(mesh),
-        Preemption() as stop,
-        Progress(run.steps, (start or 0) + 1, None if peers.leads else Console(quiet=True)) as progress,
+        logged(directory / "log.txt") if peers.leads else nullcontext(),
+        Progress(schedule, (start or 0) + 1, None if peers.leads else Console(quiet=True)) as progress,
         writing(run, directory, (-1 if start is None else start) if resumed else None, peers) as writer,
         scorer_of(run, peers, directory) as scorer,
+        farewell(lambda *reason: scorer.close()),
+        ExitStack() as stack,
     ):
         progress.status(f"loading {run.model}")
         model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
@@ -79,42 +86,52 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         rules = rules_for(run)
         if start is not None:
             progress.status(f"restoring step {start}")
+        parameters = count_of(model)
         state, host = begin(run, model, store, start, mesh)
         check_problems(host.problems, parts.problems, run.task.label)
         host.problems = parts.problems
         del model  # its arrays are the state's now, or were read for their shapes only
+        for line in header(parts, parameters, count_of(state.policy)).lines():
+            progress.note(line)
+        progress.begin()
         if start is None:
             start = 0
             found = parts.test(parts.weights(policy_model(state)))
-            tested = found.metrics() if found else {}
-            _, host.memory = decide(rules, {"step": 0} | tested, host.memory)
-            record(writer, progress, 0, found, {}, [])
+            row = {"step": 0} | (found.metrics() if found else {})
+            progress.tested(0, row)
+            _, host.memory = decide(rules, row, host.memory)
+            record(writer, 0, found, row, [])
+        stop = stack.enter_context(Preemption(progress.note))  # from here on there is a step to finish
         code, last_words = DONE, ""
         for step in range(start + 1, run.steps + 1):
             began = time.perf_counter()
             last = step == run.steps
+            progress.status("sampling")
             state, row, batch = take_step(parts, state, host, step)
             row |= {"step": step} | ({"event/resumed": True} if resumed and step == start + 1 else {})
-            if step == start + 1:
-                progress.note("compiled for sampling: " + "; ".join(parts.sampler.engine.shapes))
+            row["time/step_s"] = time.perf_counter() - began
+            row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
+            progress.step(row)
 
             due = last or (run.evaluation.every and step % run.evaluation.every == 0)
             found = parts.test(parts.weights(policy_model(state))) if due else None
-            row |= found.metrics() if found else {}
+            if found is not None:
+                row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
+                progress.tested(step, row)
 
             decision, host.memory = decide(rules, row, host.memory)
             state = apply(decision, state, run)
             host.coefficients |= decision.coefficients
             row |= decision.events
 
-            row["time/step_s"] = time.perf_counter() - began
-            row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
-            record(writer, progress, step, found, row, batch.groups[: run.output.samples])
+            progress.happened(step, row)
+            record(writer, step, found, row, batch.groups[: run.output.samples])
             asked = agreed_to_stop(peers, stop, step, batch, row)
             stopping = decision.stop is not None or asked
             if last or stopping or step % run.output.checkpoint_every == 0:
                 progress.status("saving")
                 store.save(step, state, host.to_json())
+                progress.saved()
             if decision.stop is not None:
                 code, last_words = decision.stop, f"step {step}: {decision.reason}{advice(decision.remedy, directory)}"
                 break
@@ -131,6 +148,21 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
 def advice(remedy: str, directory: Path) -> str:
     """How to go on from a stopped run under other settings; empty where no settings help."""
     return f"; go on from it with jaxrl-llm train {directory} --from {directory} {remedy}" if remedy else ""
+
+
+def header(parts: Parts, parameters: int, trained: int) -> Header:
+    """What the run says of its size."""
+    run = parts.run
+    return Header(
+        run.model, parameters, trained, jax.device_count(), jax.devices()[0].device_kind, run.task.label,
+        len(parts.sampler.source.problems), parts.tests, run.rollout.prompts, run.rollout.group,
+        run.learner.updates,
+    )
+
+
+def count_of(model: Any) -> int:
+    """Parameters of a model, or of an adapter."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
 
 
 def begin(run: Run, model: Decoder, store: Checkpoints, start: int | None, mesh: Any) -> tuple[TrainState, Host]:

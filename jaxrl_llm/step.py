@@ -89,6 +89,7 @@ class Parts:
       weights: from the policy to what is sampled from.
       test: evaluates weights; None where there is nothing to test on.
       problems: fingerprints of what it trains and tests on.
+      tests: problems to test on.
     """
 
     run: Run
@@ -100,6 +101,7 @@ class Parts:
     weights: Callable[[Decoder], Decoder]
     test: Callable[[Decoder], Evaluated | None]
     problems: Fingerprints
+    tests: int
 
 
 def prepare(
@@ -134,7 +136,9 @@ def prepare(
             engine, weights, tokenizer, test_task, problems, scorer, answers, run.evaluation.samples, run.seed, progress.status
         )
 
-    return Parts(run, mesh, programs.update, programs.layout, programs.compute, sampler, programs.weights, test, prints)
+    return Parts(
+        run, mesh, programs.update, programs.layout, programs.compute, sampler, programs.weights, test, prints, len(problems)
+    )
 
 
 def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Task, tuple[Problem, ...]]:

@@ -1,6 +1,8 @@
 """A whole run through the command line: train, go on, test, ask, export; and what each leaves behind."""
 
+import datetime
 import json
+import re
 
 import pytest
 from commands import assert_refused, command, commands
@@ -50,6 +52,22 @@ def test_the_smoke_run_learns_what_it_is_rewarded_for(folder, answers):
     assert "jaxrl-llm eval runs/smoke" in answers["train"].out
 
 
+def test_what_was_compiled_is_in_the_log_and_not_on_the_terminal(folder, answers):
+    log = (folder / "runs/smoke/log.txt").read_text()
+    assert "compiling decode: 64 slots" in log and "64 slots" not in answers["train"].err
+    assert "step 7: resumed" in answers["go on"].err and "resumed" not in answers["train"].err
+
+
+def test_a_row_does_not_wait_for_its_evaluation(folder, answers):
+    log = (folder / "runs/smoke/log.txt").read_text()
+    row, evaluated = (
+        datetime.datetime.fromisoformat(re.search(rf"(.+),(\d+)  {text}", log).expand(r"\1.\2"))
+        for text in ("step 6/6", "evaluation at step 6")
+    )
+    took = rows(folder / "runs/smoke/metrics.jsonl")[6]["time/evaluation_s"]
+    assert (evaluated - row).total_seconds() >= took - 0.002 > 0
+
+
 def test_the_command_that_a_run_suggests_knows_its_flags(answers):
     assert "jaxrl-llm train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 2" in answers["fresh"].out
     assert answers["what fresh suggests"].code == 0, answers["what fresh suggests"].err
@@ -89,7 +107,7 @@ def test_eval_prints_a_table_for_people(answers):
     assert answers["eval table"].code == 0
     lines = answers["eval table"].out.splitlines()
     assert lines[0] == "runs/smoke, step 8 on chain_sum: 10 problems, 4 each, temperature 1, top_p 1"
-    assert [line.split()[0] for line in lines[1:]] == ["avg@4", "length", "pass@2", "pass@4", "maj@4"]
+    assert [line.split()[0] for line in lines[1:]] == ["avg@4", "pass@2", "pass@4", "maj@4", "length"]
 
 
 def test_generate_answers_as_the_run_was_tested(folder, answers):

@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = [*MODULES, *TESTS, *sorted((ROOT / "configs").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
 
-ROOMS = ("lazy", "types", "codec", "errors", "folders", "algorithms", "sharding", "models", "tasks", "rewards", "rollout", "learner",
+ROOMS = ("lazy", "types", "codec", "errors", "folders", "signals", "algorithms", "sharding", "models", "tasks", "rewards", "rollout", "learner",
          "rules", "checkpoint", "evaluate", "telemetry", "recipes", "dialects", "config", "programs", "plan", "step", "loop", "launch",
          "cli")
 STRANGERS = {("rollout", "learner"), ("learner", "rollout")}

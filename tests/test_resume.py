@@ -18,6 +18,7 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.learner.epochs import abstract_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.signals import STOPPING
 from learner.rollouts import one_device
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,8 @@ def test_the_signals_came_in_the_middle(folders):
     whole, _, codes, between = folders
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, PREEMPTED]
     assert 5 <= between < 8
+    said = folders[1].with_suffix(".log").read_text()
+    assert STOPPING in said and f"stopped after step {between}, state saved: run the same command again to go on" in said
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
     assert any(row.get("rollout/resumed") for row in rows(whole)), "no group was ever interrupted"
 

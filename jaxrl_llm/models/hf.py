@@ -22,6 +22,7 @@ from jaxrl_llm.models.weights import (
     write_checkpoint,
     write_json,
 )
+from jaxrl_llm.signals import farewell
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -86,12 +87,14 @@ def new_directory(target: str | os.PathLike) -> Iterator[Path]:
         raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    remove = lambda *reason: shutil.rmtree(folder, ignore_errors=True)
     try:
-        folder.chmod(0o755)
-        yield folder
-        os.replace(folder, target)
+        with farewell(remove):
+            folder.chmod(0o755)
+            yield folder
+            os.replace(folder, target)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove()
 
 
 def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any | None) -> ModelConfig:

@@ -1,11 +1,11 @@
 """What decides between steps: pure functions of a step's row and of what they remember, each by itself."""
 
 from jaxrl_llm.rules.controllers import Controlled
-from jaxrl_llm.rules.decision import DONE, GUARD, PREEMPTED, Decision, Memory, Rule, decide
+from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing
 from jaxrl_llm.rules.resets import OnSchedule, OnStall, Resets, rules_of
 
 __all__ = [
-    "DONE", "GUARD", "PREEMPTED", "Controlled", "Decision", "Memory", "NotANumber", "OnSchedule", "OnStall", "Resets",
+    "DONE", "GUARD", "Controlled", "Decision", "Memory", "NotANumber", "OnSchedule", "OnStall", "Resets",
     "RewardFails", "Rule", "TeachesNothing", "decide", "rules_of",
 ]

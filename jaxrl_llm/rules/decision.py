@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-DONE, GUARD, PREEMPTED = 0, 3, 75
-"""Exit codes: finished; stopped by a guard with state saved; preempted with state saved, run again to go on."""
+DONE, GUARD = 0, 3
+"""Exit codes: finished; stopped by a guard with state saved."""
 
 Row = Mapping[str, Any]
 """A step's metrics by name, ``step`` among them; what was not measured is absent or not a number."""

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.signals import farewell, quit_now
 
 FOREVER_MS = 7 * 24 * 3600 * 1000
 """Waiting ends when a process dies, which the coordination service notices; not by the clock."""
@@ -196,6 +196,11 @@ class Peers:
                 self._client.key_value_set("stopped", json.dumps([self.index, code, line]))
             self._part(code, line)
 
+    def quit(self, code: int, line: str) -> None:
+        """``stop`` for a process that is being quit; does nothing where it is stopping already, which quits it too."""
+        if not self._leaving.locked():
+            self.stop(code, line)
+
     def _hear(self) -> None:
         """Wait, in a thread of its own, for one process to say why it stops, or for the service to miss one."""
         try:
@@ -219,9 +224,7 @@ class Peers:
     def _exit(self, code: int, line: str) -> None:
         """Without Python's farewells, which would wait for every process."""
         dismiss(self._witness)
-        # Past Python's buffers, and in one write, which no other thread's splits.
-        os.write(2, f"jaxrl-llm: {' '.join(line.split())}\n".encode())
-        os._exit(code)
+        quit_now(code, line)
 
 
 def witness(line: str) -> subprocess.Popen:
@@ -255,7 +258,8 @@ def join(given: Distributed) -> Peers:
     jax.config.update("jax_enable_preemption_service", False)
     waiting = witness(UNMET)
     try:
-        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=given.heartbeat_s)
+        with farewell(lambda *reason: dismiss(waiting)):
+            jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=given.heartbeat_s)
     except Exception as error:  # launchers, name look-ups and RPCs fail each in their own way
         reason = " ".join(str(error).split())
         raise InputError(
@@ -267,24 +271,3 @@ def join(given: Distributed) -> Peers:
     if global_state.num_processes == 1:
         return ALONE
     return Peers(global_state.process_id, global_state.num_processes, global_state.client)
-
-
-class Preemption:
-    """Notices SIGTERM and SIGINT while it is entered, so that a run can save and stop between two steps.
-
-    A second signal stops at once. With several processes each hears its own only: they tell each other between steps.
-    """
-
-    asked = False
-
-    def __enter__(self) -> "Preemption":
-        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: Any) -> None:
-        self.asked = True
-        signal.signal(number, signal.SIG_DFL)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.signals import run_child
 
 _PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
             "from jaxrl_llm.tasks.generate import main; sys.exit(main(*json.loads(sys.argv[2])))")
@@ -31,8 +32,7 @@ def entries(name: str, options: dict[str, Any], size: int, seed: int) -> list[di
     """
     path = json.dumps([str(folder) for folder in sys.path])
     command = [sys.executable, "-c", _PROGRAM, path, json.dumps([name, options, size, seed])]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False,
-                          env={**os.environ, "PYTHONHASHSEED": "0"})
+    done = run_child(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"})
     if done.returncode == _REFUSED:
         raise InputError(done.stdout.decode())
     if done.returncode:

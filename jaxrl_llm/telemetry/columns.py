@@ -47,6 +47,14 @@ def short(value: float) -> str:
     return f"{value:.1f}" if 10 <= size < 1e5 else f"{value:.1e}"
 
 
+def count(value: int) -> str:
+    """How many, for people: ``960``, ``90.6 k``, ``134.5 M``, ``32.8 B``."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return str(value)
+
+
 COLUMNS = (
     Column("reward", "reward/mean", 7, short, 0),
     Column("accuracy", "reward/accuracy", 8, lambda value: f"{100 * value:.1f} %", 1),
@@ -106,18 +114,30 @@ def plain(step: str, left: str, metrics: dict[str, Any]) -> str:
 
 
 def cell(column: Column, metrics: dict[str, Any]) -> str:
-    """One value as its column shows it: ``-`` where there is none, ``nan`` and ``inf`` as they are."""
-    value = metrics.get(column.metric)
-    if value is None:
+    """One value as its column shows it: ``-`` where nothing was measured, infinity as it is."""
+    return shown(metrics.get(column.metric), column.style)
+
+
+def shown(value: float | None, style: Callable[[float], str] = short) -> str:
+    """A number in its style; ``-`` where there is none, which is None or NaN."""
+    if value is None or math.isnan(value):
         return "-"
-    value = float(value)
-    return column.style(value) if math.isfinite(value) else str(value)
+    return style(float(value)) if math.isfinite(value) else str(float(value))
 
 
-def time_left(durations: Sequence[float], remaining: int) -> float | None:
-    """Seconds for the ``remaining`` steps at the mean pace of ``durations``; None before the first.
+def evaluation(metrics: dict[str, Any]) -> str:
+    """What a step's evaluation found: ``chain_sum  pass@1 0.987  mean length 8.000``; empty where there was none."""
+    told: dict[str, str] = {}
+    for name, value in metrics.items():
+        _, _, measured = name.partition("eval/")
+        task, _, metric = measured.rpartition("/")
+        if task and metric != "problems":  # which the run has said before
+            told[task] = f"{told.get(task, task)}  {metric.replace('_', ' ')} {shown(value)}"
+    return "  ".join(told.values())
 
-    The first duration holds the compilation, so it is left out as soon as there is another.
-    """
-    later = durations[1:] or durations
-    return remaining * sum(later) / len(later) if later else None
+
+def events(metrics: dict[str, Any]) -> list[str]:
+    """What happened in a step, one line each: ``reference reset``, ``teaches nothing: all advantages are 0``."""
+    happened = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
+    words = [(name.removeprefix("event/").replace("_", " "), value) for name, value in happened]
+    return [f"{name}: {value}" if isinstance(value, str) else name for name, value in words]

@@ -1,5 +1,7 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines in a log file. All on stderr."""
 
+import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +13,8 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from jaxrl_llm.telemetry import columns
+from jaxrl_llm.telemetry.compiling import Compiling
+from jaxrl_llm.telemetry.pace import EVALUATION, SAVE, STEP, Schedule, time_left
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of the statuses that come and go inside each step."""
@@ -18,36 +22,42 @@ QUIET_SECONDS = 5.0
 """A log file is never silent for longer than this, unless an ordinary step takes longer."""
 LONGEST_SILENCE = 60.0
 """The waits between two lines of one phase double up to this."""
-RECENT_STEPS = 20
+RECENT = 20
+"""Durations of each kind that the pace is taken from."""
 HEADING_EVERY = 40
+
+log = logging.getLogger(__name__)
 
 
 class Progress:
     """Shows a run's progress; a context manager, so that the terminal is left in order whatever happens.
 
     Args:
-      total_steps: the step that the run ends with.
+      schedule: the run's.
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
       console: where to; stderr if None.
     """
 
-    def __init__(self, total_steps: int, first_step: int = 1, console: Console | None = None):
+    def __init__(self, schedule: Schedule, first_step: int = 1, console: Console | None = None):
         console = console or Console(stderr=True, highlight=False)
-        self._total, self._next_step = total_steps, first_step
+        self._schedule, self._next_step = schedule, first_step
         self._status, self._since = "starting", time.monotonic()
-        self._step_began = time.monotonic()
-        self._durations: tuple[float, ...] = ()
+        self._durations: dict[str, tuple[float, ...]] = {}
+        self._block, self._compiling = contextlib.ExitStack(), Compiling()
+        self._told, self._compiled = time.monotonic(), 0.0
         live = console.is_terminal and not console.is_dumb_terminal
         self._screen = _Terminal(console, self.describe) if live else _LogFile(console, self)
 
     def __enter__(self) -> "Progress":
+        self._block.enter_context(self._compiling)
         self._screen.start()
+        self._block.callback(self._screen.stop)
         if self._next_step > 1:
-            self.note(f"continuing at step {self._next_step} of {self._total}")
+            self.note(f"continuing at step {self._next_step} of {self._schedule.steps}")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._screen.stop()
+        self._block.close()
 
     def status(self, text: str) -> None:
         """Say what is being done now: ``sampling 120/400 tokens``, ``loading smollm2-135m``.
@@ -58,31 +68,59 @@ class Progress:
             self._since = time.monotonic()
         self._status = text
 
+    def begin(self) -> None:
+        """Steps and evaluations begin: what came before is no part of their pace."""
+        self._told, self._compiled = time.monotonic(), self._compiling.seconds
+
     def step(self, metrics: dict[str, Any]) -> None:
-        """Keep one line for the finished step ``metrics["step"]``, and one for its evaluation where it holds one."""
-        step, now = int(metrics["step"]), time.monotonic()
-        if any(column.metric in metrics for column in columns.COLUMNS):
-            self._durations = (*self._durations, now - self._step_began)[-RECENT_STEPS:]
-            left = columns.time_left(self._durations, self._total - step)
-            self._screen.row(f"{step}/{self._total}", columns.seconds(left or 0.0), metrics)
-        evaluation = [f"{name.removeprefix('eval/')} {columns.short(float(value))}"
-                      for name, value in metrics.items() if name.startswith("eval/") and value is not None]
-        if evaluation:
-            self.note(f"evaluation at step {step}:  " + "  ".join(evaluation))
-        self._next_step, self._step_began = step + 1, now
+        """Keep one line for the step ``metrics["step"]``, which has learned; its evaluation is still to come."""
+        self._took(STEP)
+        step = int(metrics["step"])
+        left = time_left(self._durations, self._schedule.ahead(step))
+        shown = f"{step}/{self._schedule.steps}", columns.seconds(left or 0.0), metrics
+        self._screen.row(*shown)
+        log.info("%s", columns.plain(*shown))
+        self._next_step = step + 1
+        self.status("writing down")
+
+    def tested(self, step: int, metrics: dict[str, Any]) -> None:
+        """Keep one line for what the evaluation after ``step`` has found."""
+        self._took(EVALUATION)
+        if found := columns.evaluation(metrics):
+            self.note(f"evaluation at step {step}:  {found}")
+
+    def saved(self) -> None:
+        """A checkpoint is on its way."""
+        self._took(SAVE)
+
+    def happened(self, step: int, metrics: dict[str, Any]) -> None:
+        """Keep one line for each event of the step's row."""
+        for event in columns.events(metrics):
+            self.note(f"step {step}: {event}")
 
     def note(self, text: str) -> None:
         """Keep one line of text."""
         self._screen.line(text)
+        log.info("%s", text)
 
     def describe(self) -> str:
         """The status line: which step is going on, what is being done, and for how long."""
-        where = f"step {self._next_step}/{self._total}  " if _phase(self._status) in WITHIN_A_STEP else ""
+        where = f"step {self._next_step}/{self._schedule.steps}  " if _phase(self._status) in WITHIN_A_STEP else ""
+        if (compiling := self._compiling.now()) is not None:
+            name, since = compiling
+            return f"{where}compiling {name}  {columns.seconds(since)}"
         return f"{where}{self._status}  {columns.seconds(time.monotonic() - self._since)}"
 
     def patience(self) -> float:
         """Seconds that a log file may stay silent now."""
-        return patience(self._status, self._durations)
+        return patience(self._status, self._durations.get(STEP, ()))
+
+    def _took(self, kind: str) -> None:
+        """The time since the last call was this kind's, but for what was compiled in it."""
+        now, compiled = time.monotonic(), self._compiling.seconds
+        took = max(now - self._told - (compiled - self._compiled), 0.0)
+        self._durations[kind] = (*self._durations.get(kind, ()), took)[-RECENT:]
+        self._told, self._compiled = now, compiled
 
 
 def patience(status: str, durations: Sequence[float]) -> float:
@@ -94,7 +132,7 @@ def patience(status: str, durations: Sequence[float]) -> float:
 
 
 def _phase(status: str) -> str:
-    return status.split(" ", 1)[0]
+    return status.split(" ", 1)[0].rstrip(":")
 
 
 class _Terminal:

@@ -1,9 +1,8 @@
-"""What of a step is written down and shown."""
+"""What of a step is written down."""
 
 from typing import Any
 
 from jaxrl_llm.evaluate import Evaluated
-from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Group
 
@@ -12,20 +11,19 @@ LOGGED_ANSWERS = 200
 
 
 def record(
-    writer: RunWriter | None, progress: Progress, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]
+    writer: RunWriter | None, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]
 ) -> None:
-    """Write a step's metrics and samples, where there is a writer, and show its line."""
-    metrics = {name: value for name, value in row.items()} | (found.metrics() if found else {})
+    """Write a step's metrics and samples, where there is a writer."""
+    if writer is None:
+        return
     lines = [
         {"kind": "training", "prompt": g.problem.prompt[-1]["content"], "completion": c.text, "reward": float(g.rewards[i]),
          "parts": {name: float(part[i]) for name, part in g.parts.items()}, "finish_reason": c.finish_reason, "tokens": len(c.tokens)}
         for g in groups for i, c in enumerate(g.completions)
     ]
     lines += _answers(found, LOGGED_ANSWERS - len(lines)) if found else []
-    if writer is not None:
-        writer.samples(step, lines)
-        writer.write(step, metrics)
-    progress.step({"step": step} | metrics)
+    writer.samples(step, lines)
+    writer.write(step, row)
 
 
 def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.loop import agreed_to_stop
 from jaxrl_llm.rewards import Accuracy, Function, Scorer
 from jaxrl_llm.rollout.groups import Backlog, Collected
-from jaxrl_llm.sharding.distributed import Disagreement, Preemption
+from jaxrl_llm.sharding.distributed import Disagreement
+from jaxrl_llm.signals import Preemption
 from jaxrl_llm.types import Completion, Group, Problem
 
 ANSWERS = ("4", "hang", "5", "raise", "4")
@@ -52,7 +53,7 @@ def after_a_step(peers, loss=0.0, reward=0.0, token=0, signal_number=None):
     problem, completion = items()[0]
     completion = Completion(np.array([token]), np.zeros(1, np.float32), "stop", np.ones(1, bool), np.zeros(1, np.int32))
     group = Group(problem, np.array([1]), (completion,), np.array([float(reward)]), np.zeros(1))
-    with Preemption() as stop:
+    with Preemption(lambda line: None) as stop:
         if signal_number:
             os.kill(os.getpid(), signal_number)
         batch = Collected([group], [], Backlog(), 0, 0, {})

@@ -47,11 +47,21 @@ def test_the_reward_is_the_last_column_to_go():
 
 def test_what_is_missing_or_not_finite_is_shown_as_such():
     cells = {column.title: columns.cell(column, ROW) for column in columns.COLUMNS}
-    assert cells["grad norm"] == "nan" and cells["accuracy"] == "100.0 %"
-    assert columns.cell(columns.COLUMNS[0], {}) == "-"
+    assert cells["grad norm"] == "-" and cells["accuracy"] == "100.0 %"
+    assert [columns.cell(columns.COLUMNS[0], row) for row in ({}, {"reward/mean": None})] == ["-", "-"]
+    assert columns.cell(columns.COLUMNS[0], {"reward/mean": float("inf")}) == "inf"
 
 
-def test_time_left_forgets_the_step_that_compiled():
-    assert columns.time_left((), 5) is None
-    assert columns.time_left((60.0,), 5) == 300.0
-    assert columns.time_left((60.0, 2.0, 4.0), 5) == 15.0
+def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
+    found = {"eval/a/b/pass@1": 0.5, "eval/a/b/mean_length": 8.0, "eval/a/b/problems": 26.0, "eval/c/reward": float("nan")}
+    assert columns.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
+    assert columns.evaluation({"entropy": 1.0}) == ""
+    row = {"event/reference_reset": True, "event/resumed": False, "event/teaches_nothing": "no token is in the loss", "kl": 0.0}
+    assert columns.events(row) == ["reference reset", "teaches nothing: no token is in the loss"]
+
+
+@pytest.mark.parametrize("value, text", [
+    (960, "960"), (90_600, "90.6 k"), (134_515_008, "134.5 M"), (32_763_876_352, "32.8 B"),
+])
+def test_sizes(value, text):
+    assert columns.count(value) == text

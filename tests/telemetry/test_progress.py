@@ -1,22 +1,27 @@
 """Progress on a terminal and in a log file, in real consoles over real pseudo-terminals and pipes."""
 
 import io
-import os
-import pty
-import subprocess
-import sys
+import re
 import time
 
+import jax.monitoring
 import pytest
 from rich.console import Console
+from terminals import Terminal
 
+from jaxrl_llm.telemetry.compiling import Compiling
+from jaxrl_llm.telemetry.header import Header
+from jaxrl_llm.telemetry.logs import logged
+from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress, patience
 
 RUN = """
+from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
-with Progress(3, 2) as progress:
+with Progress(Schedule(3), 2) as progress:
     progress.status("loading tiny"); import time; time.sleep(0.8)
-    progress.step({"step": 2, "reward/mean": 0.25, "eval/sums/pass@1": 0.5})
+    progress.step({"step": 2, "reward/mean": 0.25})
+    progress.tested(2, {"eval/sums/pass@1": 0.5})
     print("a stray print")
     progress.status("sampling 10/40 tokens"); time.sleep(0.8)
     progress.note("[bold]saved[/bold]")
@@ -30,7 +35,7 @@ def log_file():
 
 def test_a_log_file_gets_one_line_for_each_step_with_names_and_no_escape_codes():
     console = log_file()
-    with Progress(2, console=console) as progress:
+    with Progress(Schedule(2), console=console) as progress:
         for step in (1, 2):
             progress.status("sampling 3/40 tokens")
             progress.step({"step": step, "reward/mean": 0.25, "reward/accuracy": 0.5, "time/step_s": 1.5})
@@ -40,16 +45,28 @@ def test_a_log_file_gets_one_line_for_each_step_with_names_and_no_escape_codes()
     assert shown[1].endswith("left 0.0 s")
 
 
-def test_an_evaluation_alone_is_a_line_of_its_own():
+def test_evaluations_and_events_are_lines_of_their_own():
     console = log_file()
-    with Progress(2, console=console) as progress:
-        progress.step({"step": 0, "eval/sums/pass@1": 0.5, "eval/sums/pass@4": None})
-    assert console.file.getvalue() == "evaluation at step 0:  sums/pass@1 0.500\n"
+    with Progress(Schedule(2), console=console) as progress:
+        progress.tested(0, {"eval/sums/pass@1": 0.5, "eval/sums/pass@4": None})
+        progress.tested(1, {})
+        progress.happened(1, {"event/resumed": True, "event/teaches_nothing": "no token is in the loss"})
+    assert console.file.getvalue().splitlines() == [
+        "evaluation at step 0:  sums  pass@1 0.500  pass@4 -", "step 1: resumed", "step 1: teaches nothing: no token is in the loss"]
+
+
+def test_what_is_said_is_logged_with_its_time_and_goes_nowhere_else(tmp_path, caplog):
+    with Progress(Schedule(2), console=log_file()) as progress:
+        with logged(tmp_path / "log.txt"):
+            progress.note("a note")
+        progress.note("later")
+    assert re.fullmatch(r"[-0-9]+ [:,0-9]+  a note\n", (tmp_path / "log.txt").read_text())
+    assert not caplog.records
 
 
 def test_a_log_file_is_not_silent_while_something_goes_on():
     console = log_file()
-    with Progress(2, console=console) as progress:
+    with Progress(Schedule(2), console=console) as progress:
         progress.status("loading tiny")
         deadline = time.monotonic() + 20
         while "..." not in console.file.getvalue() and time.monotonic() < deadline:
@@ -58,15 +75,45 @@ def test_a_log_file_is_not_silent_while_something_goes_on():
 
 
 def test_the_clock_goes_on_within_a_phase_and_starts_again_with_the_next():
-    progress = Progress(5, console=log_file())
-    progress.status("sampling 1/40 tokens")
+    progress = Progress(Schedule(5), console=log_file())
+    progress.status("sampling")
     time.sleep(0.6)
-    progress.status("sampling 2/40 tokens")
+    progress.status("sampling: 2/40 tokens")
     text, elapsed = shown_clock(progress)
-    assert text == "step 1/5  sampling 2/40 tokens" and elapsed >= 0.6
+    assert text == "step 1/5  sampling: 2/40 tokens" and elapsed >= 0.6
     progress.status("evaluating 1/40")
     text, restarted = shown_clock(progress)
     assert text == "evaluating 1/40" and restarted < elapsed
+
+
+COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+def test_programs_within_a_program_are_compiled_in_its_time():
+    with Compiling() as compiling:
+        jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
+        jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="inner")
+        jax.monitoring.record_event_duration_secs(COMPILE, 1.0, fun_name="inner")
+        jax.monitoring.record_event_duration_secs(COMPILE, 2.0, fun_name="jit(update)")
+        jax.monitoring.record_event_duration_secs(COMPILE, 4.0, fun_name="begun before anybody listened")
+        jax.jit(lambda x: x + 17.25)(1.0)
+    assert 2.0 < compiling.seconds < 4.0
+
+
+def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():
+    console = log_file()
+    with Progress(Schedule(3), console=console) as progress:
+        progress.status("updating")
+        progress.begin()
+        jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
+        deadline = time.monotonic() + 20
+        while "compiling" not in progress.describe() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert progress.describe().startswith("step 1/3  compiling the update  0.")
+        jax.monitoring.record_event_duration_secs(COMPILE, 1000.0, fun_name="jit(update)")
+        assert progress.describe().startswith("step 1/3  updating  ")
+        progress.step({"step": 1})
+    assert console.file.getvalue() == "step 1/3  left 0.0 s\n"
 
 
 def shown_clock(progress):
@@ -81,33 +128,33 @@ def test_only_what_belongs_to_a_step_may_take_as_long_as_a_step(status, duration
     assert patience(status, durations) == allowed
 
 
+@pytest.fixture(scope="module")
+def terminals():
+    """A run on two terminals, by their columns."""
+    both = {columns: Terminal(RUN, columns=columns) for columns in (80, 120)}
+    assert [terminal.finish() for terminal in both.values()] == [3, 3]
+    return both
+
+
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_keeps_finished_steps_and_is_left_in_order(columns):
-    code, screen = on_a_terminal(RUN, columns)
-    assert code == 3
+def test_a_terminal_keeps_finished_steps_and_is_left_in_order(terminals, columns):
+    screen = terminals[columns].screen
     assert "continuing at step 2 of 3" in screen
     assert "loading tiny  0." in screen and "step 3/3  sampling 10/40 tokens  0." in screen
-    assert "evaluation at step 2:  sums/pass@1 0.500" in screen
+    assert "evaluation at step 2:  sums  pass@1 0.500" in screen
     assert "[bold]saved[/bold]" in screen and "a stray print" in screen
     assert ("     step  reward" in screen) == (columns == 80)
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
 
 
-def on_a_terminal(program, columns):
-    """The exit code of a Python program on a pseudo-terminal, and all that it wrote there."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    written = b""
-    while chunk := _read(ours):
-        written += chunk
-    os.close(ours)
-    return process.wait(), written.decode()
-
-
-def _read(descriptor):
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # Linux reports the other end's closing as an error.
-        return b""
+def test_a_run_says_how_large_it_is():
+    header = Header("tiny", 90_600, 90_600, 1, "cpu", "sums", 1_000, 26, 8, 4, 1)
+    assert header.lines() == [
+        "tiny: 90.6 k parameters, on one device (cpu)",
+        "sums: 1,000 problems, 26 to test on; each step 8 x 4 completions, one update",
+    ]
+    header = Header("large", 8_030_000_000, 41_900_000, 64, "TPU v5p", "sums", 7, 0, 512, 16, 4)
+    assert header.lines() == [
+        "large: 8.0 B parameters, an adapter of 41.9 M is trained, on 64 devices (TPU v5p)",
+        "sums: 7 problems, 0 to test on; each step 512 x 16 completions, 4 updates",
+    ]

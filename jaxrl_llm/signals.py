@@ -1,0 +1,147 @@
+"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after the step that it is in."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+PREEMPTED = 75
+"""Exit code of a training that was asked to stop: all that is saved is whole, run it again to go on."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 128 + signal.SIGINT
+STOPPING = "stopping after this step; again to quit now"
+BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command again to go on"
+QUIT = "quit within a step: run the same command again to go on from the last checkpoint"
+LAST_WORDS = "\r\x1b[2K\x1b[?25h"
+"""Ends a terminal's live line and shows its cursor again."""
+
+Farewell = Callable[[int, str], None]
+Answer = Callable[[int], None]
+_farewells: list[Farewell] = []
+_answers: list[Answer] = []
+
+
+def listen() -> None:
+    """Hear signals from now on until the process ends; called once, by a command that owns its process.
+
+    Python runs handlers between two instructions of the main thread, which may be minutes away while XLA compiles. The
+    number of a signal is therefore written to a pipe as it arrives, and a thread that reads it answers.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    _answers.append(lambda number: quit_now(128 + number, "interrupted"))
+    threading.Thread(target=_answer, args=(reading,), daemon=True).start()
+    signal.set_wakeup_fd(writing)
+    for number in SIGNALS:
+        signal.signal(number, _heard)
+
+
+def _heard(number: int, frame: Any) -> None:
+    """The thread answers; with no handler at all Python would tell it nothing."""
+
+
+def _answer(reading: int) -> None:
+    while True:
+        for number in os.read(reading, 64):
+            if number in SIGNALS:
+                _answers[-1](number)
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Have signals answered by ``answer(number)`` within the block."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.remove(answer)
+
+
+@contextlib.contextmanager
+def farewell(call: Farewell) -> Iterator[None]:
+    """Have ``call(code, line)`` made if the process is quit within the block, whose own end is not reached then.
+
+    It runs in another thread, so it must wait for nothing that the block may hold.
+    """
+    _farewells.append(call)
+    try:
+        yield
+    finally:
+        _farewells.remove(call)
+
+
+def quit_now(code: int, line: str) -> NoReturn:
+    """End the process at once, from any thread, with one line; what was to be undone is undone, the innermost first."""
+    while _farewells:
+        with contextlib.suppress(Exception):  # the next one may still succeed
+            _farewells.pop()(code, line)
+    # Past Python's buffers, and in one write, which no other thread's splits.
+    os.write(2, f"{LAST_WORDS if os.isatty(2) else ''}jaxrl-llm: {' '.join(line.split())}\n".encode())
+    os._exit(code)
+
+
+def between_steps(number: int) -> None:
+    """What a training does where it has no step to finish."""
+    quit_now(PREEMPTED, BETWEEN_STEPS)
+
+
+class Preemption:
+    """Within the block the first signal asks to stop after the current step, and the second quits.
+
+    With several processes each hears its own only: they tell each other between steps.
+
+    Args:
+      say: told at the first one that it was heard; in another thread.
+
+    Attributes:
+      asked: whether it was.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self.asked = say, False
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> "Preemption":
+        if signal.getsignal(signal.SIGINT) is _heard:
+            self._block.enter_context(answering(self._answer))
+        elif threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._block.callback(signal.signal, number, signal.signal(number, self._within_a_program))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._block.close()
+
+    def _answer(self, number: int) -> None:
+        if self.asked:
+            quit_now(128 + number, QUIT)
+        self.asked = True
+        self._say(STOPPING)
+
+    def _within_a_program(self, number: int, frame: Any) -> None:
+        """The process is somebody else's: the second signal is theirs. A handler itself must not print."""
+        if self.asked:
+            self._block.close()
+            signal.raise_signal(number)
+        self.asked = True
+        threading.Thread(target=self._say, args=(STOPPING,)).start()
+
+
+def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+    """``subprocess.run`` of a process that hears no Ctrl-C and does not outlive this one's."""
+    with subprocess.Popen(command, start_new_session=True, **options) as child:
+
+        def end(*reason: object) -> None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+        with farewell(end):
+            try:
+                out, errors = child.communicate()
+            except BaseException:
+                end()
+                raise
+    return subprocess.CompletedProcess(command, child.returncode, out, errors)

@@ -1,0 +1,67 @@
+"""A command on a terminal of its own, where Ctrl-C reaches the command and its children as it does for a person."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from commands import environment
+
+CTRL_C = b"\x03"
+PATIENCE_S = 240
+OWN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+"""Python by which a process that leads a session makes its standard input that session's terminal."""
+
+
+class Terminal:
+    """Owner of a pseudo-terminal and of the process on it.
+
+    Attributes:
+      screen: all that was written there, escape codes too.
+      process: its leader.
+    """
+
+    def __init__(self, program: str, arguments: Sequence[str] = (), folder: Path | None = None, columns: int = 80, **changes: str):
+        ours, theirs = pty.openpty()
+        variables = environment(**{"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"} | changes)
+        self.screen, self._ours = "", ours
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"{OWN}\n{program}", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=variables,
+            cwd=folder, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+
+    def wait_for(self, text: str) -> None:
+        """Read until the screen holds ``text``, which has not been there before."""
+        limit = time.monotonic() + PATIENCE_S
+        seen = len(self.screen)
+        while text not in self.screen[seen:]:
+            assert self._read() and time.monotonic() < limit, f"no {text!r} on:\n{self.screen}"
+
+    def press(self, key: bytes) -> None:
+        """Type."""
+        os.write(self._ours, key)
+
+    def finish(self) -> int:
+        """Read to the end; returns the exit code."""
+        while self._read():
+            pass
+        os.close(self._ours)
+        return self.process.wait()
+
+    def lines(self) -> list[str]:
+        """What stays to be read of the lines: without escape codes, and without what a live line was overwritten by."""
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.screen.replace("\x1b[2K", "\r"))
+        return [line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n")]
+
+    def _read(self) -> bool:
+        try:
+            chunk = os.read(self._ours, 65536)
+        except OSError:  # Linux reports the other end's closing as an error.
+            return False
+        self.screen += chunk.decode(errors="replace")
+        return bool(chunk)

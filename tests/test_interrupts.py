@@ -1,0 +1,124 @@
+"""Ctrl-C and SIGTERM at any moment: one line at once, the terminal in order, no process left behind."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import MAIN, ROOT, environment
+from terminals import CTRL_C, Terminal
+
+from jaxrl_llm.signals import BETWEEN_STEPS, QUIT, STOPPING, Preemption
+
+PARENT = """
+import sys
+from jaxrl_llm.signals import listen, run_child
+listen()
+run_child([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"])
+"""
+REWARD = """
+import os, time
+def reward(problem, completion):
+    open("worker", "w").write(str(os.getpid()))
+    while os.path.exists("wait"):
+        time.sleep(0.01)
+    return float(sum(completion.tokens) % 7)
+"""
+CONFIG = """
+import dataclasses
+from jaxrl_llm.config import Scoring, load_config
+from jaxrl_llm.rewards import Function
+scoring = Scoring(rewards=(Function("waits:reward"),), workers=1, timeout_s=600.0)
+config = dataclasses.replace(load_config("smoke")[1], scoring=scoring, steps=400)
+"""
+
+
+def gone(process):
+    """Whether it has ended; the system may take a moment."""
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def assert_in_order(terminal):
+    """No traceback, and the cursor is shown."""
+    assert "Traceback" not in terminal.screen, terminal.screen
+    assert terminal.screen.rfind("\x1b[?25h") > terminal.screen.rfind("\x1b[?25l")
+
+
+@pytest.fixture(scope="module")
+def quit_twice(tmp_path_factory):
+    """(terminal, worker process) of a run that was asked to stop while a reward did not answer, and then asked again."""
+    folder = tmp_path_factory.mktemp("twice")
+    (folder / "waits.py").write_text(REWARD)
+    (folder / "waiting.py").write_text(CONFIG)
+    terminal = Terminal(MAIN, ["train", "waiting.py"], folder, columns=120, PYTHONPATH=f"{ROOT}:{folder}")
+    terminal.wait_for(" 1/400 ")
+    (folder / "wait").touch()
+    terminal.press(CTRL_C)
+    terminal.wait_for(STOPPING)
+    terminal.press(CTRL_C)
+    terminal.finish()
+    return terminal, int((folder / "worker").read_text())
+
+
+def test_the_second_ctrl_c_quits_within_the_step(quit_twice):
+    terminal, worker = quit_twice
+    assert terminal.process.returncode == 130
+    assert terminal.lines()[-2:] == [f"jaxrl-llm: {QUIT}", ""]
+    assert_in_order(terminal)
+    assert gone(worker)
+
+
+def test_a_run_says_first_how_large_it_is(quit_twice):
+    told = quit_twice[0].screen
+    assert "tiny-random: 90.6 k parameters, on one device (cpu)" in told
+    assert "chain_sum: 105 problems, 26 to test on; each step 8 x 8 completions, 2 updates" in told
+
+
+def test_before_the_first_step_a_run_quits_at_once_and_leaves_nothing(tmp_path):
+    terminal = Terminal(MAIN, ["train", "smoke"], tmp_path)
+    terminal.wait_for("reading task")
+    terminal.press(CTRL_C)
+    assert terminal.finish() == 75
+    assert terminal.lines()[-2:] == [f"jaxrl-llm: {BETWEEN_STEPS}", ""]
+    assert_in_order(terminal)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_commands_end_with_one_line(tmp_path):
+    terminal = Terminal(MAIN, ["eval", "tiny-random", "--config", "smoke"], tmp_path)
+    terminal.wait_for("reading task")
+    terminal.press(CTRL_C)
+    assert terminal.finish() == 130
+    assert terminal.lines()[-2:] == ["jaxrl-llm: interrupted", ""]
+    assert_in_order(terminal)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_child_does_not_outlive_a_command_that_quits(number):
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.send_signal(number)
+        assert parent.communicate() == ("", "jaxrl-llm: interrupted\n")
+    assert parent.returncode == 128 + number and gone(child)
+
+
+def test_within_another_program_the_second_signal_is_that_programs():
+    said = queue.Queue()
+    with pytest.raises(KeyboardInterrupt), Preemption(said.put) as stop:
+        assert not stop.asked
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked and said.get(timeout=20) == STOPPING
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
