@@ -164,9 +164,10 @@ def collect(sampler: Sampler, model: Any, version: int, backlog: Backlog) -> Col
 
     What earlier steps left comes first: surplus groups, then those under way. New prompts are begun as ``Demand`` says,
     with the filter (DAPO's dynamic sampling, arXiv 2503.14476 section 3.2) until enough informative groups are there.
-    What still runs then is finished, or stopped for the next step to go on with, up to ``Collect.max_age`` times. Groups are learned from in the order of
-    their prompts; surplus is carried to the next step, and dropped after that. Groups that still wait for a slot are left
-    to the next step in either case. Where ``max_rounds`` is used up the step learns from the groups it has.
+    What still runs then is finished, or stopped for the next step to go on with, up to ``Collect.max_age`` times. Groups are
+    learned from in the order of their prompts; surplus is carried to the next step, and dropped after that. Groups that still
+    wait for a slot are left to the next step in either case. Where ``max_rounds`` is used up the step learns from the groups
+    it has.
 
     Args:
       sampler: engine, prompts, scores.
