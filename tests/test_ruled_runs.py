@@ -22,7 +22,7 @@ LINES = {
     "--recipe.resets.reference_every 0 --recipe.resets.optimiser_every 0 --evaluation.every 1",
     "broken": f"train {CONFIG} --run_dir broken --learner.optimiser.learning_rate 1e38",
     "flat": f"train {CONFIG} --run_dir flat --recipe grpo --recipe.algorithm.kl_coef 0 --scoring.rewards.0.pattern .* --steps 9 "
-    "--rollout.collect.patience 2",
+    "--rollout.collect.patience 2 --output.checkpoint_every 9",
 }
 DONE, GUARD = 0, 3
 
