@@ -93,7 +93,8 @@ class Checkpoints:
         layout = shardings(like, mesh)
         target = flatten(abstract(like, layout))
         saved = self._manager.item_metadata(step)["state"]
-        _refuse_other({name: tuple(meta.shape) for name, meta in saved.tree.items()}, target)
+        remedy = "take the settings that it was saved with, or start over with --fresh"
+        _refuse_other({name: tuple(meta.shape) for name, meta in saved.tree.items()}, target, remedy)
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
         state = unflatten(loaded["state"], like)
@@ -133,21 +134,26 @@ class Checkpoints:
 
 
 def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
-    """The policy alone of one complete step: the optimiser's arrays are not read.
+    """The policy alone of one complete step, as ``restore_parts`` reads it; ``like`` is a model or an adapter."""
+    return restore_parts(step_directory, TrainState(like, None, None, None), mesh, base).policy
+
+
+def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None) -> TrainState:
+    """Parts of the state of one complete step; the arrays of the others are not read.
 
     Args:
       step_directory: ``checkpoints/STEP``.
-      like: the shapes and dtypes of the model, or of the adapter (``jax.eval_shape``).
-      mesh: where the policy is to live, whatever mesh it was saved from.
-      base: the frozen model beside the adapter, if it is one.
+      like: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in place of the others.
+      mesh: where they are to live, whatever mesh they were saved from.
+      base: the frozen model beside the adapter, if there is one.
 
     Raises:
-      InputError: the checkpoint holds another model, is of another base, or cannot be read.
+      InputError: the checkpoint is of another model, is of another base, or cannot be read.
     """
     import orbax.checkpoint as ocp
 
     paths, treedef = jax.tree.flatten_with_path(abstract(like, shardings(like, mesh)))
-    target = {f"policy/{_name(path)}": leaf for path, leaf in paths}
+    target = {_name(path): leaf for path, leaf in paths}
     marks = {} if base is None else {f"base/{_name(path)}": x for path, x in jax.tree.leaves_with_path(_fingerprint(base))}
     wanted = target | {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for name, x in marks.items()}
     directory = Path(step_directory).absolute() / "state"
@@ -157,7 +163,9 @@ def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None
         except (OSError, ValueError, AttributeError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"{step_directory} cannot be read ({reason}): remove it to go back to the step before") from None
-        _refuse_other({name: shape for name, shape in saved.items() if name.startswith(("policy/", "base/"))}, wanted)
+        parts = {name.partition("/")[0] for name in target} | {"base"}
+        saved = {name: shape for name, shape in saved.items() if name.partition("/")[0] in parts}
+        _refuse_other(saved, wanted, "give the model that it was trained from")
         args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
         arrays = reader.restore(directory, args=args)
     if base is not None:
@@ -177,14 +185,11 @@ def refuse_other_base(saved: dict[str, Any], base: Any) -> None:
             )
 
 
-def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any]) -> None:
+def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any], remedy: str) -> None:
     for name in sorted(saved.keys() | target.keys()):
         has, wants = saved.get(name), target[name].shape if name in target else None
         if has != wants:
-            raise InputError(
-                f"the checkpoint has {name} of shape {has}, this configuration {wants}: "
-                "take the settings that it was saved with, or start over with --fresh"
-            )
+            raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -2,16 +2,25 @@
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from jaxrl_llm.errors import InputError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""Error numbers of a lock that another process holds; any other says that the file system has none."""
+
+
+class InUse(InputError):
+    """Another process is at work in the folder."""
 
 
 def cache_directory() -> Path:
@@ -36,6 +45,50 @@ def writable(place: Path, flag: str) -> Iterator[None]:
         raise InputError(
             f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}"
         ) from error
+
+
+@contextlib.contextmanager
+def alone(directory: Path, remedy: str) -> Iterator[None]:
+    """Hold a folder for this process; the kernel lets go of it when the process ends, however it ends.
+
+    What shows it is the file ``lock``, which says who holds the folder and is removed at the end. Where the file system has
+    no locks the folder is not held, which is said.
+
+    Args:
+      directory: exists.
+      remedy: what else to do than to wait.
+
+    Raises:
+      InUse: another process holds it; the line names that process.
+    """
+    path = directory / "lock"
+    with _locked(path, remedy) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, remedy: str) -> IO[str]:
+    """The file, open and locked."""
+    while True:
+        file = open(path, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                with file:
+                    file.seek(0)
+                    holder = file.read() or "another process"
+                raise InUse(f"{path.parent} is in use by {holder}: wait until it ends, or {remedy}") from None
+            print(f"jaxrl-llm: {path} cannot be locked ({error.strerror}): begin no second run there", file=sys.stderr)
+            return file
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # the one who held it has removed it meanwhile
 
 
 def prepare_libraries() -> None:

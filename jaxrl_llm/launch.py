@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import prepare_libraries, writable
+from jaxrl_llm.folders import InUse, alone, prepare_libraries, writable
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import farewell
@@ -24,13 +25,16 @@ FILE_SYSTEM_S = 20.0
 """Until a file that one host writes is seen by another."""
 
 
-def launch(settings: configs.Run, name: str, fresh: bool = False, peers: Peers = ALONE, lines: Sequence[str] = ()) -> int:
+def launch(
+    found: configs.Found, fresh: bool = False, start: configs.Start | None = None, peers: Peers = ALONE,
+    lines: Sequence[str] = (),
+) -> int:
     """Train, or go on, in the run's directory, and sum it up; returns the exit code.
 
     Args:
-      settings: resolved and validated.
-      name: the directory is ``runs/NAME`` where the settings name none.
+      found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name none.
       fresh: start over in a new one.
+      start: begin a new run with the weights of this checkpoint.
       peers: the other processes of the run.
       lines: said first.
 
@@ -38,11 +42,11 @@ def launch(settings: configs.Run, name: str, fresh: bool = False, peers: Peers =
       InputError: the directory cannot be used, or whatever the run cannot work with.
     """
     began = time.monotonic()
-    begun = begin(peers, settings, name, fresh)
+    begun = begin(peers, found, fresh, start)
     if begun is None:
         return 0
-    directory, settings = begun
-    code = run(peers, settings, directory, lines)
+    directory, found = begun
+    code = run(peers, found, directory, lines)
     if code == 0 and peers.leads:
         from jaxrl_llm.telemetry.summarise import summarise
         from jaxrl_llm.telemetry.summary import print_summary
@@ -52,13 +56,14 @@ def launch(settings: configs.Run, name: str, fresh: bool = False, peers: Peers =
     return code
 
 
-def train(run: configs.Run, name: str = "run", fresh: bool = False) -> int:
+def train(run: configs.Run, name: str = "run", fresh: bool = False, start: str | None = None) -> int:
     """All that ``jaxrl-llm train`` does, from Python: check the settings, train or go on in the run's directory, sum it up.
 
     Args:
       run: whatever it leaves open is filled in as on the command line.
       name: the directory is ``runs/NAME`` below the current folder where ``run.run_dir`` is None.
       fresh: start over in a new directory.
+      start: ``RUN`` or ``RUN@STEP``: begin a new run with the weights of that one's checkpoint, as ``--from`` does.
 
     Returns:
       0 done, 3 stopped by a guard with state saved, 75 preempted: call it again to go on.
@@ -72,34 +77,44 @@ def train(run: configs.Run, name: str = "run", fresh: bool = False) -> int:
     settings = configs.resolved(run)
     configs.validate(settings)
     check_name(settings.model)
-    return launch(settings, name, fresh)
+    found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
+    return launch(found, fresh, None if start is None else configs.find_start(start))
 
 
-def begin(peers: Peers, settings: configs.Run, name: str, fresh: bool) -> tuple[Path, configs.Run] | None:
-    """The run's directory and the settings with its date, chosen by process 0; None where the run has done its steps."""
-    peers.check_same("settings", fingerprint(settings))
+def begin(peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None) -> tuple[Path, configs.Found] | None:
+    """The run's directory, and the settings with its date and origin, chosen by process 0; None where the run has done its
+    steps."""
+    peers.check_same("settings", fingerprint(found.run))
 
-    def choose() -> tuple[str, str] | None:
-        directory, day = choose_directory(settings, name, fresh)
-        return None if finished(directory, settings) else (str(directory), day)
+    def choose() -> tuple[str, str, Any] | None:
+        directory, day = choose_directory(found.run, found.name, fresh, start)
+        if finished(directory, found.run):
+            return None
+        weights = first_weights(directory, start or found.origin.start)
+        return str(directory), day, weights and dataclasses.asdict(weights)
 
     chosen = peers.first(choose)
-    return None if chosen is None else (Path(chosen[0]), configs.dated(settings, chosen[1]))
+    if chosen is None:
+        return None
+    directory, day, weights = chosen
+    modules, weights = configs.own_modules(found.run), weights and configs.Start(**weights)
+    origin = dataclasses.replace(found.origin, modules=modules, start=weights)
+    return Path(directory), dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
 
 
-def run(peers: Peers, settings: configs.Run, directory: Path, lines: Sequence[str]) -> int:
+def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str]) -> int:
     """Train there; returns the exit code. ``lines`` are said first, then what of the settings does nothing."""
     say = lambda line: print(line, file=sys.stderr) if peers.leads else None
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
-        peers.first(lambda: stack.enter_context(claimed(directory, settings)))
+        peers.first(lambda: stack.enter_context(claimed(directory, found)))
         check_shared(peers, directory / "config.json")
-        for line in [*lines, *configs.notes(settings)]:
+        for line in [*lines, *configs.notes(found.run)]:
             say(line)
         hint_accelerator()
         from jaxrl_llm.loop import train as run_training
 
-        return run_training(settings, directory, say, peers)
+        return run_training(found.located, directory, say, peers, found.origin.start)
 
 
 def fingerprint(settings: configs.Run) -> str:
@@ -112,32 +127,67 @@ def fingerprint(settings: configs.Run) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def choose_directory(settings: configs.Run, name: str, fresh: bool) -> tuple[Path, str]:
-    """Where the run lies, with ``fresh`` the first name that is free; and the day on which it began, which may be today.
+def choose_directory(
+    settings: configs.Run, name: str, fresh: bool, start: configs.Start | None = None
+) -> tuple[Path, str]:
+    """Where the run lies, with ``fresh`` or ``start`` the first name that is free, or the run that was begun just so; and the
+    day on which it began, which may be today.
 
     Raises:
       InputError: something else is there, or a run that was begun with other settings.
     """
     base = Path(settings.run_dir or Path("runs") / name)
     directory, number = base, 2
-    while fresh and directory.exists():
+    while directory.exists() and (fresh or (start is not None and not begun_so(directory, settings, start))):
         directory, number = base.with_name(f"{base.name}-{number}"), number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
-    today = datetime.date.today().isoformat()
-    if not (directory / "config.json").exists() or not _began(directory):
-        return directory, today
-    # An older version may have left open what this one fills in.
-    old = configs.resolved(configs.load_json(directory / "config.json"))
-    day = old.task.date or today
-    found = configs.changes(configs.dated(old, day), configs.dated(settings, day))
-    own = [change for change in found if not change.startswith(configs.FREE_TO_CHANGE)]
+    own, day = other_settings(directory, settings)
     if own:
         shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if len(own) > 3 else "")
         raise InputError(
             f"{directory} was begun with other settings ({shown}): take the old ones, or --fresh for a new folder"
         )
     return directory, day
+
+
+def begun_so(directory: Path, settings: configs.Run, start: configs.Start) -> bool:
+    """Whether the folder is free, or its run was begun with these settings and these first weights."""
+    if not _began(directory):
+        return True
+    same = configs.read(directory / "config.json").origin.start == start
+    return same and not other_settings(directory, settings)[0]
+
+
+def other_settings(directory: Path, settings: configs.Run) -> tuple[list[str], str]:
+    """What the run there was begun with and cannot go on without, as ``name: old -> new``, and the day on which it began."""
+    today = datetime.date.today().isoformat()
+    if not (directory / "config.json").exists() or not _began(directory):
+        return [], today
+    old = configs.read(directory / "config.json").run
+    day = getattr(old.task, "date", None) or today
+    if configs.is_whole(old):  # an older version may have left open what this one fills in
+        old = configs.dated(configs.resolved(old), day)
+    found = configs.changes(old, configs.as_read(configs.dated(settings, day)))
+    return [change for change in found if not change.startswith(configs.FREE_TO_CHANGE)], day
+
+
+def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:
+    """Whose weights the run there began with, or else those of ``start``.
+
+    Raises:
+      InputError: they are needed, since the run has no checkpoint of its own yet, and are not there any more.
+    """
+    if _began(directory) and (directory / "config.json").exists():
+        start = configs.read(directory / "config.json", own=False).origin.start
+    if start is None or steps_in(directory / "checkpoints"):
+        return start
+    if start.step not in steps_in(Path(start.run) / "checkpoints"):
+        raise InputError(
+            f"{directory} begins with step {start.step} of {start.run}, which is not there any more: give another with "
+            "--from RUN@STEP"
+        )
+    return start
 
 
 def finished(directory: Path, settings: configs.Run) -> bool:
@@ -152,9 +202,16 @@ def finished(directory: Path, settings: configs.Run) -> bool:
     return True
 
 
+def described(found: configs.Found) -> dict[str, Any]:
+    """What config.json holds: the settings, and where they came from."""
+    own = found.directory is not None and found.run.run_dir == str(found.directory)  # a run lies where its directory is
+    return configs.to_json(dataclasses.replace(found.run, run_dir=None) if own else found.run) | found.origin.to_json()
+
+
 @contextlib.contextmanager
-def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
-    """The run's directory with its config.json; a directory made here is removed again if nothing comes of the run.
+def claimed(directory: Path, found: configs.Found) -> Iterator[None]:
+    """The run's directory with its config.json, held for this process alone; a directory made here is removed again if
+    nothing comes of the run.
 
     It stays where it holds the traceback of a reward, which the message names.
     """
@@ -164,17 +221,21 @@ def claimed(directory: Path, settings: configs.Run) -> Iterator[None]:
         if made is not None and not _began(directory) and not (directory / REWARD_ERROR).exists():
             shutil.rmtree(made, ignore_errors=True)
 
-    try:
-        with writable(directory, "--run_dir"):
-            directory.mkdir(parents=True, exist_ok=True)
-            temporary = directory / ".config.json"
-            temporary.write_text(json.dumps(configs.to_json(settings), indent=1))
-            os.replace(temporary, directory / "config.json")
-        with farewell(remove):
-            yield
-    except BaseException:
-        remove()
-        raise
+    with contextlib.ExitStack() as stack:
+        try:
+            with writable(directory, "--run_dir"):
+                directory.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(alone(directory, "take --fresh for a new folder"))
+                temporary = directory / ".config.json"
+                temporary.write_text(json.dumps(described(found), indent=1))
+                os.replace(temporary, directory / "config.json")
+            with farewell(remove):
+                yield
+        except InUse:
+            raise
+        except BaseException:
+            remove()
+            raise
 
 
 def _began(directory: Path) -> bool:

@@ -1,6 +1,7 @@
 """The loop: next batch, learn, evaluate, decide, record, save. What a step does is in ``step``, what is decided in ``rules``."""
 
 import hashlib
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import Run
-from jaxrl_llm.learner.epochs import abstract_state
+from jaxrl_llm.checkpoint import Checkpoints, restore_parts
+from jaxrl_llm.config import Run, Start
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.epochs import abstract_state, reset_reference
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder
@@ -52,7 +54,9 @@ def rules_for(run: Run) -> dict[str, Rule]:
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
 
 
-def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = ALONE) -> int:
+def train(
+    run: Run, directory: Path, say: Callable[[str], None], peers: Peers = ALONE, weights: Start | None = None
+) -> int:
     """Train, or go on where the directory's newest checkpoint stands; returns the exit code.
 
     Every process makes the same decisions from the same numbers; what only one of them knows (a file, a signal, a score)
@@ -63,6 +67,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
       directory: the run's; made by the caller, with config.json in it.
       say: prints a line that should stay visible.
       peers: the other processes of the run.
+      weights: whose the first ones are; None for the model's own.
     """
     configs.validate_on_devices(run, jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
@@ -87,7 +92,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
         if start is not None:
             progress.status(f"restoring step {start}")
         parameters = count_of(model)
-        state, host = begin(run, model, store, start, mesh)
+        state, host = begin(run, model, store, start, mesh, weights, progress.note)
         check_problems(host.problems, parts.problems, run.task.label)
         host.problems = parts.problems
         del model  # its arrays are the state's now, or were read for their shapes only
@@ -147,7 +152,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None], peers: Peers = 
 
 def advice(remedy: str, directory: Path) -> str:
     """How to go on from a stopped run under other settings; empty where no settings help."""
-    return f"; go on from it with jaxrl-llm train {directory} --from {directory} {remedy}" if remedy else ""
+    name = shlex.quote(str(directory))
+    return f"; go on from it with jaxrl-llm train {name} --from {name} {remedy}" if remedy else ""
 
 
 def header(parts: Parts, parameters: int, trained: int) -> Header:
@@ -165,17 +171,41 @@ def count_of(model: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(model))
 
 
-def begin(run: Run, model: Decoder, store: Checkpoints, start: int | None, mesh: Any) -> tuple[TrainState, Host]:
+def begin(
+    run: Run, model: Decoder, store: Checkpoints, start: int | None, mesh: Any, weights: Start | None,
+    note: Callable[[str], None],
+) -> tuple[TrainState, Host]:
     """A fresh state, or that of step ``start``; the model is taken, or read for its shapes only."""
     reference, lora, optimiser = run.recipe.algorithm.needs_reference, run.learner.lora, build(run.learner.optimiser)
     if start is None:
         state, host = learner.create_state(model, optimiser, reference, mesh, lora, run.seed), Host()
+        state = state if weights is None else borrowed(state, run, weights, mesh, note)
     else:
         state, data = store.restore(start, abstract_state(model, optimiser, reference, lora), mesh, model)
         host = Host.from_json(data)
     if run.recipe.controller is not None:
         host.coefficients.setdefault("kl_coef", run.recipe.algorithm.kl_coef)
     return state, host
+
+
+def borrowed(state: TrainState, run: Run, weights: Start, mesh: Any, note: Callable[[str], None]) -> TrainState:
+    """A fresh state whose policy and reference are those of another run's checkpoint, and its optimiser where its settings are
+    the same.
+
+    Raises:
+      InputError: the other run's model or adapter is of another kind.
+    """
+    old = configs.whole(configs.read(Path(weights.run) / "config.json", own=False).run.learner)
+    shown = f"step {weights.step} of {weights.run}"
+    if old.lora != run.learner.lora:
+        raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
+    same = old.optimiser == run.learner.optimiser
+    like = jax.eval_shape(lambda s: TrainState(s.policy, s.opt_state if same else None, None, None), state)
+    for array in jax.tree.leaves((state.policy, state.opt_state if same else None)):
+        array.delete()  # there need not be room for both
+    found = restore_parts(Path(weights.run) / "checkpoints" / str(weights.step), like, mesh, state.base)
+    note(f"begins with {shown}: its weights" + (" and its optimiser" if same else "; the optimiser is new, as its settings are"))
+    return reset_reference(state._replace(policy=found.policy, opt_state=found.opt_state if same else state.opt_state))
 
 
 def scorer_of(run: Run, peers: Peers, directory: Path) -> Scorer:

@@ -41,6 +41,16 @@ REFUSED = {
     "train nowhere.py": ["no configuration 'nowhere.py'", "or give a .py file"],
     "train smoke --stpes 3": ["no option --stpes", "did you mean --steps?"],
     "train smoke --slots 3": ["no option --slots", "did you mean --rollout.slots?"],
+    "train smoke --num_generations 4": ["no option --num_generations: here it is --rollout.group"],
+    "train smoke --max-completion-length=9": ["here it is --rollout.max_new_tokens"],
+    "train smoke --learning_rate 1e-6": ["here it is --learner.optimiser.learning_rate"],
+    "train smoke --learner.lr 1e-6": ["no option --learner.lr: here it is --learner.optimiser.learning_rate"],
+    "train smoke --num_train_epochs 1": ["here it is --steps (each of rollout.prompts prompts)"],
+    "train smoke --use_vllm True": ["the sampler is built in"],
+    "train smoke --recipe.reference_reset 5": ["here it is --recipe.resets.reference_every"],
+    "train smoke data.train_batch_size=8": ["no translation of data.train_batch_size: here it is --rollout.prompts"],
+    "train smoke actor_rollout_ref.rollout.n=8": ["here it is --rollout.group"],
+    "eval tiny-random --max_completion_length 9": ["did you mean --max_new_tokens?"],
     "train smoke --steps x": ["--steps: expected INT, got 'x'"],
     "train smoke --learner.optimiser.learning_rate fast": ["learning-rate: expected FLOAT, got 'fast'"],
     "train smoke --learner.optimiser.learning_rate": ["Missing value", "learning-rate"],
@@ -65,6 +75,14 @@ REFUSED = {
     "train good.py --task.template chatmll": ["template 'chatmll' is unknown; choose tokenizer, chatml, plain"],
     "train smoke --task.source.name chain_sun": ["no data set 'chain_sun'", "did you mean chain_sum?"],
     "train smoke --mesh.data 3": ["mesh data, fsdp, tensor = (3, -1, 1) does not fit 1 devices"],
+    "train begun --steps x": ["--steps: expected INT, got 'x'"],
+    "train empty": ["no configuration 'empty'", "or a run"],
+    "train smoke --from nowhere": ["nowhere is no run"],
+    "train smoke --from begun": ["begun has no checkpoint yet", "(tiny-random)"],
+    "train smoke --from kept@3": ["kept has no checkpoint of step 3: it keeps 2, 4"],
+    "eval kept@5": ["kept has no checkpoint of step 5: it keeps 2, 4"],
+    "export nowhere@5 --out out": ["no such model: nowhere@5"],
+    "eval own": ["own/config.json: it names os:system, which is no configuration class of this version"],
     "train smoke --run_dir good.jsonl": ["good.jsonl is a file: give a folder with --run_dir"],
     "train smoke --run_dir good.jsonl/run": [
         "good.jsonl/run cannot be written (Not a directory)",
@@ -108,11 +126,15 @@ def spoil(folder: Path) -> None:
     weights = (folder / "truncated" / "model.safetensors").read_bytes()
     (folder / "truncated" / "model.safetensors").write_bytes(weights[:-1000])
     (folder / "noise.gguf").write_bytes(bytes(range(256)) * 20)
-    for name in ("empty", "begun"):
-        (folder / name).mkdir()
+    (folder / "empty").mkdir()
     from jaxrl_llm import config as configs
 
-    (folder / "begun" / "config.json").write_text(json.dumps(configs.to_json(configs.load_config("smoke")[1])))
+    saved = configs.to_json(configs.load_config("smoke")[1])
+    for name, run in {"begun": saved, "kept": saved, "own": saved | {"task": {"type": "os:system"}}}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(run))
+    for step in ("kept/checkpoints/2", "kept/checkpoints/4", "own/checkpoints/1"):
+        (folder / step).mkdir(parents=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.policy import Policy, find_run, load_policy
+from jaxrl_llm.cli.policy import Policy, Trained, find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.rollout.settings import Sampling
@@ -54,8 +54,9 @@ def evaluate(arguments: list[str]) -> int:
     if name is None:
         return 0
     prepare_libraries()
-    run, chosen = find_run(name), take(arguments, "--config", True)
-    settings = run if run and chosen is None else configs.load_config(chosen or "quickstart")[1]
+    chosen = take(arguments, "--config", True)
+    trained = find_run(name, problems=chosen is None)
+    settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
     options = parse(
         Options,
         arguments,
@@ -68,7 +69,7 @@ def evaluate(arguments: list[str]) -> int:
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
     options = dataclasses.replace(options, task=dated(options.task, datetime.date.today().isoformat()))
-    policy, found, notes = test(name, run, settings, options, whole)
+    policy, found, notes = test(name, trained, settings, options, whole)
     print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
     return 0
 
@@ -105,7 +106,7 @@ def check(options: Options, settings: configs.Run) -> None:
 
 
 def test(
-    name: str, run: configs.Run | None, settings: configs.Run, options: Options, whole: bool
+    name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool
 ) -> tuple[Policy, Any, list[str]]:
     """(policy, what ``evaluate`` found, notes on the problems)."""
     import jax
@@ -122,7 +123,7 @@ def test(
         progress.status(f"reading task {options.task.label}")
         problems, notes = read_problems(options, settings, whole)
         progress.status(f"loading {name}")
-        policy = load_policy(name, run)
+        policy = load_policy(name, trained)
         if policy.tokenizer is None:
             raise InputError(
                 f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"

@@ -8,13 +8,14 @@ from jaxrl_llm.cli.policy import find_run, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries, writable
 
-USAGE = """usage: jaxrl-llm export RUN --out DIR
+USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR
 
-Writes the newest policy of a run: config.json, safetensors, tokenizer. DIR must not exist, or be empty."""
+Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer. DIR must not
+exist, or be empty."""
 
 
 def export(arguments: list[str]) -> int:
-    """``export RUN --out DIR``; returns the exit code."""
+    """``export RUN[@STEP] --out DIR``; returns the exit code."""
     name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model")
     if name is None:
         return 0

@@ -30,7 +30,7 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     captured = io.StringIO()
     with warnings.catch_warnings():
         # A class of one's own stands where the annotation names those that come with the package.
-        warnings.filterwarnings("ignore", message=".*does not match any type in Union")
+        warnings.filterwarnings("ignore", category=UserWarning, module="tyro")
         known = {flag for action in tyro.extras.get_parser(kind, **options)._actions for flag in action.option_strings}
         _refuse_unknown(arguments, known, program)
         try:
@@ -43,17 +43,28 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
 
 
 def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> None:
-    spelled = {flag.replace("-", "_"): flag for flag in known if flag.startswith("--")}
+    fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
     for argument in arguments:
         flag = argument.split("=", 1)[0]
-        if flag.startswith("--") and flag.replace("-", "_") not in spelled:
-            # A field is often named without the part that it belongs to.
-            same_end = [
-                name for name in spelled.values() if name.replace("-", "_").endswith("." + flag[2:].replace("-", "_"))
-            ]
-            close = same_end or difflib.get_close_matches(flag, sorted(spelled.values()), 1, 0.5)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"see {program} --help"
-            raise InputError(f"no option {flag}: {hint}")
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and name not in fields:
+            raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
+
+
+def _meant(name: str, fields: set[str]) -> str:
+    """What to write in place of an option that is not known; empty where nothing comes to mind."""
+    from jaxrl_llm.dialects import hint
+
+    field, note = hint(name)
+    if note and not field:
+        return note
+    if field in fields:
+        return f"here it is --{field}{f' ({note})' if note else ''}"
+    # A field is often named without the part that it belongs to, or with another.
+    ends = [f".{given.rpartition('.')[2]}" for given in (name, field) if given]
+    close = sorted(known for known in fields if any(f".{known}".endswith(end) for end in ends))
+    close = close or difflib.get_close_matches(name, sorted(fields), 1, 0.5)
+    return f"did you mean {' or '.join(f'--{known}' for known in close)}?" if close else ""
 
 
 def flatten(box: str) -> str:

@@ -94,7 +94,8 @@ def encode(policy: Policy, prompt: str, system: str | None) -> Any:
     from jaxrl_llm.types import Problem
 
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
-    task = policy.run.task if policy.run else Task(ReasoningGym("prompt"), template=template)
+    plain = Task(ReasoningGym("prompt"), template=template)
+    task = policy.run.task if policy.run and isinstance(policy.run.task, Task) else plain
     task = dataclasses.replace(task, system=task.system if system is None else system)
     return encode(Problem("prompt", ({"role": "user", "content": prompt},), "", "prompt"), task, policy.tokenizer)
 

@@ -6,37 +6,41 @@ import difflib
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.processes import take_distributed, together
-from jaxrl_llm.dialects import SPELLINGS, explain, translate
+from jaxrl_llm.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.launch import launch
 from jaxrl_llm.models.pretrained import check_name
 
-USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--field value ...]
+USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--field value ...]
 
-CONFIG is a name (jaxrl-llm list configs) or a Python file that sets config = Run(...).
+CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which goes on.
+--from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of that are the same.
 jaxrl-llm train CONFIG --help lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
-    "--recipe NAME takes another method, --fresh starts over in a new folder. "
+    "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run with the "
+    "weights of another. "
     "--distributed.coordinator HOST:PORT --distributed.processes N --distributed.process I runs it on several hosts: "
     "docs/hosts.md. "
     "TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."
 )
 
-OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name}
-"""What verl's overrides that say something of the loss begin with."""
+OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
+"""What verl's overrides begin with."""
 
 
 def train(arguments: list[str]) -> int:
-    """``train CONFIG [--recipe NAME] [--fresh] [--field value ...]``; returns the exit code."""
+    """``train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--field value ...]``; returns the exit code."""
     given = first(arguments, USAGE, MISSING)
     if given is None:
         return 0
     prepare_libraries()
-    name, settings = configs.load_config(given)
+    found = configs.find_config(given)
+    settings = found.run
     fresh, recipe = take(arguments, "--fresh", False), take(arguments, "--recipe", True)
+    start = take(arguments, "--from", True)
     distributed = take_distributed(arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
@@ -46,10 +50,12 @@ def train(arguments: list[str]) -> int:
     settings = parse(configs.Run, arguments, f"jaxrl-llm train {given}", HELP, settings)
     settings = configs.resolved(settings)
     configs.validate(settings)
-    check_name(settings.model)
+    found = dataclasses.replace(found, run=settings)
+    check_name(found.located.model)
     lines = explain(translated, foreign)
+    first_weights = None if start is None else configs.find_start(start)
     with together(distributed) as peers:
-        return launch(settings, name, fresh, peers, lines)
+        return launch(found, fresh, first_weights, peers, lines)
 
 
 def take_spellings(arguments: list[str]) -> dict[str, str]:
@@ -79,8 +85,17 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
         elif dashed:
             rest.append(argument)
         else:
-            close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
-            hint = f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
-            raise InputError(f"no translation of {name}: {hint}")
+            raise InputError(f"no translation of {name}: {_meant(name)}")
     arguments[:] = rest
     return found
+
+
+def _meant(name: str) -> str:
+    """What to write in place of one of verl's overrides that is not translated."""
+    field, note = hint(name)
+    if field:
+        return f"here it is --{field}{f' ({note})' if note else ''}"
+    if note:
+        return note
+    close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
+    return f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"

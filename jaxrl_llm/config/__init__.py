@@ -1,38 +1,79 @@
 """What a run is: frozen dataclasses, checked in one place, saved as JSON that loads again."""
 
 from jaxrl_llm.config.answers import check_answers, refuse_readers, verifies
-from jaxrl_llm.config.files import config_folder, config_names, load_config, with_recipe
+from jaxrl_llm.config.code import own_modules
+from jaxrl_llm.config.files import (
+    Found,
+    config_folder,
+    config_names,
+    find_config,
+    find_start,
+    load_config,
+    split_step,
+    with_recipe,
+)
 from jaxrl_llm.config.notes import notes
+from jaxrl_llm.config.origin import Origin, Start, located
 from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, dated, resolved
-from jaxrl_llm.config.saved import FREE_TO_CHANGE, changes, flat, from_json, load_json, reloads, to_json
+from jaxrl_llm.config.saved import (
+    FREE_TO_CHANGE,
+    Unsaveable,
+    as_read,
+    changes,
+    flat,
+    from_json,
+    is_run,
+    is_whole,
+    load_json,
+    read,
+    rebuilt,
+    reloads,
+    to_json,
+    whole,
+)
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, validate_on_devices, validate_on_model
 
 __all__ = [
     "FREE_TO_CHANGE",
     "MAX_SEED",
     "Evaluation",
+    "Found",
+    "Origin",
     "Output",
     "Run",
     "Scoring",
+    "Start",
+    "Unsaveable",
+    "as_read",
     "changes",
     "check_answers",
     "config_folder",
     "config_names",
     "dated",
+    "find_config",
+    "find_start",
     "flat",
     "from_json",
+    "is_run",
+    "is_whole",
     "load_config",
     "load_json",
+    "located",
     "notes",
+    "own_modules",
+    "read",
+    "rebuilt",
     "refuse_readers",
     "require",
     "reloads",
     "resolved",
     "rewards",
+    "split_step",
     "to_json",
     "validate",
     "validate_on_devices",
     "validate_on_model",
     "verifies",
+    "whole",
     "with_recipe",
 ]

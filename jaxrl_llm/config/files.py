@@ -3,11 +3,15 @@
 import dataclasses
 import difflib
 import importlib.util
-import traceback
+import json
+import os
 from pathlib import Path
 
+from jaxrl_llm.checkpoint import steps_in
+from jaxrl_llm.config.code import execute
+from jaxrl_llm.config.origin import Origin, Start, located
 from jaxrl_llm.config.run import Run
-from jaxrl_llm.config.saved import load_json
+from jaxrl_llm.config.saved import is_run, read, whole
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
@@ -27,32 +31,88 @@ def config_names() -> list[str]:
     return sorted(p.stem for p in config_folder().glob("*.py") if p.stem != "__init__")
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A configuration and where it came from.
+
+    Attributes:
+      name: of the file or the run's directory: what a new run is called.
+      run: its value.
+      origin: its file, and the folder in which relative paths start.
+      directory: of the run that it is, where it is one's config.json.
+    """
+
+    name: str
+    run: Run
+    origin: Origin
+    directory: Path | None = None
+
+    @property
+    def located(self) -> Run:
+        """The run with its data and model where they are found from here."""
+        return located(self.run, self.origin, self.directory)
+
+
 def load_config(name: str) -> tuple[str, Run]:
-    """Name and value of a configuration: a Python file that sets ``config``, a run's config.json, or a shipped name."""
+    """Name and value of a configuration: a Python file that sets ``config``, a shipped name, or a run's directory."""
+    found = find_config(name)
+    return found.name, found.run
+
+
+def find_config(name: str) -> Found:
+    """As ``load_config``, with where it came from. A run's directory, or the config.json in it, means that run, which lies there.
+
+    Raises:
+      InputError: there is none, or it cannot be read; the line says what to do.
+    """
     path = Path(name)
     if path.suffix == ".json":
-        return path.parent.name, load_json(path)
+        return _saved(path)
+    if name not in config_names() and is_run(path / "config.json"):
+        return _saved(path / "config.json")
     if path.suffix != ".py":
         path = config_folder() / f"{name}.py"
     if not path.is_file():
         close = difflib.get_close_matches(name, config_names(), 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(config_names())}, or give a .py file"
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(config_names())}, or give a .py file or a run"
         raise InputError(f"no configuration {name!r}: {hint}")
-    spec = importlib.util.spec_from_file_location(f"jaxrl_llm_config_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except InputError:
-        raise
-    except Exception as error:  # whatever a person's file raises
-        line = next(
-            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path)), None
-        )
-        line = getattr(error, "lineno", None) or line
-        where = path if line is None else f"{path}, line {line}"
-        raise InputError(f"{where}: {type(error).__name__}: {error}; correct the configuration") from error
+    module = execute(path)
     require(isinstance(getattr(module, "config", None), Run), f"{path} must set config = Run(...)")
-    return path.stem, module.config
+    return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
+
+
+def split_step(name: str) -> tuple[Path, int | None]:
+    """``RUN@STEP`` as a directory and a number; without one, or where a folder has just this name, None."""
+    run, _, step = name.rpartition("@")
+    return (Path(run), int(step)) if run and step.isdecimal() and not Path(name).exists() else (Path(name), None)
+
+
+def find_start(name: str) -> Start:
+    """The checkpoint that ``RUN@STEP`` names; the newest of ``RUN``.
+
+    Raises:
+      InputError: there is no such run, or it has no such checkpoint.
+    """
+    directory, step = split_step(name)
+    path = directory / "config.json"
+    require(is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
+    steps = steps_in(directory / "checkpoints")
+    if not steps:
+        raise InputError(
+            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself "
+            f"({json.loads(path.read_text()).get('model')})"
+        )
+    kept = ", ".join(map(str, steps))
+    require(step is None or step in steps, f"{directory} has no checkpoint of step {step}: it keeps {kept}")
+    return Start(os.path.abspath(directory), steps[-1] if step is None else step)
+
+
+def _saved(path: Path) -> Found:
+    saved, directory = read(path), path.parent
+    run = whole(saved.run, str(path))
+    if path.name == "config.json":
+        run = dataclasses.replace(run, run_dir=str(directory))
+    return Found(directory.absolute().name, run, saved.origin, directory)
 
 
 def with_recipe(run: Run, name: str) -> Run:

@@ -1,11 +1,12 @@
 """A run as JSON that loads again, and what differs between two runs."""
 
 import dataclasses
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.code import find_class, make_findable, own_modules, parts_of, why_not_found
+from jaxrl_llm.config.origin import Origin, origin_of
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
@@ -32,42 +33,124 @@ FREE_TO_CHANGE = (
 """Fields (and all below them) that a run may be continued with other values of."""
 LONGEST_SHOWN = 100
 """Characters of a value that is shown as changed."""
+RUN = f"{Run.__module__}:{Run.__qualname__}"
+"""The ``type`` of a config.json."""
+ABOUT = ("type", "origin", "from")
+"""What stands in a config.json beside the run's fields."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsaveable:
+    """Stands in a run that was read for what its config.json could not hold, or does not find again.
+
+    Attributes:
+      why: the reason; a part of a sentence.
+    """
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a config.json holds.
+
+    Attributes:
+      run: with ``Unsaveable`` in some places, perhaps.
+      origin: where it came from.
+    """
+
+    run: Run
+    origin: Origin
 
 
 def to_json(value: Any) -> Any:
-    """Nested JSON values; a dataclass becomes an object whose ``type`` names its class."""
+    """Nested JSON values; a dataclass becomes an object whose ``type`` names its class.
+
+    What JSON cannot hold becomes ``{"unsaveable": why}``.
+    """
+    if isinstance(value, Unsaveable):
+        return {"unsaveable": value.why}
     if isinstance(value, (Local, Memory)):
         value = value.to_save()
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"type": _name(type(value))} | fields
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        why = why_not_found(type(value))
+        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"unsaveable": why} if why else {"type": _name(type(value))} | fields
     if isinstance(value, (tuple, list)):
         return [to_json(item) for item in value]
-    return {k: to_json(v) for k, v in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {k: to_json(v) for k, v in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    name = getattr(value, "__qualname__", None)
+    made = f"a {type(value).__qualname__}" if name is None else f"{value.__module__}.{name}"
+    return {"unsaveable": f"the run holds {made}, which only the program that began it has: go on with it from there"}
 
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def from_json(data: Any) -> Any:
-    """The inverse of ``to_json``; lists come back as tuples. Only dataclasses are ever built."""
+def from_json(data: Any, origin: Origin | None = None) -> Any:
+    """The inverse of ``to_json``; lists come back as tuples. Only dataclasses are ever built.
+
+    Args:
+      data: nested JSON values: a config.json is data, whoever wrote it.
+      origin: whose modules, beside those of this package, may be named.
+
+    Raises:
+      InputError: something was not saved, or names what may not be named or is not there; the line says why.
+    """
+    return whole(rebuilt(data, origin))
+
+
+def whole(value: Any, where: str = "config.json") -> Any:
+    """The value, nothing of which is ``Unsaveable``.
+
+    Raises:
+      InputError: something is; the line begins with ``where`` and says why.
+    """
+    for part in parts_of(value):
+        if isinstance(part, Unsaveable):
+            raise InputError(f"{where}: {part.why}")
+    return value
+
+
+def is_whole(value: Any) -> bool:
+    """Whether nothing of it is ``Unsaveable``."""
+    return not any(isinstance(part, Unsaveable) for part in parts_of(value))
+
+
+def as_read(run: Run) -> Run:
+    """The run as it will be read from its config.json."""
+    return rebuilt(to_json(run), Origin("", modules=own_modules(run)))
+
+
+def rebuilt(data: Any, origin: Origin | None) -> Any:
+    """As ``from_json``, but what cannot be had is ``Unsaveable``, and so is what cannot be made without it."""
     if isinstance(data, list):
-        return tuple(from_json(item) for item in data)
+        return tuple(rebuilt(item, origin) for item in data)
     if not isinstance(data, dict):
         return data
+    if data.keys() == {"unsaveable"}:
+        return Unsaveable(data["unsaveable"])
+    about = ABOUT if data.get("type") == RUN else ("type",)
+    fields = {name: rebuilt(item, origin) for name, item in data.items() if name not in about}
     if "type" not in data:
-        return {k: from_json(v) for k, v in data.items()}
-    module, _, name = data["type"].partition(":")
-    # Only our own modules are imported, and only dataclasses built: a config.json is data, whoever wrote it.
-    ours = module.partition(".")[0] == __name__.partition(".")[0]
-    kind = getattr(importlib.import_module(module), name, None) if ours else None
-    require(
-        dataclasses.is_dataclass(kind),
-        f"config.json names {data['type']}, which is no configuration class of this version",
-    )
-    fields = {k: from_json(v) for k, v in data.items() if k != "type"}
-    return kind(**_meant_then(kind, fields) | fields)
+        return fields
+    try:
+        kind = find_class(data["type"], origin)
+    except (InputError, ImportError) as error:
+        return Unsaveable(str(error))
+    if kind is None:
+        return Unsaveable(f"it names {data['type']}, which is no configuration class of this version")
+    missing = [item for item in fields.values() if isinstance(item, Unsaveable)]
+    try:
+        return kind(**_meant_then(kind, fields) | fields)
+    except (TypeError, ValueError, AttributeError):
+        if not missing:
+            raise
+        return missing[0]
 
 
 def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
@@ -76,21 +159,50 @@ def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_json(path: Path) -> Run:
-    """The run that a config.json describes."""
+    """The run that a config.json describes.
+
+    Raises:
+      InputError: there is none, or it cannot be had from there; the line says why.
+    """
+    return whole(read(path).run, str(path))
+
+
+def read(path: Path, own: bool = True) -> Saved:
+    """What a config.json holds; what cannot be had from there is ``Unsaveable``.
+
+    Args:
+      path: of the file.
+      own: whether files of own classes may be run for it, and modules where it began be found.
+    """
     try:
-        run = from_json(json.loads(path.read_text()))
+        data = json.loads(path.read_text())
+        origin = origin_of(data, path.parent)
+        if own:
+            for folder in origin.places():
+                make_findable(folder)
+        run = rebuilt(data, origin if own else None)
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"{path} does not describe a run of this version: {error}") from None
     require(isinstance(run, Run), f"{path} does not describe a run")
-    return run
+    return Saved(run, origin)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a file is a run's config.json; a model's directory has a file of that name too."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("type") == RUN
 
 
 def reloads(run: Run) -> bool:
     """Whether config.json holds all that the run trains with: functions and many rows are the program's own."""
     values = flat(to_json(run)).values()
-    return not any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
+    lost = any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
+    return not lost and is_whole(as_read(run))
 
 
 def changes(old: Run, new: Run) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.plan.machines import Machine
 
-NO_COMPILER = "planning for a TPU needs its compiler: pip install 'jaxrl-llm[tpu]' (no TPU is needed)"
+NO_COMPILER = "planning for a TPU needs its compiler: pip install -e '.[tpu]' in the checkout (no TPU is needed)"
 
 
 def describe(machine: Machine) -> list[Any]:

@@ -85,7 +85,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise InputError(f"{module} is not installed: pip install 'jaxrl-llm[{extra}]'") from None
+        raise InputError(f"{module} is not installed: pip install -e '.[{extra}]' in the checkout") from None
 
 
 def _prepare(metrics: Path, samples: Path, resumed_at: int | None) -> None:

@@ -114,7 +114,7 @@ def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
     # As where it is not installed; JAX has told this process, and so its children, where it is.
     without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
     answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
-    assert answer.code == 2 and "pip install 'jaxrl-llm[tpu]'" in answer.err and answer.err.count("\n") == 1
+    assert answer.code == 2 and "pip install -e '.[tpu]'" in answer.err and answer.err.count("\n") == 1
 
 
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):

@@ -123,7 +123,7 @@ def records(data):
 
 
 def test_a_missing_extra_is_named_in_one_line():
-    with pytest.raises(InputError, match=r"no_such_package is not installed: pip install 'jaxrl-llm\[wandb\]'"):
+    with pytest.raises(InputError, match=r"no_such_package is not installed: pip install -e '\.\[wandb\]'"):
         import_extra("no_such_package", "wandb")
 
 

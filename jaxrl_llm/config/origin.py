@@ -1,0 +1,95 @@
+"""Where a run came from: what its config.json records beside the settings, so that it can be found again from elsewhere."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.tasks.sources import HubDataset, Table
+from jaxrl_llm.tasks.task import Task
+
+SAVED_RUNS = "runs"
+"""A run lies in ``runs/NAME`` below the folder where it began, unless it is told otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run's first weights are, where they are not the model's: those of another run.
+
+    Attributes:
+      run: its directory.
+      step: a checkpoint of it.
+    """
+
+    run: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a run's settings came from.
+
+    Attributes:
+      folder: where the run began; relative paths of data and models start there.
+      config: the configuration's file; None for a run that was made in Python.
+      modules: files of the modules beside the configuration that the run's own classes are defined in, by name.
+      start: whose weights it began with; None for those of the model.
+    """
+
+    folder: str
+    config: str | None = None
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    start: Start | None = None
+
+    def places(self) -> list[Path]:
+        """Where its modules lie: the configuration's folder, then that where it began; as far as they are there."""
+        beside = [] if self.config is None else [Path(self.config).parent]
+        return [folder for folder in (*beside, Path(self.folder)) if folder.is_dir()]
+
+    def to_json(self) -> dict[str, Any]:
+        """What config.json has beside the settings: ``origin``, and ``from`` where the run began with another's weights."""
+        origin = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
+        return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
+
+
+def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
+    """The inverse of ``to_json``, of a config.json in ``directory``; older ones do not say it, and are guessed at."""
+    start = Start(**data["from"]) if "from" in data else None
+    if "origin" in data:
+        return Origin(**data["origin"], start=start)
+    usual = directory.absolute().parent
+    return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
+
+
+def located(run: Run, origin: Origin, directory: Path | None = None) -> Run:
+    """The run with relative paths of data and model that are not found from the current folder written out.
+
+    They are looked for in the folder where the run began, beside its configuration, above ``runs/`` where the run's
+    ``directory`` lies now, and in the current folder; the first that exists is taken.
+    """
+    folders = [Path(origin.folder), *origin.places()]
+    if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
+        folders.append(directory.absolute().parent.parent)
+    task = _with_source(run.task, folders)
+    tested = run.evaluation.task
+    evaluation = run.evaluation if tested is None else dataclasses.replace(run.evaluation, task=_with_source(tested, folders))
+    return dataclasses.replace(run, model=_found(run.model, folders), task=task, evaluation=evaluation)
+
+
+def _with_source(task: Task, folders: list[Path]) -> Task:
+    source = getattr(task, "source", None)
+    if isinstance(source, Table):
+        return dataclasses.replace(task, source=dataclasses.replace(source, path=_found(source.path, folders)))
+    if isinstance(source, HubDataset):
+        return dataclasses.replace(task, source=dataclasses.replace(source, name=_found(source.name, folders)))
+    return task
+
+
+def _found(text: str, folders: list[Path]) -> str:
+    if Path(text).is_absolute() or not text:
+        return text
+    for folder in folders:
+        if (folder / text).exists():
+            return text if folder == Path.cwd() else str(folder / text)
+    return text

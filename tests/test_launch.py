@@ -1,0 +1,151 @@
+"""A run's directory: who holds it, which one is chosen, and with whose weights it begins."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import Found, Origin, Start
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import InUse, alone
+from jaxrl_llm.launch import choose_directory, claimed, first_weights
+
+SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
+HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.folders import alone\n" \
+       "with alone(Path(sys.argv[1]), 'go'):\n    print('held', flush=True)\n    sys.stdin.read()\n"  # fmt: skip
+
+
+def found(directory, **changes):
+    """The smoke test's configuration as a run in a directory."""
+    return Found("smoke", dataclasses.replace(SMOKE, run_dir=str(directory), **changes), Origin(str(directory.parent)))
+
+
+def begun(directory, *steps, start=None, **changes):
+    """A run in a directory that has some checkpoints."""
+    one = found(directory, **changes)
+    with claimed(directory, dataclasses.replace(one, origin=dataclasses.replace(one.origin, start=start))):
+        pass
+    for step in steps:
+        (directory / "checkpoints" / str(step)).mkdir(parents=True)
+    return one.run
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder."""
+    arguments = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(arguments, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path, holder):
+    config = tmp_path / "config.json"
+    config.write_text("theirs")
+    with pytest.raises(InUse) as refusal, claimed(tmp_path, found(tmp_path)):
+        pass
+    who = f"process {holder.pid} on {socket.gethostname()}"
+    assert str(refusal.value) == f"{tmp_path} is in use by {who}: wait until it ends, or take --fresh for a new folder"
+    assert config.read_text() == "theirs" and not (tmp_path / ".config.json").exists()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "lock").exists()
+    with claimed(tmp_path, found(tmp_path)):
+        assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    assert json.loads(config.read_text())["steps"] == SMOKE.steps
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_a_folder_is_let_go_whatever_happens(tmp_path):
+    for error in (InputError("no"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), alone(tmp_path, "go"):
+            with pytest.raises(InUse), alone(tmp_path, "go"):
+                pass
+            raise error
+    with alone(tmp_path, "go"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_comes_second_removes_nothing(tmp_path):
+    directory = tmp_path / "runs" / "new"
+    with claimed(directory, found(directory)):
+        with pytest.raises(InUse), claimed(directory, found(directory, seed=3)):
+            pass
+        assert json.loads((directory / "config.json").read_text())["seed"] == 0
+    with pytest.raises(InputError), claimed(tmp_path / "other", found(directory)):
+        raise InputError("nothing came of it")
+    assert directory.is_dir() and not (tmp_path / "other").exists()
+
+
+def test_another_runs_weights_begin_a_run_of_their_own(tmp_path):
+    old, new, third = (tmp_path / name for name in ("x", "x-2", "x-3"))
+    settings = begun(old, 2, 4)
+    start = Start(str(old), 4)
+    choose = lambda run, start=start, fresh=False: choose_directory(run, "x", fresh, start)[0]
+    assert choose(settings) == new
+    begun(new, start=start)
+    assert choose(settings) == new  # killed before there was anything to lose
+    (new / "metrics.jsonl").write_text('{"step": 1}\n')
+    slower = dataclasses.replace(settings, learner=dataclasses.replace(settings.learner, epochs=2))
+    assert choose(settings) == new  # the same command goes on
+    assert choose(slower) == choose(settings, Start(str(old), 2)) == choose(settings, fresh=True) == third
+    assert choose(dataclasses.replace(settings, run_dir=str(tmp_path / "free"))) == tmp_path / "free"
+    with pytest.raises(InputError, match="x-2 was begun with other settings"):
+        choose_directory(dataclasses.replace(slower, run_dir=str(new)), "x", False)
+
+
+def test_a_run_knows_whose_weights_it_began_with_as_long_as_it_needs_them(tmp_path):
+    old, new = tmp_path / "x", tmp_path / "x-2"
+    begun(old, 2, 4)
+    start, other = Start(str(old), 4), Start(str(old), 2)
+    begun(new, start=start)
+    assert first_weights(new, None) is None and first_weights(new, other) == other  # nothing is begun yet: the command says it
+    (new / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert first_weights(new, None) == start
+    (old / "checkpoints" / "4").rmdir()
+    with pytest.raises(InputError, match="x-2 begins with step 4 of .*x, which is not there any more"):
+        first_weights(new, None)
+    (new / "checkpoints" / "1").mkdir(parents=True)
+    assert first_weights(new, None) == start
+
+
+def test_a_run_with_what_cannot_be_saved_goes_on_from_the_program_that_began_it(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Mine:
+        share: float = 0.5
+
+    shaped = dataclasses.replace(SMOKE.recipe, shaping=(Mine(),))
+    settings = begun(tmp_path / "x", 2, recipe=shaped)
+    assert choose_directory(settings, "x", False)[0] == tmp_path / "x"
+    with pytest.raises(InputError, match="was begun with other settings"):
+        choose_directory(dataclasses.replace(settings, seed=3), "x", False)
+
+
+NAMES = "Engine PRESETS RECIPES Run Sampling Task load_pretrained policy_loss train"
+
+
+def test_the_package_offers_its_names_when_they_are_asked_for(tmp_path):
+    program = (
+        "import sys, jaxrl_llm\n"
+        "assert not {'jax', 'numpy', 'flax', 'tyro'} & set(sys.modules), 'the package alone loads something slow'\n"
+        f"assert set({NAMES.split()!r}) <= set(dir(jaxrl_llm)) and jaxrl_llm.__all__\n"
+        "import jaxrl_llm.launch, jaxrl_llm.cli.train, jaxrl_llm.loop\n"
+        f"from jaxrl_llm import {NAMES.replace(' ', ', ')}\n"
+        "assert callable(train) and train is jaxrl_llm.launch.train is jaxrl_llm.train\n"
+        "from jaxrl_llm.algorithms import PRESETS as presets\n"
+        "assert PRESETS is presets and isinstance(Run, type)\n"
+        "try:\n    jaxrl_llm.nothing\nexcept AttributeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "module 'jaxrl_llm' has no attribute 'nothing'\n", done.stderr
+    assert not (Path(configs.__file__).parents[1] / "train.py").exists()
