@@ -52,7 +52,7 @@ def launch(
         from jaxrl_llm.telemetry.summary import print_summary
 
         summary = summarise(directory, time.monotonic() - began)
-        print_summary(dataclasses.replace(summary, reloads=configs.reloads(settings)))
+        print_summary(dataclasses.replace(summary, reloads=configs.reloads(found.run)))
     return code
 
 
