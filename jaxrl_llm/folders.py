@@ -48,11 +48,11 @@ def writable(place: Path, flag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(directory: Path, remedy: str) -> Iterator[None]:
+def alone(directory: Path, remedy: str) -> Iterator[Path]:
     """Hold a folder for this process; the kernel lets go of it when the process ends, however it ends.
 
-    What shows it is the file ``lock``, which says who holds the folder and is removed at the end. Where the file system has
-    no locks the folder is not held, which is said.
+    What shows it is the file ``lock``, which is yielded: it says who holds the folder and is removed at the end. Where the file
+    system has no locks the folder is not held, which is said.
 
     Args:
       directory: exists.
@@ -67,7 +67,7 @@ def alone(directory: Path, remedy: str) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         try:
-            yield
+            yield path
         finally:
             path.unlink(missing_ok=True)
 

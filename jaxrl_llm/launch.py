@@ -225,11 +225,11 @@ def claimed(directory: Path, found: configs.Found) -> Iterator[None]:
         try:
             with writable(directory, "--run_dir"):
                 directory.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(alone(directory, "take --fresh for a new folder"))
+                lock = stack.enter_context(alone(directory, "take --fresh for a new folder"))
                 temporary = directory / ".config.json"
                 temporary.write_text(json.dumps(described(found), indent=1))
                 os.replace(temporary, directory / "config.json")
-            with farewell(remove):
+            with farewell(lambda *reason: lock.unlink(missing_ok=True)), farewell(remove):
                 yield
         except InUse:
             raise
