@@ -14,10 +14,11 @@ COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
 
 
 def candidates(run: Run, config: ModelConfig, machine: Machine) -> list[Run]:
-    """Every mesh that divides heads and devices, with some sizes of microbatches that hold no more than an update does."""
+    """Every mesh that divides heads, rows and devices, with some sizes of microbatches that hold no more than an update does."""
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
     found = []
-    for tensor in (t for t in _divisors(inside) if config.attention.kv_heads % t == 0 or t == 1):
+    divides = lambda t: config.attention.kv_heads % t == 0 and run.learner.row_tokens % t == 0
+    for tensor in (t for t in _divisors(inside) if divides(t)):
         for data in (d for d in _divisors(inside // tensor) if d * d <= inside // tensor):
             mesh = dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
             parts = inside // tensor * run.mesh.slices

@@ -99,7 +99,8 @@ def test_a_search_ranks_meshes_that_fit():
     run = tiny_run((1, 8, 1))
     every = candidates(run, CONFIG, GPUS)
     assert len({(one.mesh, one.learner.microbatch_rows) for one in every}) == len(every) > 4
-    assert all(one.mesh.tensor in (1, 2) for one in every)  # two key/value heads
+    assert {one.mesh.tensor for one in every} == {1, 2}  # two key/value heads
+    assert {one.mesh.tensor for one in candidates(with_learner(run, row_tokens=81), CONFIG, GPUS)} == {1}
     found = best(run, CONFIG, GPUS, None, None, True, lambda text: None)
     assert found and [p.seconds for p in found] == sorted(p.seconds for p in found) and all(p.fits for p in found)
     assert len(table(found)) == 1 + len(found)
