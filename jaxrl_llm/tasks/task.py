@@ -160,6 +160,7 @@ def _verifier(task: Task, problems: list[Problem], answers: bool, notes: list[st
     if not without:
         return task.verifier
     if answers or len(without) < len(problems):
+        _read(task, True)  # a table knows better what the row lacks, and says so
         raise InputError(f"{_place(without[0])} has no answer, as {len(without)} of {len(problems)} problems of "
                          f"{task.label}: give all one, or take rewards that need none (no Accuracy) and verifier none")
     notes.append(f"no problem of {task.label} has a reference answer: nothing is verified, only the reward is reported")

@@ -154,7 +154,7 @@ def test_problems_without_an_answer_are_allowed_where_none_is_needed(tmp_path):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_all_problems_have_an_answer_or_none_has(tmp_path, answers):
-    with pytest.raises(InputError, match="rows.jsonl:2 has no answer"):
+    with pytest.raises(InputError, match=r"rows.jsonl:2 has no answer in field 'answer' .it has prompt, answer."):
         load(Task(table(tmp_path, [("a", "1"), ("b", None)])), answers)
 
 
