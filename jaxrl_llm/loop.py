@@ -115,7 +115,6 @@ def train(
             state, row, batch = take_step(parts, state, host, step)
             row |= {"step": step} | ({"event/resumed": True} if resumed and step == start + 1 else {})
             row["time/step_s"] = time.perf_counter() - began
-            row["throughput/sampled_tokens_per_s"] = batch.tokens / max(row.get("time/rollout_s", 0.0), 1e-9)
             progress.step(row)
 
             due = last or (run.evaluation.every and step % run.evaluation.every == 0)

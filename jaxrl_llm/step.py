@@ -122,7 +122,7 @@ def prepare(
     rollout, stops = run.rollout, model.config.tokens.eos
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
     engine = programs.engine
-    source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping, progress.note)
+    source = Source(tokenizer, run.task, loaded.train, scorer, rollout.group, run.seed, run.recipe.shaping)
     demand = Demand(rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect)
     sampler = Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), demand, progress.status)
     answers = dataclasses.replace(

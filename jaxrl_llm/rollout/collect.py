@@ -218,6 +218,7 @@ def _collected(
     failed = tally.failures.metrics() if tally.sampled else {}
     metrics = seconds | failed | describe(sampled or groups, repetition) | {
         "prompts": float(cursor),
+        "throughput/sampled_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9) if tokens else math.nan,
         "rollout/useful_fraction": learned / (learned + thrown) if learned + thrown else math.nan,
         "rollout/utilisation": tokens / engine.slot_steps if engine.slot_steps else math.nan,
         "rollout/resumed": sum(g.begun for g in before.unfinished) if len(first) < demand.needed else 0,

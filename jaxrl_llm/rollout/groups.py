@@ -90,7 +90,6 @@ class Source:
       group: G.
       seed: the run's; with the prompt's place in the stream it decides every random number.
       shaping: changes of a group's rewards, in order.
-      note: hears what should stay visible.
     """
 
     tokenizer: Any
@@ -100,7 +99,6 @@ class Source:
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
-    note: Callable[[str], None]
 
     def ask(self, place: int) -> tuple[Problem, np.ndarray, list[int]]:
         """The problem at a place of the stream, its prompt (token ids), and the seeds of its G completions."""
@@ -120,9 +118,6 @@ class Source:
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
         scores = self.scorer.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
-        failures = scores.failures
-        if failures.message:
-            self.note(f"{failures.errors} rewards failed, {failures.timeouts} timed out: {failures.message}")
         groups = [
             Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
             for i, asked in enumerate(whole)
@@ -130,7 +125,7 @@ class Source:
         ]
         for shape in self.shaping:
             groups = [shape(group, version, budget) for group in groups]
-        return groups, failures
+        return groups, scores.failures
 
 
 def request_seed(run_seed: int, number: int) -> int:

@@ -99,7 +99,7 @@ def sampler(tmp_path_factory):
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     quiet = lambda text: None
     with Scorer((Accuracy(),), 1) as scorer:
-        source = Source(tokenizer, task, load(task).train, scorer, 3, 7, (), quiet)
+        source = Source(tokenizer, task, load(task).train, scorer, 3, 7, ())
         demand = Demand(4, 4, LONGEST, False, Collect())
         yield model, Sampler(engine, source, Sampling(max_new_tokens=LONGEST), demand, quiet)
 
