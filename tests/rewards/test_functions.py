@@ -6,12 +6,14 @@ import os
 import sys
 import threading
 import types
+import warnings
 
 import numpy as np
 import pytest
 from rewards import sample_forms as forms
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import parse
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Local, Scorer
 from jaxrl_llm.rewards.functions import as_reward, importable
@@ -177,3 +179,12 @@ def test_a_configuration_keeps_names_and_says_what_it_cannot_keep():
 def test_a_function_that_cannot_work_is_refused(reward, words):
     with pytest.raises(InputError, match=words):
         Scorer((LengthPenalty(0.1), reward))
+
+
+def test_rewards_of_ones_own_have_flags_and_no_warnings():
+    run = configs.Run("m", Task([{"prompt": "?", "answer": "!"}]), configs.Scoring((Times(2.0), lambda p, c: 1.0)))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found = parse(configs.Run, ["--scoring.rewards.0.factor", "3", "--scoring.rewards.1.weight", "0.5"], "p", "", run)
+    assert found.scoring.rewards == (Times(3.0), dataclasses.replace(run.scoring.rewards[1], weight=0.5))
+    assert not [warning for warning in heard if warning.category is not DeprecationWarning]
