@@ -103,13 +103,13 @@ def begin(peers: Peers, found: configs.Found, fresh: bool, start: configs.Start 
 
 
 def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str]) -> int:
-    """Train there; returns the exit code. ``lines`` are said first, then what of the settings does nothing."""
+    """Train there; returns the exit code. ``lines`` are said first."""
     say = lambda line: print(line, file=sys.stderr) if peers.leads else None
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
         peers.first(lambda: stack.enter_context(claimed(directory, found)))
         check_shared(peers, directory / "config.json")
-        for line in [*lines, *configs.notes(found.run)]:
+        for line in lines:
             say(line)
         hint_accelerator()
         from jaxrl_llm.loop import train as run_training

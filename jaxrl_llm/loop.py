@@ -96,7 +96,8 @@ def train(
         check_problems(host.problems, parts.problems, run.task.label)
         host.problems = parts.problems
         del model  # its arrays are the state's now, or were read for their shapes only
-        for line in header(parts, parameters, count_of(state.policy)).lines():
+        # Not before all that may refuse the run has been tried: a refusal is one line.
+        for line in [*header(parts, parameters, count_of(state.policy)).lines(), *configs.notes(run)]:
             progress.note(line)
         progress.begin()
         if start is None:
