@@ -14,6 +14,8 @@ LINES = {
     "whole": f"train smoke {FLAGS} --steps 3 --run_dir whole",
     "half": f"train smoke {FLAGS} --steps 2 --run_dir broken",
     "rest": f"train smoke {FLAGS} --steps 3 --run_dir broken",
+    "from": f"train smoke {FLAGS} --steps 1 --run_dir whole --from whole@2",
+    "eval 2": "eval whole@2 --json",
     "eval": "eval whole --json",
     "export": "export whole --out model",
     "eval export": "eval model --config smoke --json",
@@ -47,6 +49,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, answers):
     whole, broken = rows(folder / "whole/metrics.jsonl"), rows(folder / "broken/metrics.jsonl")
     assert whole == broken and len(whole) == 4
     assert whole[-1]["kl"] > 0 and whole[1]["sampler/logp_abs_diff_max"] < 1e-5
+
+
+def test_a_run_begins_with_the_adapter_of_another(folder, answers):
+    assert answers["from"].code == 0, answers["from"].err
+    first = json.loads((folder / "whole-2/metrics.jsonl").read_text().splitlines()[0])
+    found = json.loads(answers["eval 2"].out)
+    assert {name: first[name] for name in first if name.startswith("eval/")} == {k: v for k, v in found.items() if "/" in k}
+    assert "step 2 of" in answers["from"].err and "its weights and its optimiser" in answers["from"].err
 
 
 def test_what_is_tested_asked_and_exported_is_the_adapted_model(folder, answers):

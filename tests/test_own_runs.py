@@ -1,0 +1,113 @@
+"""Runs with own classes and data beside their configuration, named from another folder; and runs begun with another's weights."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from commands import ROOT, commands
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoint import Checkpoints, restore_parts, restore_policy
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.epochs import abstract_state
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.types import TrainState
+from learner.rollouts import one_device
+
+SLOWER = "--learner.optimiser.learning_rate 1e-3"
+FROM_ELSEWHERE = {
+    "eval": "eval {run} --json",
+    "eval 1": "eval {run}@1 --json",
+    "export": "export {run}@1 --out model",
+    "eval export": "eval model --config {project}/mine.py --json",
+    "go on": "train {run} --steps 3",
+    "from": "train {run} --from {run}@1 --steps 1",
+    "from again": "train {run} --from {run}@1 --steps 1",
+    "slower": f"train {{run}} --from {{run}}@1 --steps 1 {SLOWER}",
+    "structure": "train smoke --from {run} --learner.lora.rank 2",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copytree(ROOT / "tests" / "fixtures" / "project", folder / "project")
+    (folder / "elsewhere").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    """A run in its project, and what is done with it from another folder."""
+    begun = commands(["train mine.py"], folder / "project")
+    names = {"run": folder / "project/runs/mine", "project": folder / "project"}
+    lines = [line.format(**names) for line in FROM_ELSEWHERE.values()]
+    return {"begun": begun[0]} | dict(zip(FROM_ELSEWHERE, commands(lines, folder / "elsewhere"), strict=True))
+
+
+def state_of(directory, step):
+    """Policy, optimiser and reference of a checkpoint."""
+    run = configs.load_json(directory / "config.json")
+    model, _ = load_pretrained(run.model)
+    with Checkpoints(directory / "checkpoints", 9) as store:
+        return jax.device_get(store.restore(step, abstract_state(model, build(run.learner.optimiser), True), one_device())[0])
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def test_a_run_with_own_classes_is_gone_on_with_tested_and_exported_from_elsewhere(folder, answers):
+    for name in ("begun", "eval", "eval 1", "export", "eval export", "go on", "from", "from again", "slower"):
+        assert answers[name].code == 0, (name, answers[name].err)
+    directory = folder / "project" / "runs" / "mine"
+    rows = {row["step"]: row for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())}
+    assert list(rows) == [0, 1, 2, 3]
+    logged = {name: value for name, value in rows[2].items() if name.startswith("eval/")}
+    found = json.loads(answers["eval"].out)
+    assert logged and {name: found[name] for name in logged} == logged
+    ours, theirs = (json.loads(answers[name].out) for name in ("eval 1", "eval export"))
+    assert (ours["step"], theirs["step"]) == (1, None)
+    assert {k: v for k, v in ours.items() if "/" in k} == {k: v for k, v in theirs.items() if "/" in k}
+    saved = json.loads((directory / "config.json").read_text())
+    assert saved["run_dir"] is None and saved["task"]["source"]["path"] == "sums.jsonl"
+    assert not (folder / "elsewhere" / "runs").exists()
+
+
+def test_a_run_begins_with_the_weights_of_another(folder, answers):
+    runs = folder / "project" / "runs"
+    old, new, slower = (runs / name for name in ("mine", "mine-2", "mine-3"))
+    assert sorted(path.name for path in runs.iterdir()) == ["mine", "mine-2", "mine-3"]
+    assert "mine-2 is finished: 1 of 1 steps" in answers["from again"].out
+    for directory in (new, slower):
+        assert json.loads((directory / "config.json").read_text())["from"] == {"run": str(old), "step": 1}
+    assert "its weights and its optimiser" in answers["from"].err
+    assert "its weights; the optimiser is new, as its settings are" in answers["slower"].err
+    before, after, slow = state_of(old, 1), state_of(new, 1), state_of(slower, 1)
+    # The reference of a new run is what it began with.
+    assert same(after.reference, before.policy) and same(slow.reference, before.policy)
+    assert not same(after.policy, before.policy) and not same(before.reference, before.policy)
+    counts = [int(max(x for x in jax.tree.leaves(state.opt_state) if x.ndim == 0)) for state in (before, after, slow)]
+    assert counts == [2, 4, 2]  # two minibatches a step: the optimiser went on, or began anew
+    assert int(after.updates) == int(slow.updates) == 2
+
+
+def test_another_model_or_adapter_is_refused(folder, answers):
+    last = answers["structure"].err.splitlines()[-1]
+    assert answers["structure"].code == 2 and last.startswith("jaxrl-llm: step 3 of "), last
+    assert "has Lora(rank=0, " in last and "this run Lora(rank=2, " in last and "set learner.lora to what it is there" in last
+    assert not (folder / "elsewhere/runs").exists()
+    other = jax.eval_shape(lambda: load_pretrained(ROOT / "tests/fixtures/models/qwen2")[0])
+    with pytest.raises(InputError, match="the checkpoint has policy/.*: give the model that it was trained from"):
+        restore_policy(folder / "project/runs/mine/checkpoints/1", other, one_device())
+
+
+def test_parts_of_a_checkpoint_are_read_alone(folder, answers):
+    directory = folder / "project" / "runs" / "mine"
+    whole = state_of(directory, 1)
+    like = TrainState(None, jax.eval_shape(lambda: whole.opt_state), None, None)
+    found = restore_parts(directory / "checkpoints" / "1", like, one_device())
+    assert same(found.opt_state, whole.opt_state) and found.policy is None
