@@ -9,7 +9,7 @@ import pytest
 from rewards import sample_forms as forms
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.calls import Call, Outcome, Runner, perform
+from jaxrl_llm.rewards.calls import AT_ONCE, Call, Outcome, Runner, perform
 from jaxrl_llm.rewards.forms import form_of
 from jaxrl_llm.types import Completion, Problem
 
@@ -70,6 +70,30 @@ def test_a_batch_may_be_told_where_the_names_do_not_say_it():
 def test_trls_prompts_and_completions_are_chats_where_the_rows_are():
     assert values(forms.trl_chat, [item("ab", prompt_is_chat=True), item("abc", messages=2)]) == [13.0, 15.0]
     assert asked(forms.trl_chat, [item("ab")])[0].message.startswith("TypeError: string indices")
+
+
+def test_what_is_known_of_a_prompt_is_no_column():
+    seen = []
+    values(lambda problem, completion, **columns: seen.append(list(columns)) or 0.0, [item("1", prompt_is_chat=True)])
+    assert seen == [["answer", "level"]]
+
+
+def test_verls_functions_see_the_rows_own_source_and_information():
+    seen = []
+
+    def look(data_source, solution_str, ground_truth, extra_info):
+        seen.append((data_source, extra_info))
+        return 0.0
+
+    values(look, [item("1"), item("1", data_source="gsm8k", extra_info={"index": 3})])
+    assert seen == [("sums", {"level": 1}), ("gsm8k", {"index": 3})]
+
+
+def test_a_call_of_many_that_wait_has_time_for_all_of_them_in_turn():
+    waiting = form_of(forms.judge)
+    limits = [Call("f", [None] * count, waiting, 2.0).limit_s for count in (1, AT_ONCE, AT_ONCE + 1)]
+    assert limits == [4.0, 4.0, 6.0]
+    assert Call("f", [None] * 100, form_of(forms.judge_batch), 2.0).limit_s == Call("f", [None], timeout_s=2.0).limit_s == 2.0
 
 
 def test_a_column_that_only_some_rows_have_is_none_in_the_others_of_a_batch():

@@ -68,6 +68,13 @@ def test_whatever_can_be_called_is_a_reward():
     assert scores.reward[0] == 12 + os.getpid() + 3 + 0.5 * 6 + 0.5
 
 
+def test_the_verifier_alone_calls_no_reward():
+    called = []
+    with Scorer((Local(lambda p, c: called.append(c.text) or 1.0), Accuracy())) as scorer:
+        assert scorer.verify([item("7"), item("8")]).tolist() == [1.0, 0.0] and called == []
+        assert scorer.score([item("7")]).reward.tolist() == [2.0] and called == ["7"]
+
+
 def test_what_others_can_import_runs_in_a_worker_in_every_form():
     rewards = (forms.process, forms.single, forms.trl, forms.judge, Function(f"{SAMPLES}:batch", 0.5), Function(forms.completion_only, 2.0))
     scores = scored(rewards, ["2", "4", "6"], workers=1)
