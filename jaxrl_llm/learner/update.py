@@ -127,7 +127,8 @@ def accumulate(
 ) -> tuple[Any, Metrics]:
     """Gradient and metrics of a whole optimiser step, summed over its microbatches; ``base`` has no gradient.
 
-    The sum is float32 whatever the weights are: bfloat16 would round away what a microbatch adds to a sum of many. The loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
+    The sum is float32 whatever the weights are: bfloat16 would round away what a microbatch adds to a sum of many. The loop
+    runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
     loss = functools.partial(
         microbatch_loss, algorithm=algorithm, temperature=temperature, tokens=packed.totals.tokens,
