@@ -297,7 +297,7 @@ COMMANDS = {
     "train smoke --beta 0.1 --stpes 3": ["no option --stpes", "did you mean --steps?"],
     f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
     "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],
-    "train smoke data.train_batch_size=3": ["Unrecognized options: data.train_batch_size=3"],
+    "train smoke data.train_batch_size=3": ["here it is --rollout.prompts"],
     "train smoke --recipe cispo --epsilon_high 0.2": ["--epsilon_high 0.2", "write --epsilon_high 1.2"],
     f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
     f"train smoke {ACTOR}kl_loss_type=k1": ["recipe.algorithm.kl K1 with kl_coef 0.04", "its expected gradient is 0"],

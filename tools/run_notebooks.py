@@ -36,8 +36,8 @@ def executed(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         client = nbclient.NotebookClient(
             fresh, timeout=300, kernel_name="python3", record_timing=False, resources={"metadata": {"path": scratch}}
         )
-        # What a notebook says must not depend on accelerators, or on whether the kernel has widgets for progress bars.
-        quiet = {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore:IProgress not found"}
+        # What a notebook says must not depend on devices, or on whether the kernel has widgets for progress bars.
+        quiet = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
         client.execute(env=os.environ | {"IPYTHONDIR": scratch} | quiet)
     fresh.metadata = nbformat.from_dict(
         {
