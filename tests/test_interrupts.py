@@ -113,7 +113,18 @@ def test_a_child_does_not_outlive_a_command_that_quits(number):
     assert parent.returncode == 128 + number and gone(child)
 
 
-def test_within_another_program_the_second_signal_is_that_programs():
+@pytest.fixture
+def ordinary_handlers():
+    """Those of a program that was started in a terminal; what a shell starts in the background ignores Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_within_another_program_the_second_signal_is_that_programs(ordinary_handlers):
     said = queue.Queue()
     with pytest.raises(KeyboardInterrupt), Preemption(said.put) as stop:
         assert not stop.asked

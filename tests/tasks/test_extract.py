@@ -94,9 +94,9 @@ def test_an_unknown_extractor_is_refused(extractor):
 @pytest.mark.parametrize("piece", [r"\boxed{", "<answer>", "1,", "{", "\\", "$", "-", "1"])
 @pytest.mark.parametrize("extractor", ["last_number", "boxed", "tag:answer"])
 def test_a_model_that_repeats_itself_does_not_stall_the_extraction(piece, extractor):
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone, however busy the machine is
     extract(piece * 50_000, extractor)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(
