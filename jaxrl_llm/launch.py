@@ -211,15 +211,21 @@ def described(found: configs.Found) -> dict[str, Any]:
 @contextlib.contextmanager
 def claimed(directory: Path, found: configs.Found) -> Iterator[None]:
     """The run's directory with its config.json, held for this process alone; a directory made here is removed again if
-    nothing comes of the run.
-
-    It stays where it holds the traceback of a reward, which the message names.
+    nothing comes of the run, but for the traceback of a reward, which the message names.
     """
     made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
 
     def remove(*reason: object) -> None:
-        if made is not None and not _began(directory) and not (directory / REWARD_ERROR).exists():
+        if made is None or _began(directory):
+            return
+        if not (directory / REWARD_ERROR).exists():
             shutil.rmtree(made, ignore_errors=True)
+            return
+        for path in directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != REWARD_ERROR:
+                path.unlink(missing_ok=True)
 
     with contextlib.ExitStack() as stack:
         try:

@@ -43,7 +43,7 @@ def test_a_reward_that_raises_ends_the_run_before_it_begins_and_says_where(folde
     assert "Traceback" not in answers["refused"].err
     text = (folder / "refused/reward_error.txt").read_text()
     assert "Traceback" in text and "return 1 / 0" in text
-    assert not (folder / "refused/samples.jsonl").read_text() and not (folder / "refused/metrics.jsonl").read_text()
+    assert [path.name for path in (folder / "refused").iterdir()] == ["reward_error.txt"], "nothing is half-written"
 
 
 def test_a_step_in_which_all_calls_of_a_reward_fail_stops_the_run(folder, answers):
