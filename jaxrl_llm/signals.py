@@ -70,6 +70,8 @@ def farewell(call: Farewell) -> Iterator[None]:
     try:
         yield
     finally:
+        if call not in _farewells:  # another thread is quitting the process, and this one has nothing more to say
+            threading.Event().wait()
         _farewells.remove(call)
 
 

@@ -36,8 +36,9 @@ class Answer:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """One device, and this tree's package whatever is installed."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "COLUMNS": "120"} | changes
+    """One device, and this tree's package whatever is installed; compiling is most of what so short a run does."""
+    own = {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "120"}
+    return os.environ | own | changes
 
 
 def command(*arguments: str, folder: Path, before: str = "", **changes: str) -> Answer:

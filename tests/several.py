@@ -23,8 +23,7 @@ def launch(count: int, *arguments: str, folder: Path, program: str = MAIN, **cha
     """The command as ``count`` processes; each writes what it says to ``folder/NUMBER.log``."""
     flags = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", str(count)]
     folder.mkdir(parents=True, exist_ok=True)
-    # Compiling is most of what so short a run does.
-    variables = environment(NOTES=str(folder), JAX_DISABLE_MOST_OPTIMIZATIONS="1", **changes)
+    variables = environment(NOTES=str(folder), **changes)
     variables["PYTHONPATH"] += f":{Path(__file__).parent}"
     started = []
     for number in range(count):

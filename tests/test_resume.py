@@ -1,7 +1,6 @@
 """A run that is killed, then stopped, then finished equals one that nobody touched, bit for bit."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from commands import environment
 
 from jaxrl_llm.checkpoint import Checkpoints, flatten
 from jaxrl_llm.config import load_config
@@ -29,9 +29,9 @@ PREEMPTED = 75
 
 def start(folder, *flags):
     """The command line, training in ``folder``; on two devices, over which the weights are divided unless flags say else."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    variables = environment(JAX_NUM_CPU_DEVICES="2")
     with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen([*COMMAND, str(folder), *flags], env=environment, cwd=folder.parent, stdout=log, stderr=log)
+        return subprocess.Popen([*COMMAND, str(folder), *flags], env=variables, cwd=folder.parent, stdout=log, stderr=log)
 
 
 def rows(folder):

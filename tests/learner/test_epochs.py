@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn, make_update
+from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.models.compute import Compute
 from learner.rollouts import PROMPTS, TEMPERATURE, G, T, groups, one_device, padded, rollout, unpacked_logp
@@ -237,3 +238,9 @@ def test_learning_rates(optimiser, wanted):
     rate = learning_rate(optimiser)
     for count, value in wanted.items():
         np.testing.assert_allclose(rate(jnp.int32(count)), value, atol=1e-6)
+
+
+def test_fewer_groups_than_minibatches_make_no_empty_one():
+    groups = [["a", "b"], ["c"], ["d"]]
+    assert _split(groups, 2) == [["a", "b", "c"], ["d"]]
+    assert _split(groups, 3) == _split(groups, 9) == [["a", "b"], ["c"], ["d"]]
