@@ -1,24 +1,31 @@
-"""What a step hands to the learner, without a model."""
+"""What a step hands to the learner, with next to no model."""
 
 import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO
-from jaxrl_llm.config import Evaluation, Run, Scoring
+from jaxrl_llm.config import Evaluation, Run, Scoring, load_config, resolved
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Layout, Learner, create_state
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
-from jaxrl_llm.step import Host, check_problems, problems_of, read_problems, separately
+from jaxrl_llm.rollout.groups import Backlog, Collected
+from jaxrl_llm.step import Host, Parts, check_problems, learn_from, problems_of, read_problems, separately
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem
+from learner.rollouts import one_device
+from tiny import tiny
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))
 TEXTS = (("a", "b", "c", "ab"), ("aa", "c", "c", "b"))
@@ -95,3 +102,26 @@ def test_host_values_of_before_problems_had_fingerprints_are_read():
     assert Host.from_json(saved).problems == {"training": {"count": 1}}
     del saved["problems"]
     assert Host.from_json(saved).problems == {}
+
+
+@pytest.mark.parametrize(("kl_in", "expected"), [("loss", 0.7), ("reward", None)])
+def test_a_coefficient_that_was_moved_reaches_the_update_where_the_kl_is_in_the_loss(kl_in, expected):
+    run = resolved(load_config("smoke")[1])
+    kl = {"kl": None, "kl_coef": 0.0} if kl_in == "reward" else {}
+    algorithm = dataclasses.replace(run.recipe.algorithm, **kl)
+    run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, algorithm=algorithm), learner=Learner())
+    mesh, given = one_device(), []
+
+    def update(state, packed, temperature, kl_coef):
+        given.append(kl_coef)
+        told = {"refused/empty": 0.0, "refused/not_finite": 0.0, "loss": 0.0}
+        return state, {name: jnp.float32(value) for name, value in told.items()}
+
+    state = create_state(tiny("windows"), build(run.learner.optimiser), False, mesh)
+    tokens, ones = np.array([3, 4], np.int32), np.ones(2, bool)
+    completion = Completion(tokens, np.zeros(2, np.float32), "stop", ones, np.zeros(2, np.int32))
+    problem = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
+    group = Group(problem, np.array([1, 2], np.int32), (completion, completion), np.array([0.0, 1.0]), np.zeros(2))
+    parts = Parts(run, mesh, update, Layout(2, 40, 10), Compute(remat="full"), *[None] * (len(dataclasses.fields(Parts)) - 5))
+    learn_from(parts, state, Collected([group], [], Backlog(), 4, 0, {}), 0.7, 1)
+    assert given == [expected]
