@@ -104,24 +104,48 @@ def test_host_values_of_before_problems_had_fingerprints_are_read():
     assert Host.from_json(saved).problems == {}
 
 
-@pytest.mark.parametrize(("kl_in", "expected"), [("loss", 0.7), ("reward", None)])
-def test_a_coefficient_that_was_moved_reaches_the_update_where_the_kl_is_in_the_loss(kl_in, expected):
-    run = resolved(load_config("smoke")[1])
-    kl = {"kl": None, "kl_coef": 0.0} if kl_in == "reward" else {}
-    algorithm = dataclasses.replace(run.recipe.algorithm, **kl)
-    run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, algorithm=algorithm), learner=Learner())
-    mesh, given = one_device(), []
+def learned(run, update, groups, coefficient, step):
+    """What ``learn_from`` makes of groups at a step; ``update`` stands for the compiled one."""
+    mesh = one_device()
+    state = create_state(tiny("windows"), build(run.learner.optimiser), False, mesh)
+    parts = Parts(run, mesh, update, Layout(2, 40, 10), Compute(remat="full"), *[None] * (len(dataclasses.fields(Parts)) - 5))
+    return learn_from(parts, state, Collected(groups, [], Backlog(), 4, 0, {}), coefficient, step)
+
+
+def group_of(*tokens):
+    """A group of two completions of these tokens, of which the second is better."""
+    size = len(tokens)
+    nothing = np.zeros(size, np.float32)
+    completion = Completion(np.array(tokens, np.int32), nothing, "stop", np.ones(size, bool), np.zeros(size, np.int32))
+    problem = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
+    return Group(problem, np.array([1, 2], np.int32), (completion, completion), np.array([0.0, 1.0]), np.zeros(2))
+
+
+def noting(seen):
+    """An update that moves nothing and notes the coefficient and the first token that it is to learn."""
 
     def update(state, packed, temperature, kl_coef):
-        given.append(kl_coef)
+        seen.append((kl_coef, int(packed.target[0, 0, 0])))
         told = {"refused/empty": 0.0, "refused/not_finite": 0.0, "loss": 0.0}
         return state, {name: jnp.float32(value) for name, value in told.items()}
 
-    state = create_state(tiny("windows"), build(run.learner.optimiser), False, mesh)
-    tokens, ones = np.array([3, 4], np.int32), np.ones(2, bool)
-    completion = Completion(tokens, np.zeros(2, np.float32), "stop", ones, np.zeros(2, np.int32))
-    problem = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
-    group = Group(problem, np.array([1, 2], np.int32), (completion, completion), np.array([0.0, 1.0]), np.zeros(2))
-    parts = Parts(run, mesh, update, Layout(2, 40, 10), Compute(remat="full"), *[None] * (len(dataclasses.fields(Parts)) - 5))
-    learn_from(parts, state, Collected([group], [], Backlog(), 4, 0, {}), 0.7, 1)
-    assert given == [expected]
+    return update
+
+
+@pytest.mark.parametrize(("pieces", "expected"), [({}, 0.7), ({"kl": None, "kl_coef": 0.0}, None)])
+def test_a_coefficient_that_was_moved_reaches_the_update_where_a_kl_is_in_the_loss(pieces, expected):
+    run, seen = resolved(load_config("smoke")[1]), []
+    algorithm = dataclasses.replace(run.recipe.algorithm, **pieces)
+    run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, algorithm=algorithm), learner=Learner())
+    learned(run, noting(seen), [group_of(3, 4)], 0.7, 1)
+    assert seen == [(expected, 3)]
+
+
+def test_each_step_orders_its_later_epochs_anew():
+    run = dataclasses.replace(resolved(load_config("smoke")[1]), learner=Learner(epochs=3, minibatches=4))
+    orders = []
+    for step in (1, 2):
+        seen = []
+        learned(run, noting(seen), [group_of(n, 1) for n in (3, 4, 5, 6)], None, step)
+        orders.append([token for _, token in seen])
+    assert orders[0][:4] == orders[1][:4] == [3, 4, 5, 6] and orders[0] != orders[1]
