@@ -1,6 +1,7 @@
 """What went wrong while completions were scored."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 
@@ -41,6 +42,10 @@ class Failures:
             of[name] = asked + more_asked, failed + more_failed
         told = self.told | {name: line for name, line in other.told.items() if name not in self.told}
         return Failures(self.errors + other.errors, self.timeouts + other.timeouts, of, told, self.trace or other.trace)
+
+    def explained_in(self, file: Path) -> "Failures":
+        """The same, each line with the file that holds the tracebacks."""
+        return dataclasses.replace(self, told={name: f"{line} (traceback in {file})" for name, line in self.told.items()})
 
     def metrics(self) -> dict[str, Any]:
         """As they stand in a step's row; a reward that never failed has no entry."""

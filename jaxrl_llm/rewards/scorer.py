@@ -4,34 +4,28 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.calls import Call, Outcome, defined
+from jaxrl_llm.rewards.calls import Outcome
 from jaxrl_llm.rewards.failures import Failures
-from jaxrl_llm.rewards.forms import Form, Item, form_of
-from jaxrl_llm.rewards.functions import Function, Local, as_reward
+from jaxrl_llm.rewards.forms import Item
+from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.inside import Inside
+from jaxrl_llm.rewards.jobs import VERIFIED, Job, form_of_reward, jobs_of, told, verified
 from jaxrl_llm.rewards.pool import Pool
 from jaxrl_llm.rewards.rehearsal import invented
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
-from jaxrl_llm.rewards.verify import POOLED, inline_score
-from jaxrl_llm.tasks.extract import extract
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
     from jaxrl_llm.sharding.distributed import Peers
 
 REWARD_ERROR = "reward_error.txt"
 """In the run's directory: the traceback of a reward that failed."""
-
-BATCH_TIMES = 60
-"""A call of a whole batch may take so many times what one completion may."""
-
-_VERIFIED = ""  # the verifier's own column, which is there without an Accuracy reward too; no reward has this name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +43,6 @@ class Scores:
     accuracy: np.ndarray
     parts: dict[str, np.ndarray]
     failures: Failures
-
-
-class _Job(NamedTuple):
-    """A call, the column and the places in it that it fills, and the function where no other process has it."""
-
-    column: str
-    places: Sequence[int]
-    call: Call
-    function: Callable[..., Any] | None = None
 
 
 class Scorer:
@@ -85,8 +70,10 @@ class Scorer:
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
         for reward in self._rewards.values():
             shaping.check(reward)
-        self._forms = {name: _form(reward) for name, reward in self._rewards.items()}
-        self._timeout_s, self._on_error, self._peers, self._folder = timeout_s, on_error, peers, folder
+        self._forms = {name: form_of_reward(reward) for name, reward in self._rewards.items()}
+        self._timeout_s, self._on_error, self._peers = timeout_s, on_error, peers
+        self._errors = None if folder is None else folder / REWARD_ERROR
+        self._writes = self._errors is not None and (peers is None or peers.leads)
         self._pool, self._inside = Pool(workers), Inside()
 
     def __enter__(self) -> "Scorer":
@@ -124,11 +111,7 @@ class Scorer:
         if failures.message:
             raise InputError(failures.message)
         if self._writes:
-            (self._folder / REWARD_ERROR).unlink(missing_ok=True)  # of an earlier attempt
-
-    @property
-    def _writes(self) -> bool:
-        return self._folder is not None and (self._peers is None or self._peers.leads)
+            self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
     def _divided(self, items: Sequence[Item], rewards: dict[str, Reward]) -> Scores:
         if self._peers is None or self._peers.count == 1:
@@ -137,29 +120,25 @@ class Scorer:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
             share = self._score(items[self._peers.index :: self._peers.count], rewards)
             scores = _interleaved([_from_plain(part) for part in self._peers.gather(_plain(share))], len(items))
-        return dataclasses.replace(scores, failures=self._written(scores.failures))
-
-    def _written(self, failures: Failures) -> Failures:
-        """The failures with the place of their traceback in the message."""
-        if self._folder is None or not failures.trace:
-            return failures
+        failures = scores.failures
+        if self._errors is None or not failures.trace:
+            return scores
         if self._writes:
-            (self._folder / REWARD_ERROR).write_text(failures.trace)
-        told = {name: f"{line} (traceback in {self._folder / REWARD_ERROR})" for name, line in failures.told.items()}
-        return dataclasses.replace(failures, told=told)
+            self._errors.write_text(failures.trace)
+        return dataclasses.replace(scores, failures=failures.explained_in(self._errors))
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Reward]) -> Scores:
-        columns, jobs = _verified(items, self._timeout_s)
+        columns, jobs = verified(items, self._timeout_s)
         for name, reward in rewards.items():
             if isinstance(reward, BUILT_IN):
                 columns[name] = np.array([reward(*item) for item in items], np.float64)
             elif not isinstance(reward, Accuracy):
                 columns[name] = np.zeros(len(items))
-                jobs += self._jobs(name, reward, items)
+                jobs += jobs_of(name, reward, self._forms[name], items, self._timeout_s)
         failed = self._fill(columns, jobs)
-        accuracy = columns[_VERIFIED].copy()
-        accuracy[[place for name, place in failed if name == _VERIFIED]] = 0.0
-        source = {name: _VERIFIED if isinstance(reward, Accuracy) else name for name, reward in rewards.items()}
+        accuracy = columns[VERIFIED].copy()
+        accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
+        source = {name: VERIFIED if isinstance(reward, Accuracy) else name for name, reward in rewards.items()}
         parts = {name: columns[column] for name, column in source.items()}
         return Scores(
             reward=sum((rewards[name].weight * parts[name] for name in parts), np.zeros(len(items))),
@@ -168,17 +147,7 @@ class Scorer:
             failures=_failures(failed, source, len(items)),
         )
 
-    def _jobs(self, name: str, reward: Any, items: Sequence[Item]) -> list[_Job]:
-        """The calls of a function, of one completion each or of all."""
-        form, function = self._forms[name], None if isinstance(reward, Function) else _callable(reward)
-        seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
-        path = reward.path if isinstance(reward, Function) else name
-        bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
-        every = range(len(items))
-        shares = [every] if items and (form.batch or form.waits) else [[place] for place in every]
-        return [_Job(name, share, Call(path, [bare[at] for at in share], form, seconds), function) for share in shares]
-
-    def _fill(self, columns: dict[str, np.ndarray], jobs: Sequence[_Job]) -> dict[tuple[str, int], Outcome]:
+    def _fill(self, columns: dict[str, np.ndarray], jobs: Sequence[Job]) -> dict[tuple[str, int], Outcome]:
         """Makes the calls and fills their places; returns those that failed, with what is said of them."""
         pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
         failed: dict[tuple[str, int], Outcome] = {}
@@ -187,49 +156,8 @@ class Scorer:
             for place, outcome in zip(job.places, outcomes, strict=True):
                 columns[job.column][place] = outcome.value if outcome.status == "ok" else self._on_error
                 if outcome.status != "ok":
-                    failed[job.column, place] = outcome._replace(message=self._line(job, outcome))
+                    failed[job.column, place] = outcome._replace(message=told(job, self._rewards.get(job.column), outcome))
         return failed
-
-    def _line(self, job: _Job, outcome: Outcome) -> str:
-        """``my_rewards.py:7: ZeroDivisionError: division by zero``."""
-        reward = self._rewards.get(job.column)
-        place = outcome.place or (defined(_callable(reward)) if reward is not None else "") or job.call.path
-        return f"{place}: {outcome.message}"
-
-
-def _form(reward: Reward) -> Form | None:
-    """How it is called; None where that is known."""
-    if isinstance(reward, (Function, Local)):
-        return reward.form
-    return None if isinstance(reward, (Accuracy, *BUILT_IN)) else form_of(reward)
-
-
-def _callable(reward: Any) -> Callable[..., Any]:
-    return reward.function if isinstance(reward, (Function, Local)) else reward
-
-
-def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndarray], list[_Job]]:
-    """The verifier's column as far as it can be computed here, and the calls that fill the rest."""
-    column, jobs = np.zeros(len(items)), []
-    for place, (problem, completion) in enumerate(items):
-        scored = _verify(problem, completion)
-        if isinstance(scored, str):
-            answer = extract(completion.text, problem.extractor)
-            jobs.append(_Job(_VERIFIED, [place], Call(scored, [(answer, problem)], timeout_s=timeout_s)))
-        else:
-            column[place] = scored
-    return {_VERIFIED: column}, jobs
-
-
-def _verify(problem: Problem, completion: Completion) -> float | str:
-    """The accuracy, or the path of the function that computes it; NaN where nothing is verified."""
-    if problem.verifier == "none":
-        return math.nan
-    answer = extract(completion.text, problem.extractor)
-    if answer is None:
-        return 0.0
-    score = inline_score(answer, problem)
-    return POOLED[problem.verifier] if score is None else score
 
 
 def _failures(failed: dict[tuple[str, int], Outcome], source: dict[str, str], count: int) -> Failures:

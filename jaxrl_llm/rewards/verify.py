@@ -1,6 +1,7 @@
 """Whether a completion answers its problem: the extracted answer against the reference."""
 
 import math
+from typing import NamedTuple
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract, integer, number
@@ -29,6 +30,18 @@ POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl
 """Verifiers that run a model's text through code that may hang, as ``module:function`` of the same form."""
 
 
+class Pooled(NamedTuple):
+    """A verifier's call that belongs into the pool.
+
+    Attributes:
+      path: of the function, ``module:function``.
+      answer: what it is called with, beside the problem.
+    """
+
+    path: str
+    answer: str
+
+
 def accuracy(problem: Problem, completion: Completion) -> float:
     """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more. NaN without a verifier.
 
@@ -37,23 +50,23 @@ def accuracy(problem: Problem, completion: Completion) -> float:
     Raises:
       InputError: the problem names an unknown extractor or verifier.
     """
+    found = verdict(problem, completion)
+    return resolve(found.path)(found.answer, problem) if isinstance(found, Pooled) else found
+
+
+def verdict(problem: Problem, completion: Completion) -> float | Pooled:
+    """The accuracy where the verifier cannot hang; else the call that computes it. It raises what ``accuracy`` does."""
     if problem.verifier == "none":
         return math.nan
     answer = extract(completion.text, problem.extractor)
     if answer is None:
         return 0.0
-    score = inline_score(answer, problem)
-    return resolve(POOLED[problem.verifier])(answer, problem) if score is None else score
-
-
-def inline_score(answer: str, problem: Problem) -> float | None:
-    """The score of a verifier that cannot hang; None where the verifier belongs into the pool."""
     if problem.verifier in INLINE:
         return INLINE[problem.verifier](answer, problem)
     if problem.verifier not in POOLED:
         raise InputError(f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
                          f"choose one of {', '.join((*INLINE, *POOLED))}")
-    return None
+    return Pooled(POOLED[problem.verifier], answer)
 
 
 def _normal(text: str) -> str:
