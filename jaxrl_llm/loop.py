@@ -1,9 +1,10 @@
 """The loop: next batch, learn, evaluate, decide, record, save. What a step does is in ``step``, what is decided in ``rules``."""
 
+import dataclasses
 import hashlib
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.groups import Collected
 from jaxrl_llm.rules import (
-    DONE, Controlled, NotANumber, RewardFails, Rule, TeachesNothing, decide, rules_of,
+    DONE, Controlled, Decision, NotANumber, RewardFails, Rule, TeachesNothing, decide, rules_of,
 )  # fmt: skip
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers
@@ -32,11 +33,26 @@ from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
 from jaxrl_llm.step import Host, Parts, apply, check_problems, prepare, take_step
 from jaxrl_llm.telemetry.header import Header
 from jaxrl_llm.telemetry.logs import logged
-from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import record
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Who hears of a run's steps.
+
+    Attributes:
+      schedule: when the run tests and saves.
+      progress: people.
+      writer: the files; None on all processes but the first.
+    """
+
+    schedule: Schedule
+    progress: Progress
+    writer: RunWriter | None
 
 
 def rules_for(run: Run) -> dict[str, Rule]:
@@ -75,6 +91,7 @@ def train(
     start, begun = peers.first(lambda: (store.latest(), (directory / "metrics.jsonl").exists()))
     resumed = start is not None or begun
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
+    code, last_words = DONE, ""
     with (
         store,
         jax.set_mesh(mesh),
@@ -85,62 +102,24 @@ def train(
         farewell(lambda *reason: scorer.close()),
         ExitStack() as stack,
     ):
-        progress.status(f"loading {run.model}")
-        model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
-        parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
-        rules = rules_for(run)
-        if start is not None:
-            progress.status(f"restoring step {start}")
-        parameters = count_of(model)
-        state, host = begin(run, model, store, start, mesh, weights, progress.note)
-        check_problems(host.problems, parts.problems, run.task.label)
-        host.problems = parts.problems
-        del model  # its arrays are the state's now, or were read for their shapes only
-        # Not before all that may refuse the run has been tried: a refusal is one line.
-        for line in [*header(parts, parameters, count_of(state.policy)).lines(), *configs.notes(run)]:
-            progress.note(line)
-        progress.begin()
+        told, rules = Told(schedule, progress, writer), rules_for(run)
+        parts, state, host = load(run, mesh, store, start, scorer, progress, peers, weights)
+        progress.pace.begin()
         if start is None:
-            start = 0
-            found = parts.test(parts.weights(policy_model(state)))
-            row = {"step": 0} | (found.metrics() if found else {})
-            progress.tested(0, row)
-            _, host.memory = decide(rules, row, host.memory)
-            record(writer, 0, found, row, [])
+            test_first(parts, rules, state, host, told)
         stop = stack.enter_context(Preemption(progress.note))  # from here on there is a step to finish
-        code, last_words = DONE, ""
-        for step in range(start + 1, run.steps + 1):
-            began = time.perf_counter()
-            last = step == run.steps
-            progress.status("sampling")
-            state, row, batch = take_step(parts, state, host, step)
-            row |= {"step": step} | ({"event/resumed": True} if resumed and step == start + 1 else {})
-            row["time/step_s"] = time.perf_counter() - began
-            progress.step(row)
-
-            due = last or (run.evaluation.every and step % run.evaluation.every == 0)
-            found = parts.test(parts.weights(policy_model(state))) if due else None
-            if found is not None:
-                row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
-                progress.tested(step, row)
-
-            decision, host.memory = decide(rules, row, host.memory)
-            state = apply(decision, state, run)
-            host.coefficients |= decision.coefficients
-            row |= decision.events
-
-            progress.happened(step, row)
-            record(writer, step, found, row, batch.groups[: run.output.samples])
+        for step in range((start or 0) + 1, run.steps + 1):
+            first = {"event/resumed": True} if resumed and step == (start or 0) + 1 else {}
+            state, row, batch, decision = make_step(parts, rules, state, host, step, told, first)
             asked = agreed_to_stop(peers, stop, step, batch, row)
-            stopping = decision.stop is not None or asked
-            if last or stopping or step % run.output.checkpoint_every == 0:
+            if schedule.saves(step) or decision.stop is not None or asked:
                 progress.status("saving")
                 store.save(step, state, host.to_json())
-                progress.saved()
+                progress.pace.took(SAVE)
             if decision.stop is not None:
                 code, last_words = decision.stop, f"step {step}: {decision.reason}{advice(decision.remedy, directory)}"
                 break
-            if asked and not last:
+            if asked and step < run.steps:
                 code, last_words = PREEMPTED, f"stopped after step {step}, state saved: run the same command again to go on"
                 break
         progress.status("saving")
@@ -148,6 +127,75 @@ def train(
     if last_words:
         say(last_words)
     return code
+
+
+def load(
+    run: Run, mesh: Any, store: Checkpoints, start: int | None, scorer: Scorer, progress: Progress, peers: Peers,
+    weights: Start | None,
+) -> tuple[Parts, TrainState, Host]:
+    """What a run is made of, and its state before its first step here; all that may refuse the run is tried before it speaks.
+
+    The arguments are those of ``train``; ``start`` is the step whose checkpoint is gone on from, or None.
+    """
+    progress.status(f"loading {run.model}")
+    model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
+    parts = prepare(run, model, tokenizer, mesh, scorer, progress, peers)
+    if start is not None:
+        progress.status(f"restoring step {start}")
+    parameters = count_of(model)
+    state, host = begin(run, model, store, start, mesh, weights, progress.note)
+    check_problems(host.problems, parts.problems, run.task.label)
+    host.problems = parts.problems
+    for line in [*header(parts, parameters, count_of(state.policy)).lines(), *configs.notes(run)]:
+        progress.note(line)
+    return parts, state, host
+
+
+def test_first(parts: Parts, rules: Mapping[str, Rule], state: TrainState, host: Host, told: Told) -> None:
+    """The evaluation before training: row 0, which rules may remember."""
+    found = parts.test(parts.weights(policy_model(state)))
+    row = {"step": 0} | (found.metrics() if found else {})
+    told.progress.tested(0, row)
+    _, host.memory = decide(rules, row, host.memory)
+    record(told.writer, 0, found, row, [])
+
+
+def make_step(
+    parts: Parts, rules: Mapping[str, Rule], state: TrainState, host: Host, step: int, told: Told, row: dict[str, Any]
+) -> tuple[TrainState, dict[str, Any], Collected, Decision]:
+    """Sample, learn, evaluate, decide, record.
+
+    Args:
+      parts: what the run is made of.
+      rules: what decides, by name.
+      state: donated.
+      host: told what this step leaves to the next.
+      step: its number.
+      told: who hears of it.
+      row: what its row begins with.
+
+    Returns:
+      The state after what was decided, the whole row, the batch, and the decision.
+    """
+    began = time.perf_counter()
+    told.progress.status("sampling")
+    state, measured, batch = take_step(parts, state, host, step)
+    row = measured | {"step": step} | row
+    row["time/step_s"] = time.perf_counter() - began
+    told.progress.step(row)
+
+    found = parts.test(parts.weights(policy_model(state))) if told.schedule.evaluates(step) else None
+    if found is not None:
+        row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
+        told.progress.tested(step, row)
+
+    decision, host.memory = decide(rules, row, host.memory)
+    state = apply(decision, state, parts.run)
+    host.coefficients |= decision.coefficients
+    row |= decision.events
+    told.progress.happened(step, row)
+    record(told.writer, step, found, row, batch.groups[: parts.run.output.samples])
+    return state, row, batch, decision
 
 
 def advice(remedy: str, directory: Path) -> str:

@@ -35,8 +35,11 @@ def learning_rate(config: Optimiser) -> optax.Schedule:
     return lambda updates: schedule(jnp.asarray(updates, jnp.float32))
 
 
+@functools.cache
 def build(config: Optimiser) -> optax.GradientTransformation:
     """Gradients to directions of descent: clipped, scaled by what the optimiser remembers, plus the decayed weights.
+
+    Equal settings give the same value, so that a reset compiles nothing anew.
 
     All of it is float32 whatever the weights are, but for the first moment where ``momentum_dtype`` says otherwise.
     The learning rate is not in it: the update multiplies by it, so that it is known, logged and outlives a reset.

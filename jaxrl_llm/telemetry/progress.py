@@ -14,7 +14,7 @@ from rich.text import Text
 
 from jaxrl_llm.telemetry import columns
 from jaxrl_llm.telemetry.compiling import Compiling
-from jaxrl_llm.telemetry.pace import EVALUATION, SAVE, STEP, Schedule, time_left
+from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Pace, Schedule, time_left
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of the statuses that come and go inside each step."""
@@ -22,8 +22,6 @@ QUIET_SECONDS = 5.0
 """A log file is never silent for longer than this, unless an ordinary step takes longer."""
 LONGEST_SILENCE = 60.0
 """The waits between two lines of one phase double up to this."""
-RECENT = 20
-"""Durations of each kind that the pace is taken from."""
 HEADING_EVERY = 40
 
 log = logging.getLogger(__name__)
@@ -36,15 +34,17 @@ class Progress:
       schedule: the run's.
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
       console: where to; stderr if None.
+
+    Attributes:
+      pace: how long each kind of work takes; the loop tells it of checkpoints, and when the steps begin.
     """
 
     def __init__(self, schedule: Schedule, first_step: int = 1, console: Console | None = None):
         console = console or Console(stderr=True, highlight=False)
         self._schedule, self._next_step = schedule, first_step
         self._status, self._since = "starting", time.monotonic()
-        self._durations: dict[str, tuple[float, ...]] = {}
         self._block, self._compiling = contextlib.ExitStack(), Compiling()
-        self._told, self._compiled = time.monotonic(), 0.0
+        self.pace = Pace(lambda: self._compiling.seconds)
         live = console.is_terminal and not console.is_dumb_terminal
         self._screen = _Terminal(console, self.describe) if live else _LogFile(console, self)
 
@@ -68,15 +68,11 @@ class Progress:
             self._since = time.monotonic()
         self._status = text
 
-    def begin(self) -> None:
-        """Steps and evaluations begin: what came before is no part of their pace."""
-        self._told, self._compiled = time.monotonic(), self._compiling.seconds
-
     def step(self, metrics: dict[str, Any]) -> None:
         """Keep one line for the step ``metrics["step"]``, which has learned; its evaluation is still to come."""
-        self._took(STEP)
+        self.pace.took(STEP)
         step = int(metrics["step"])
-        left = time_left(self._durations, self._schedule.ahead(step))
+        left = time_left(self.pace.durations, self._schedule.ahead(step))
         shown = f"{step}/{self._schedule.steps}", columns.seconds(left or 0.0), metrics
         self._screen.row(*shown)
         log.info("%s", columns.plain(*shown))
@@ -85,13 +81,9 @@ class Progress:
 
     def tested(self, step: int, metrics: dict[str, Any]) -> None:
         """Keep one line for what the evaluation after ``step`` has found."""
-        self._took(EVALUATION)
+        self.pace.took(EVALUATION)
         if found := columns.evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")
-
-    def saved(self) -> None:
-        """A checkpoint is on its way."""
-        self._took(SAVE)
 
     def happened(self, step: int, metrics: dict[str, Any]) -> None:
         """Keep one line for each event of the step's row."""
@@ -113,14 +105,7 @@ class Progress:
 
     def patience(self) -> float:
         """Seconds that a log file may stay silent now."""
-        return patience(self._status, self._durations.get(STEP, ()))
-
-    def _took(self, kind: str) -> None:
-        """The time since the last call was this kind's, but for what was compiled in it."""
-        now, compiled = time.monotonic(), self._compiling.seconds
-        took = max(now - self._told - (compiled - self._compiled), 0.0)
-        self._durations[kind] = (*self._durations.get(kind, ()), took)[-RECENT:]
-        self._told, self._compiled = now, compiled
+        return patience(self._status, self.pace.durations.get(STEP, ()))
 
 
 def patience(status: str, durations: Sequence[float]) -> float:

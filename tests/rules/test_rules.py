@@ -19,6 +19,7 @@ from jaxrl_llm.rules import (
 )  # fmt: skip
 from jaxrl_llm.step import Host, apply
 from jaxrl_llm.types import TrainState
+from tiny import Compilations
 
 SMOKE = configs.load_config("smoke")[1]
 TAUGHT = {"updates": 1.0, "reward/mean": 0.5, "advantage/nonzero_fraction": 0.5, "grad_norm": 1.0}
@@ -200,3 +201,14 @@ def test_what_rules_remember_is_saved_and_old_checkpoints_are_read():
     del old["memory"], old["coefficients"]
     assert Host.from_json(old | {"best": 0.3, "stalled": 2, "kl_coef": 0.08}) == host
     assert Host.from_json(old | {"best": -1.0, "stalled": 0, "kl_coef": None}).coefficients == {}
+
+
+def test_resets_after_the_first_compile_nothing():
+    policy = {"w": jnp.full((3, 5), 2.0)}
+    state = TrainState(policy, build(SMOKE.learner.optimiser).init(policy), None, jnp.int32(0))
+    apply(Decision(reset_optimiser=True), state, SMOKE)
+    with Compilations() as compilations:
+        for _ in range(2):
+            again = dataclasses.replace(SMOKE, learner=dataclasses.replace(SMOKE.learner))
+            apply(Decision(reset_optimiser=True), state, again)
+    assert not compilations.heard
