@@ -39,6 +39,7 @@ class Pool:
         self._size = workers
         self._workers: list[_Worker] = []
         self._failed_starts = 0
+        self._handed_over_again: set[int] = set()
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
     def map(self, calls: Sequence[Call]) -> list[list[Outcome]]:
@@ -49,11 +50,12 @@ class Pool:
         """
         outcomes: dict[int, list[Outcome]] = {}
         pending = collections.deque(range(len(calls)))
+        self._handed_over_again.clear()
         try:
             while len(outcomes) < len(calls):
                 self._grow(len(calls) - len(outcomes))
                 self._dispatch(pending, calls)
-                outcomes.update(self._wait())
+                outcomes.update(self._wait(pending))
         except BaseException:  # an interrupt: answers still on their way would be taken for those of the next calls
             self.close()
             raise
@@ -75,8 +77,11 @@ class Pool:
                     pending.appendleft(index)
                     self._drop(worker)
 
-    def _wait(self) -> dict[int, list[Outcome]]:
-        """Waits for the next message, death or deadline; returns the calls that it ended."""
+    def _wait(self, pending: collections.deque[int]) -> dict[int, list[Outcome]]:
+        """Waits for the next message, death or deadline; returns the calls that it ended.
+
+        A call that a dead worker had not read yet is pending again, once: the item is not to blame.
+        """
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
         connections = [worker.connection for worker in self._workers]
@@ -84,8 +89,12 @@ class Pool:
         ended: dict[int, list[Outcome]] = {}
         for worker in list(self._workers):
             index = worker.index
+            unread = worker.state == "sent"
             outcomes = worker.hear() if worker.connection in said else worker.overdue()
-            if outcomes and index is not None:
+            if unread and worker.state == "dead" and index not in self._handed_over_again:
+                self._handed_over_again.add(index)
+                pending.appendleft(index)
+            elif outcomes and index is not None:
                 ended[index] = outcomes
             if worker.state == "dead":
                 self._drop(worker)
@@ -130,7 +139,7 @@ class _Worker:
             self.connection.send(call)
         except OSError:
             return False
-        self.index, self.call, self.state = index, call, "loading"
+        self.index, self.call, self.state = index, call, "sent"
         self.deadline = time.monotonic() + START_TIMEOUT_S
         return True
 
@@ -141,6 +150,9 @@ class _Worker:
         except (EOFError, OSError):
             self.state = "dead"
             return self._all(Outcome("error", message=f"the worker died (exit code {self.kill()})"))
+        if word == "received":
+            self.state = "loading"
+            return []
         if word == "started":
             self.state, self.deadline = "running", time.monotonic() + self.call.limit_s
             return []
@@ -154,7 +166,8 @@ class _Worker:
         """The timeout where the deadline has passed, else nothing."""
         if self.deadline is None or time.monotonic() < self.deadline:
             return []
-        loading, self.state = self.state == "loading", "dead"
+        loading = self.state in ("sent", "loading")
+        self.state = "dead"
         said = f"import not finished after {START_TIMEOUT_S:g} s" if loading or self.call is None else overdue(self.call.limit_s)
         return self._all(Outcome("timeout", message=said))
 

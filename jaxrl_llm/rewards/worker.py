@@ -1,8 +1,8 @@
 """The program of one reward worker: a fresh interpreter without JAX that calls functions by name.
 
 Protocol over one connection. The parent sends a ``Call``. The worker sends JSON lists: ``["ready"]`` when it has
-started, then for each call ``["started"]`` once the function is imported, and ``["done", outcomes]``, one for each item,
-or one for all where it could not be called. The parent therefore never unpickles what a worker says.
+started, then for each call ``["received"]``, ``["started"]`` once the function is imported, and ``["done", outcomes]``,
+one for each item, or one for all where it could not be called. The parent therefore never unpickles what a worker says.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ def main(handle: int) -> None:
         _say(connection, "ready")
         while True:
             said = connection.recv_bytes()
+            _say(connection, "received")
             try:
                 call: Call = pickle.loads(said)  # from the parent that started this process
                 function = resolve(call.path)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -190,6 +191,17 @@ def test_a_worker_that_was_killed_between_two_scorings_is_replaced():
         os.kill(before, signal.SIGKILL)
         assert gone(before, 1.0)
         scores = scorer.score([item("3")])
+    assert scores.failures.errors == 0 and scores.parts["worker_id"][0] != before
+
+
+def test_an_item_that_its_worker_died_with_before_reading_it_is_handed_to_another():
+    with Scorer((Function("sample_rewards:worker_id"),), workers=1) as scorer:
+        before = int(scorer.score([item("3")]).parts["worker_id"][0])
+        os.kill(before, signal.SIGSTOP)  # alive, and deaf
+        death = threading.Timer(0.2, os.kill, (before, signal.SIGKILL))
+        death.start()
+        scores = scorer.score([item("3")])
+        death.join()
     assert scores.failures.errors == 0 and scores.parts["worker_id"][0] != before
 
 
