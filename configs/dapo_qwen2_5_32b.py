@@ -11,8 +11,8 @@ overlong filtering 36, clip-higher 38, soft overlong punishment 41, token-level 
 From the paper: 512 prompts of 16 completions, 16 updates a step, clip 0.2 / 0.28, learning rate 1e-6 after a linear
 warm-up of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2). Rewards are 1 and 0
 where the paper's are +1 and -1: the punishment is half of what lies between them in both, so advantages are the same.
-From the authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, and overlong filtering off.
-Ours: mesh, evaluation every 10 steps, number of steps.
+From the authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, and overlong filtering
+off. Ours: mesh, evaluation every 10 steps, number of steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run

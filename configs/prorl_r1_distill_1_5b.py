@@ -11,8 +11,8 @@ and instruction following; this is its mathematics alone, from DeepScaleR's open
 
 From the paper: clip 0.2 / 0.4, token-level loss, dynamic sampling, learning rate 2e-6, 16 completions at temperature
 1.2, batch 256 in minibatches of 64, context 8096, reference and optimiser begun anew when validation stagnates. It does
-not state its KL coefficient; 1e-4 is that of the second version's open recipe. Ours: prompt limit, mesh, no weight decay,
-evaluation every 50 steps and what counts as stagnation (three evaluations without a better one).
+not state its KL coefficient; 1e-4 is that of the second version's open recipe. Ours: prompt limit, mesh, no weight
+decay, evaluation every 50 steps and what counts as stagnation (three evaluations without a better one).
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run

@@ -1,11 +1,10 @@
 """Everything that a run needs to continue, written by Orbax in the background.
 
-A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of what lives on the
-host: data cursor, surplus and unfinished groups, evaluations so far. Random numbers need no state: they are functions of the
-run's seed and of counters.
+A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of what lives on
+the host: data cursor, surplus and unfinished groups, evaluations so far. Random numbers need no state: they are
+functions of the run's seed and of counters.
 """
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import fingerprint
-from jaxrl_llm.rollout.groups import Backlog, Collected, Unfinished
 from jaxrl_llm.sharding import abstract, replicated, shardings
-from jaxrl_llm.types import Completion, Group, Problem, TrainState
+from jaxrl_llm.types import Role, TrainState
 
 
 def flatten(state: TrainState) -> dict[str, Any]:
@@ -27,8 +24,10 @@ def flatten(state: TrainState) -> dict[str, Any]:
 
     Wrappers of the model library leave no trace in the names.
     """
-    base = None if state.base is None else _fingerprint(state.base)
-    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state._replace(base=base))}
+    bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
+    for name, base in bases.items():
+        state = state.with_role(name, base=_fingerprint(base))
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
 def _fingerprint(model: Any) -> Any:
@@ -38,14 +37,30 @@ def _fingerprint(model: Any) -> Any:
 
 
 def unflatten(arrays: dict[str, Any], like: TrainState) -> TrainState:
-    """The state with the structure of ``like`` and the arrays of ``flatten``; the base is not among them."""
-    paths, treedef = jax.tree.flatten_with_path(like._replace(base=None))
+    """The state with the structure of ``like`` and the arrays of ``flatten``; bases are not among them."""
+    for name in like.roles:
+        like = like.with_role(name, base=None)
+    paths, treedef = jax.tree.flatten_with_path(like)
     return jax.tree.unflatten(treedef, [arrays[_name(path)] for path, _ in paths])
+
+
+SHORT = {
+    "roles/policy/params": "policy",
+    "roles/policy/opt_state": "opt_state",
+    "roles/policy/updates": "updates",
+    "roles/policy/base": "base",
+    "frozen/reference": "reference",
+}
+"""Names in checkpoints of what every run has: those from before there were other roles."""
 
 
 def _name(path: tuple) -> str:
     parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
-    return "/".join(part for part in parts if part not in ("weights", "value"))
+    name = "/".join(part for part in parts if part not in ("weights", "value"))
+    for long, short in SHORT.items():
+        if name == long or name.startswith(f"{long}/"):
+            return short + name.removeprefix(long)
+    return name
 
 
 class Checkpoints:
@@ -98,9 +113,9 @@ class Checkpoints:
         items = self._args.Composite(state=self._args.StandardRestore(target), host=self._args.JsonRestore())
         loaded = self._manager.restore(step, args=items)
         state = unflatten(loaded["state"], like)
-        if like.base is not None:
+        if like.policy.base is not None:
             refuse_other_base(loaded["state"], base)
-            state = state._replace(base=jax.device_put(base, layout.base))
+            state = state.with_role("policy", base=jax.device_put(base, layout.policy.base))
         return state, loaded["host"]
 
     def close(self) -> None:
@@ -109,7 +124,8 @@ class Checkpoints:
         Raises:
           Exception: of a write that failed in the background (Orbax's own kinds; a full disk among them).
         """
-        manager, self._manager = self._manager, None
+        manager = self._manager
+        self._manager = None
         if manager is None:
             return
         try:
@@ -135,7 +151,12 @@ class Checkpoints:
 
 def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
     """The policy alone of one complete step, as ``restore_parts`` reads it; ``like`` is a model or an adapter."""
-    return restore_parts(step_directory, TrainState(like, None, None, None), mesh, base).policy
+    return restore_parts(step_directory, parts_of_policy(like), mesh, base).policy.params
+
+
+def parts_of_policy(params: Any, opt_state: Any = None) -> TrainState:
+    """A state of which only these parts of the policy are wanted."""
+    return TrainState({"policy": Role(params, opt_state, None)}, {})
 
 
 def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None) -> TrainState:
@@ -154,15 +175,21 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
 
     paths, treedef = jax.tree.flatten_with_path(abstract(like, shardings(like, mesh)))
     target = {_name(path): leaf for path, leaf in paths}
-    marks = {} if base is None else {f"base/{_name(path)}": x for path, x in jax.tree.leaves_with_path(_fingerprint(base))}
-    wanted = target | {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for name, x in marks.items()}
+    marks = (
+        {} if base is None else {f"base/{_name(path)}": x for path, x in jax.tree.leaves_with_path(_fingerprint(base))}
+    )
+    wanted = target | {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for name, x in marks.items()
+    }
     directory = Path(step_directory).absolute() / "state"
     with ocp.PyTreeCheckpointer() as reader:
         try:
             saved = {name: tuple(meta.shape) for name, meta in reader.metadata(directory).item_metadata.tree.items()}
         except (OSError, ValueError, AttributeError) as error:
             reason = str(error).splitlines()[0]
-            raise InputError(f"{step_directory} cannot be read ({reason}): remove it to go back to the step before") from None
+            raise InputError(
+                f"{step_directory} cannot be read ({reason}): remove it to go back to the step before"
+            ) from None
         parts = {name.partition("/")[0] for name in target} | {"base"}
         saved = {name: shape for name, shape in saved.items() if name.partition("/")[0] in parts}
         _refuse_other(saved, wanted, "give the model that it was trained from")
@@ -180,14 +207,15 @@ def refuse_other_base(saved: dict[str, Any], base: Any) -> None:
         name = _name(path)
         if not np.array_equal(saved[f"base/{name}"], value):
             raise InputError(
-                f"the adapter was trained beside another model than the one that is loaded now ({name} differs): give the "
-                "files it was begun with, or start over with --fresh"
+                f"the adapter was trained beside another model than the one that is loaded now ({name} differs): "
+                "give the files it was begun with, or start over with --fresh"
             )
 
 
 def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any], remedy: str) -> None:
     for name in sorted(saved.keys() | target.keys()):
-        has, wants = saved.get(name), target[name].shape if name in target else None
+        has = saved.get(name)
+        wants = target[name].shape if name in target else None
         if has != wants:
             raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
 
@@ -197,92 +225,3 @@ def steps_in(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
-
-
-def backlog_to_json(backlog: Backlog) -> dict[str, Any]:
-    """What one step leaves to the next, as JSON values; exact."""
-    unfinished = [_unfinished_to_json(group) for group in backlog.unfinished]
-    return {**vars(backlog), "carried": [group_to_json(g) for g in backlog.carried], "unfinished": unfinished}
-
-
-def backlog_from_json(data: dict[str, Any]) -> Backlog:
-    """The inverse of ``backlog_to_json``."""
-    unfinished = tuple(_unfinished_from_json(group) for group in data["unfinished"])
-    return Backlog(**data | {"carried": tuple(map(group_from_json, data["carried"])), "unfinished": unfinished})
-
-
-def collected_to_json(batch: Collected | None) -> dict[str, Any] | None:
-    """Groups that wait to be learned from, as JSON values; exact. What they left to the next step is saved apart."""
-    if batch is None:
-        return None
-    groups = [group_to_json(g) for g in batch.groups]
-    return {"groups": groups, "tokens": batch.tokens, "version": batch.version, "metrics": batch.metrics}
-
-
-def collected_from_json(data: dict[str, Any] | None, backlog: Backlog) -> Collected | None:
-    """The inverse of ``collected_to_json``, but for the groups sampled, which were looked at already."""
-    if data is None:
-        return None
-    return Collected(**data | {"groups": [group_from_json(g) for g in data["groups"]], "sampled": [], "backlog": backlog})
-
-
-def _unfinished_to_json(group: Unfinished) -> dict[str, Any]:
-    return {
-        "place": group.place,
-        "age": group.age,
-        "completions": [None if c is None else _completion_to_json(c) for c in group.completions],
-        "problem": None if group.problem is None else _problem_to_json(group.problem),
-        "prompt": None if group.prompt is None else group.prompt.tolist(),
-    }
-
-
-def _unfinished_from_json(data: dict[str, Any]) -> Unfinished:
-    completions = tuple(None if c is None else _completion_from_json(c) for c in data["completions"])
-    group = Unfinished(data["place"], completions, age=data.get("age", 0))  # checkpoints of old hold neither age
-    if data.get("prompt") is None:  # nor what was asked, which is found by the place
-        return group
-    prompt = np.asarray(data["prompt"], np.int32)
-    return dataclasses.replace(group, problem=_problem_from_json(data["problem"]), prompt=prompt)
-
-
-def group_to_json(group: Group) -> dict[str, Any]:
-    """A group as JSON values; float32 and float64 survive exactly, and so does what a problem's row held."""
-    return {
-        "problem": _problem_to_json(group.problem),
-        "prompt": group.prompt.tolist(),
-        "completions": [_completion_to_json(c) for c in group.completions],
-        "rewards": group.rewards.tolist(),
-        "accuracy": group.accuracy.tolist(),
-        "parts": {name: part.tolist() for name, part in group.parts.items()},
-    }
-
-
-def group_from_json(data: dict[str, Any]) -> Group:
-    """The inverse of ``group_to_json``."""
-    parts = {name: np.asarray(part) for name, part in data["parts"].items()}
-    completions = tuple(_completion_from_json(c) for c in data["completions"])
-    return Group(
-        _problem_from_json(data["problem"]), np.asarray(data["prompt"], np.int32), completions,
-        np.asarray(data["rewards"], float), np.asarray(data["accuracy"], float), parts,
-    )
-
-
-def _problem_to_json(problem: Problem) -> dict[str, Any]:
-    return {**vars(problem), "prompt": list(problem.prompt), "metadata": codec.to_json(problem.metadata)}
-
-
-def _problem_from_json(data: dict[str, Any]) -> Problem:
-    return Problem(**data | {"prompt": tuple(data["prompt"]), "metadata": codec.from_json(data["metadata"])})
-
-
-def _completion_to_json(completion: Completion) -> dict[str, Any]:
-    arrays = {name: getattr(completion, name).tolist() for name in ("tokens", "sampler_logp", "mask", "version")}
-    extras = {name: codec.pack(extra) for name, extra in completion.extras.items()}
-    return arrays | {"finish_reason": completion.finish_reason, "text": completion.text, "extras": extras}
-
-
-def _completion_from_json(data: dict[str, Any]) -> Completion:
-    kinds = {"tokens": np.int32, "sampler_logp": np.float32, "mask": bool, "version": np.int32}
-    arrays = {name: np.asarray(data[name], kind) for name, kind in kinds.items()}
-    extras = {name: codec.unpack(extra) for name, extra in data["extras"].items()}
-    return Completion(**arrays, finish_reason=data["finish_reason"], extras=extras, text=data["text"])

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.engine.engine import Engine
+from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.collect import Status, complete
-from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.groups import request_seed
-from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.tasks import Task, encode, extract
 from jaxrl_llm.types import Completion, Problem
 
@@ -69,14 +69,41 @@ class Evaluated:
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """What is asked in one evaluation.
+
+    Attributes:
+      task: how prompts are templated.
+      problems: at least one.
+      samples: answers to each.
+      seed: decides every random number.
+    """
+
+    task: Task
+    problems: Sequence[Problem]
+    samples: int
+    seed: int
+
+
 def evaluate(
-    engine: Engine, model: Any, tokenizer: Any, task: Task, problems: Sequence[Problem], scorer: Scorer, sampling: Sampling,
-    samples: int, seed: int, status: Status = lambda text: None,
+    engine: Engine,
+    model: Any,
+    tokenizer: Any,
+    asked: Questions,
+    scorer: Scorer,
+    sampling: Sampling,
+    status: Status = lambda text: None,
 ) -> Evaluated:
-    """Answer every problem ``samples`` times and check the answers; score them in full where nothing is verified."""
+    """Answer every problem and check the answers; score them in full where nothing is verified."""
+    task = asked.task
+    problems = asked.problems
+    samples = asked.samples
     prompts = [encode(problem, task, tokenizer) for problem in problems for _ in range(samples)]
-    seeds = [request_seed(seed, SEED_SPACE + n) for n in range(len(prompts))]
-    done = complete(engine, model, tokenizer, prompts, seeds, sampling, status=lambda text: status(f"evaluating: {text}"))
+    seeds = [request_seed(asked.seed, SEED_SPACE + n) for n in range(len(prompts))]
+    done = complete(
+        engine, model, tokenizer, prompts, seeds, sampling, status=lambda text: status(f"evaluating: {text}")
+    )
     items = [(problems[i // samples], c) for i, c in enumerate(done)]
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
     if problems[0].verifier == "none":

@@ -51,8 +51,8 @@ def writable(place: Path, flag: str) -> Iterator[None]:
 def alone(directory: Path, remedy: str) -> Iterator[Path]:
     """Hold a folder for this process; the kernel lets go of it when the process ends, however it ends.
 
-    What shows it is the file ``lock``, which is yielded: it says who holds the folder and is removed at the end. Where the file
-    system has no locks the folder is not held, which is said.
+    What shows it is the file ``lock``, which is yielded: it says who holds the folder and is removed at the end. Where
+    the file system has no locks the folder is not held, which is said.
 
     Args:
       directory: exists.

@@ -1,4 +1,6 @@
-"""A run's directory and what surrounds the training there: whether it is new, who else is at it, what is said at the end."""
+"""A run's directory and what surrounds the training there: whether it is new, who else is at it, what is said at the
+end.
+"""
 
 import contextlib
 import dataclasses
@@ -26,13 +28,17 @@ FILE_SYSTEM_S = 20.0
 
 
 def launch(
-    found: configs.Found, fresh: bool = False, start: configs.Start | None = None, peers: Peers = ALONE,
+    found: configs.Found,
+    fresh: bool = False,
+    start: configs.Start | None = None,
+    peers: Peers = ALONE,
     lines: Sequence[str] = (),
 ) -> int:
     """Train, or go on, in the run's directory, and sum it up; returns the exit code.
 
     Args:
-      found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name none.
+      found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
+        none.
       fresh: start over in a new one.
       start: begin a new run with the weights of this checkpoint.
       peers: the other processes of the run.
@@ -57,7 +63,8 @@ def launch(
 
 
 def train(run: configs.Run, name: str = "run", fresh: bool = False, start: str | None = None) -> int:
-    """All that ``jaxrl-llm train`` does, from Python: check the settings, train or go on in the run's directory, sum it up.
+    """All that ``jaxrl-llm train`` does, from Python: check the settings, train or go on in the run's directory, sum it
+    up.
 
     Args:
       run: whatever it leaves open is filled in as on the command line.
@@ -81,9 +88,11 @@ def train(run: configs.Run, name: str = "run", fresh: bool = False, start: str |
     return launch(found, fresh, None if start is None else configs.find_start(start))
 
 
-def begin(peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None) -> tuple[Path, configs.Found] | None:
-    """The run's directory, and the settings with its date and origin, chosen by process 0; None where the run has done its
-    steps."""
+def begin(
+    peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None
+) -> tuple[Path, configs.Found] | None:
+    """The run's directory, and the settings with its date and origin, chosen by process 0; None where the run has done
+    its steps."""
     peers.check_same("settings", fingerprint(found.run))
 
     def choose() -> tuple[str, str, Any] | None:
@@ -97,14 +106,19 @@ def begin(peers: Peers, found: configs.Found, fresh: bool, start: configs.Start 
     if chosen is None:
         return None
     directory, day, weights = chosen
-    modules, weights = configs.own_modules(found.run), weights and configs.Start(**weights)
+    modules = configs.own_modules(found.run)
+    weights = weights and configs.Start(**weights)
     origin = dataclasses.replace(found.origin, modules=modules, start=weights)
     return Path(directory), dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
 
 
 def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str]) -> int:
     """Train there; returns the exit code. ``lines`` are said first."""
-    say = lambda line: print(line, file=sys.stderr) if peers.leads else None
+
+    def say(line: str) -> None:
+        if peers.leads:
+            print(line, file=sys.stderr)
+
     with contextlib.ExitStack() as stack:
         # The directory is made, and removed again, by process 0.
         peers.first(lambda: stack.enter_context(claimed(directory, found)))
@@ -130,16 +144,18 @@ def fingerprint(settings: configs.Run) -> str:
 def choose_directory(
     settings: configs.Run, name: str, fresh: bool, start: configs.Start | None = None
 ) -> tuple[Path, str]:
-    """Where the run lies, with ``fresh`` or ``start`` the first name that is free, or the run that was begun just so; and the
-    day on which it began, which may be today.
+    """Where the run lies, with ``fresh`` or ``start`` the first name that is free, or the run that was begun just so;
+    and the day on which it began, which may be today.
 
     Raises:
       InputError: something else is there, or a run that was begun with other settings.
     """
     base = Path(settings.run_dir or Path("runs") / name)
-    directory, number = base, 2
+    directory = base
+    number = 2
     while directory.exists() and (fresh or (start is not None and not begun_so(directory, settings, start))):
-        directory, number = base.with_name(f"{base.name}-{number}"), number + 1
+        directory = base.with_name(f"{base.name}-{number}")
+        number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
     own, day = other_settings(directory, settings)
@@ -160,7 +176,9 @@ def begun_so(directory: Path, settings: configs.Run, start: configs.Start) -> bo
 
 
 def other_settings(directory: Path, settings: configs.Run) -> tuple[list[str], str]:
-    """What the run there was begun with and cannot go on without, as ``name: old -> new``, and the day on which it began."""
+    """What the run there was begun with and cannot go on without, as ``name: old -> new``, and the day on which it
+    began.
+    """
     today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
         return [], today

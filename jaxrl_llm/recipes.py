@@ -1,7 +1,7 @@
 """One value per published method: the algorithm and what its paper fixes around the loss.
 
-Learning rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run makes one
-update of each batch unless it says otherwise; ``config.notes`` tells what of a recipe does nothing then.
+Learning rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run
+makes one update of each batch unless it says otherwise; ``config.notes`` tells what of a recipe does nothing then.
 """
 
 import dataclasses
@@ -20,11 +20,15 @@ OLD_RESETS = {
     "reset_optimiser": "with_optimiser",
     "optimiser_reset": "optimiser_every",
 }
-"""Fields of ``Recipe`` before it had ``resets``, and what each is called there: configurations and runs still name them."""
+"""Fields of ``Recipe`` before it had ``resets``, and what each is called there: configurations and runs still name
+them.
+"""
 
 
 def taking_old_names(kind: type) -> type:
-    """A class decorator: the constructor of ``kind``, and ``dataclasses.replace``, also take the names of ``OLD_RESETS``."""
+    """A class decorator: the constructor of ``kind``, and ``dataclasses.replace``, also take the names of
+    ``OLD_RESETS``.
+    """
     made = kind.__init__
 
     @functools.wraps(made)
@@ -60,14 +64,14 @@ class Recipe:
       name: key of ``RECIPES``, or yours.
       algorithm: the loss.
       temperature: of the sampling and of every log-probability, unless the run sets its own.
-      filter_groups: learn only from groups that can teach; sample on until there are enough. It names what says so: "accuracy"
-        (some, not all, completions are correct; of a run without the reward ``Accuracy``, the reward), or "reward" (not all
-        are equal, whatever shapes them). False is off; True is "accuracy".
+      filter_groups: learn only from groups that can teach; sample on until there are enough. It names what says so:
+        "accuracy" (some, not all, completions are correct; of a run without the reward ``Accuracy``, the reward), or
+        "reward" (not all are equal, whatever shapes them). False is off; True is "accuracy".
       drop_truncated: completions cut off at the length limit are left out of the loss (their reward still counts).
-      overlong_share: the last share of the generation budget, in which a completion is punished the more the longer it is;
-        0 is off.
-      overlong_weight: the punishment at the end of the budget; None for half of what lies between a right answer and a wrong
-        one, which is half of ``Accuracy``'s weight, and none without an ``Accuracy``.
+      overlong_share: the last share of the generation budget, in which a completion is punished the more the longer it
+        is; 0 is off.
+      overlong_weight: the punishment at the end of the budget; None for half of what lies between a right answer and a
+        wrong one, which is half of ``Accuracy``'s weight, and none without an ``Accuracy``.
       shaping: what else changes a group's rewards, in order.
       resets: when reference and optimiser begin anew.
       controller: moves the KL coefficient after each step, by how far the policy is then; None leaves it as it is.
@@ -94,34 +98,33 @@ class Recipe:
 
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))
-"""DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions of a prompt,
-one update for each batch of 1024, in which no ratio leaves 1: its clip range never binds."""
+"""DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions of a
+prompt, one update for each batch of 1024, in which no ratio leaves 1: its clip range never binds."""
 
-DR_GRPO = Recipe(
-    "dr_grpo", dataclasses.replace(PRESETS["dr_grpo"], reduce=ConstantLength(None)), paper=Updates(8, 128)
-)
-"""Understanding R1-Zero-like training (arXiv 2503.20783): no deviation, no length normalisation, so that wrong answers do
-not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget; the updates are those of the
-authors' script."""
+DR_GRPO = Recipe("dr_grpo", dataclasses.replace(PRESETS["dr_grpo"], reduce=ConstantLength(None)), paper=Updates(8, 128))
+"""Understanding R1-Zero-like training (arXiv 2503.20783): no deviation, no length normalisation, so that wrong answers
+do not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget; the updates are those of
+the authors' script."""
 
 DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16, 512))
-"""DAPO (arXiv 2503.14476): AIME 2024 30 -> 50 with Qwen2.5-32B; of these 20 points overlong filtering brought 6, clip-higher
-2, soft punishment 3, the token-level loss 1 and dynamic sampling 8. L_max 20480 and L_cache 4096 are the share 0.2. As in the
-released system overlong filtering is off: it would leave out of the loss the very tokens that the punishment is for.
-``drop_truncated`` is that step of the ladder."""
+"""DAPO (arXiv 2503.14476): AIME 2024 30 -> 50 with Qwen2.5-32B; of these 20 points overlong filtering brought 6,
+clip-higher 2, soft punishment 3, the token-level loss 1 and dynamic sampling 8. L_max 20480 and L_cache 4096 are the
+share 0.2. As in the released system overlong filtering is off: it would leave out of the loss the very tokens that the
+punishment is for. ``drop_truncated`` is that step of the ladder."""
 
 GSPO = Recipe("gspo", PRESETS["gspo"], paper=Updates(4))
-"""Group sequence policy optimisation (arXiv 2507.18071): no KL, a band of 3e-4 / 4e-4 on the sequence ratio, 4 updates for
-each batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
+"""Group sequence policy optimisation (arXiv 2507.18071): no KL, a band of 3e-4 / 4e-4 on the sequence ratio, 4 updates
+for each batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
 
 CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16))
 """MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty are kept; 16 updates for each batch. DAPO's
-AIME 2024 with Qwen2.5-32B in half of its steps. Its optimiser (b2 0.95, eps 1e-15) and the end of completions that repeat
-themselves (rollout.repetition) are a run's. The cap of 5 is that of TRL and ScaleRL: the paper publishes none."""
+AIME 2024 with Qwen2.5-32B in half of its steps. Its optimiser (b2 0.95, eps 1e-15) and the end of completions that
+repeat themselves (rollout.repetition) are a run's. The cap of 5 is that of TRL and ScaleRL: the paper publishes
+none."""
 
 SAPO = Recipe("sapo", PRESETS["sapo"], paper=Updates(4))
-"""Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in place of the clip, 4 updates for each batch. Stable
-with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
+"""Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in place of the clip, 4 updates for each batch.
+Stable with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
 
 PRORL_V1 = Recipe(
     "prorl_v1",
@@ -132,8 +135,8 @@ PRORL_V1 = Recipe(
     paper=Updates(4, 1024),
 )
 """ProRL (arXiv 2505.24864): reference and optimiser begin anew when validation stagnates; average pass@1 on mathematics
-44.45 -> 60.14 with a 1.5B model. How many evaluations make a stall is ours, and the KL coefficient that of the second version:
-the paper gives neither number."""
+44.45 -> 60.14 with a 1.5B model. How many evaluations make a stall is ours, and the KL coefficient that of the second
+version: the paper gives neither number."""
 
 PRORL_V2 = Recipe(
     "prorl_v2",
@@ -143,38 +146,40 @@ PRORL_V2 = Recipe(
     resets=Resets(reference_every=300),
     paper=Updates(8, 1024),
 )
-"""ProRL v2 and its open recipes: REINFORCE++-baseline, k2, a reset of the reference every 200 to 500 steps which keeps the
-optimiser, a cosine of the length now and then, nothing for answers that were cut off. 3000 steps at 8k tokens beat the
-first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL are not here, nor is its
-correction for a sampler that is another program than the learner (IcePop, ``MaskedIS(0.5, 5.0)``): here both are one model."""
+"""ProRL v2 and its open recipes: REINFORCE++-baseline, k2, a reset of the reference every 200 to 500 steps which keeps
+the optimiser, a cosine of the length now and then, nothing for answers that were cut off. 3000 steps at 8k tokens beat
+the first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL are not here, nor is
+its correction for a sampler that is another program than the learner (IcePop, ``MaskedIS(0.5, 5.0)``): here both are
+one model."""
 
 KIMI_K1_5 = Recipe(
     "kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(warmup=50),), resets=Resets(optimiser_every=1)
 )
-"""Kimi k1.5 (arXiv 2501.12599): mirror descent around the policy of each iteration, at which the optimiser begins anew; a
-length reward that is off at first. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. An iteration is one step here,
-and is meant to have many updates (learner.minibatches, learner.epochs): of a single one, AdamW that begins anew keeps the
-gradient's signs alone. How many is not published, nor are tau, the length reward's weight and its warm-up: tau 1, weight 1 and
-50 updates are ours. Its partial rollouts are a run's: rollout.collect.token_budget. Its curriculum and prioritised prompts are
-not here."""
+"""Kimi k1.5 (arXiv 2501.12599): mirror descent around the policy of each iteration, at which the optimiser begins anew;
+a length reward that is off at first. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. An iteration is one
+step here, and is meant to have many updates (learner.minibatches, learner.epochs): of a single one, AdamW that begins
+anew keeps the gradient's signs alone. How many is not published, nor are tau, the length reward's weight and its
+warm-up: tau 1, weight 1 and 50 updates are ours. Its partial rollouts are a run's: rollout.collect.token_budget. Its
+curriculum and prioritised prompts are not here."""
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
-"""DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the unbiased KL,
-and no learning from unlikely failures. Neither coefficients nor the updates of a batch are published. Where rollout.top_p or
-rollout.top_k truncates, set learner.keep_sampling_mask. Keeping routes is not here: the sampler is the learner's own model."""
+"""DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the
+unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates of a batch are published.
+Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask. Keeping routes is not here: the sampler
+is the learner's own model."""
 
 MINIRL = Recipe("minirl", PRESETS["minirl"], paper=Updates(1, 1024))
-"""Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the least that is stable with Qwen3-30B-A3B; without the
-weight against the sampler it collapses on-policy; with 2, 4 or 8 updates for each batch, which were tried too, clipping is
-needed as well."""
+"""Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the least that is stable with Qwen3-30B-A3B; without
+the weight against the sampler it collapses on-policy; with 2, 4 or 8 updates for each batch, which were tried too,
+clipping is needed as well."""
 
 RLOO = Recipe("rloo", PRESETS["rloo"])
-"""Back to basics (arXiv 2402.14740): REINFORCE with a leave-one-out baseline, ahead of PPO, DPO and RAFT in win rate on TL;DR
-and HH. The paper's KL in the reward has the coefficient 0.03 and 0.1: set recipe.algorithm.kl_coef."""
+"""Back to basics (arXiv 2402.14740): REINFORCE with a leave-one-out baseline, ahead of PPO, DPO and RAFT in win rate on
+TL;DR and HH. The paper's KL in the reward has the coefficient 0.03 and 0.1: set recipe.algorithm.kl_coef."""
 
 REINFORCE_PP = Recipe("reinforce_pp", dataclasses.replace(PRESETS["reinforce_pp"], kl_coef=0.001))
-"""REINFORCE++ (arXiv 2501.03262): the batch as baseline, advantages whitened over its tokens, a KL in the reward of every
-token, with the coefficient of its code."""
+"""REINFORCE++ (arXiv 2501.03262): the batch as baseline, advantages whitened over its tokens, a KL in the reward of
+every token, with the coefficient of its code."""
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

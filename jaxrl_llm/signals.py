@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after the step that it is in."""
+"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after the step that it is
+in.
+"""
 
 import contextlib
 import os
@@ -103,7 +105,8 @@ class Preemption:
     """
 
     def __init__(self, say: Callable[[str], None]):
-        self._say, self.asked = say, False
+        self._say = say
+        self.asked = False
         self._block = contextlib.ExitStack()
 
     def __enter__(self) -> "Preemption":

@@ -58,13 +58,15 @@ class Completion:
 
     Attributes:
       tokens: int32[T], the stop token included.
-      sampler_logp: float32[T], nats, under the distribution that was really sampled (temperature and truncation applied).
+      sampler_logp: float32[T], nats, under the distribution that was really sampled (temperature and truncation
+        applied).
       finish_reason: ``stop`` | ``length`` | ``repetition`` | ``aborted``.
       mask: bool[T], True where the policy sampled the token.
       version: int32[T], the policy version (optimiser updates so far) that sampled the token.
-      extras: further arrays by name, one row for each token: ``entropy`` float32[T], nats, of the policy at the sampling
-        temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing cut off, and
-        ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v // 32.
+      extras: further arrays by name, one row for each token: ``entropy`` float32[T], nats, of the policy at the
+        sampling temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing
+        cut off, and ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v
+        // 32.
       text: the decoded tokens without special ones; empty until a tokenizer has seen it.
     """
 
@@ -107,6 +109,7 @@ class PolicyBatch(NamedTuple):
       old_logp: float[B, T]; None means stop_gradient(logp): the ratio is exactly 1.
       ref_logp: float[B, T], needed where the algorithm has a KL term.
       sampler_logp: float[B, T], needed by sampler corrections.
+      extras: further arrays [B, T] by name, those that the pieces of the algorithm say they read; None for none.
     """
 
     advantages: Any
@@ -114,6 +117,7 @@ class PolicyBatch(NamedTuple):
     old_logp: Any = None
     ref_logp: Any = None
     sampler_logp: Any = None
+    extras: dict[str, Any] | None = None
 
 
 class AdvantageContext(NamedTuple):
@@ -136,19 +140,44 @@ class AdvantageContext(NamedTuple):
     group_ids: Any = None
 
 
-class TrainState(NamedTuple):
-    """Everything on the device that an update changes, as one pytree.
+class Role(NamedTuple):
+    """One model in training: "policy", "critic", "reward".
 
     Attributes:
-      policy: what is trained: the live model, or the adapter of one.
+      params: what is trained: the live model, or the adapter of one.
       opt_state: the optimiser's.
-      reference: the policy as it was, frozen, or None where the KL coefficient is 0; it never shares a buffer with the policy.
-      updates: int32[], optimiser updates so far; the policy's version.
-      base: the frozen model that policy and reference adapt; None where they are models themselves.
+      updates: int32[], optimiser updates so far; the policy's are its version.
+      base: the frozen model that ``params`` adapt; None where they are a model themselves.
     """
 
-    policy: Any
+    params: Any
     opt_state: Any
-    reference: Any
     updates: "jax.Array"
     base: Any = None
+
+
+class TrainState(NamedTuple):
+    """Everything on the device that updates change or read, as one pytree; no two parts share a buffer.
+
+    Attributes:
+      roles: what is trained, by name.
+      frozen: what is only read, by name: "reference" is the policy as it was, there where a KL to it is computed.
+        Parameters like those of the policy, an adapter where that is one.
+    """
+
+    roles: dict[str, Role]
+    frozen: dict[str, Any]
+
+    @property
+    def policy(self) -> Role:
+        """The language model in training."""
+        return self.roles["policy"]
+
+    @property
+    def reference(self) -> Any:
+        """The frozen reference's parameters; None where there is none."""
+        return self.frozen.get("reference")
+
+    def with_role(self, name: str, **changes: Any) -> "TrainState":
+        """The state with some fields of one role replaced."""
+        return self._replace(roles=self.roles | {name: self.roles[name]._replace(**changes)})

@@ -74,7 +74,9 @@ def commands(lines: list[str | tuple[str, str]], folder: Path, **changes: str) -
 
 
 def assert_refused(answer: Answer, *words: str) -> None:
-    """Exit code 2, and nothing but one line that holds all the words; on a busy machine, after lines that say what goes on."""
+    """Exit code 2, and nothing but one line that holds all the words; on a busy machine, after lines that say what goes
+    on.
+    """
     assert (answer.code, answer.out) == (2, ""), answer
     lines = [line for line in answer.err.splitlines() if not line.startswith("... ")]
     assert len(lines) == 1 and lines[0].startswith("jaxrl-llm: "), answer.err

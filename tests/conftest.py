@@ -12,7 +12,8 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA starts as many threads as there are devices: two programs at once would take them from each other and wait for ever.
+# XLA starts as many threads as there are devices: two programs at once would take them from each other and wait for
+# ever.
 os.environ.setdefault("PJRT_NPROC", "32")
 # 8 devices that share a busy core may wait for each other for long; XLA would end the process after 40 seconds.
 PATIENT = ("--xla_cpu_collective_call_terminate_timeout_seconds=600", "--xla_cpu_collective_timeout_seconds=600")
@@ -20,6 +21,21 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT)).
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import pytest  # noqa: E402  what imports jax comes after its environment
+from tiny import compiled  # noqa: E402
+
+SOONER = ("learner", "sharding")
+"""Folders whose programs run once or twice, and so are compiled without XLA's optimisations, but where a module is
+``OPTIMISED``."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_sooner(request):
+    """XLA's optimisations are most of its time."""
+    sooner = request.path.parent.name in SOONER and not getattr(request.module, "OPTIMISED", False)
+    with compiled(optimised=not sooner):
+        yield
 
 
 def pytest_collection_modifyitems(items: list) -> None:

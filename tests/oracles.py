@@ -99,7 +99,9 @@ def loop_loss(name, logp, old_logp, advantages, mask, ref_logp, sampler_logp):
 
 
 def kept_tokens(probabilities, top_k=0, top_p=1.0, min_p=0.0):
-    """Which tokens top-k, then top-p (of the mass that top-k left), then min-p keep, by walking down the sorted list: bool[V]."""
+    """Which tokens top-k, then top-p (of the mass that top-k left), then min-p keep, by walking down the sorted list:
+    bool[V].
+    """
     order = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
     order = order[: top_k or None]
     total, mass, kept = sum(probabilities[v] for v in order), 0.0, set()

@@ -25,12 +25,15 @@ class Terminal:
       process: its leader.
     """
 
-    def __init__(self, program: str, arguments: Sequence[str] = (), folder: Path | None = None, columns: int = 80, **changes: str):
+    def __init__(
+        self, program: str, arguments: Sequence[str] = (), folder: Path | None = None, columns: int = 80, **changes: str
+    ):
         ours, theirs = pty.openpty()
         variables = environment(**{"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm"} | changes)
         self.screen, self._ours = "", ours
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{OWN}\n{program}", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=variables,
+            [sys.executable, "-c", f"{OWN}\n{program}", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+            env=variables,
             cwd=folder, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)

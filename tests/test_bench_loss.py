@@ -1,4 +1,6 @@
-"""The loss reads its batch a few times at most: the compiler's own count of bytes, which does not depend on the machine."""
+"""The loss reads its batch a few times at most: the compiler's own count of bytes, which does not depend on the
+machine.
+"""
 
 import json
 import subprocess

@@ -20,13 +20,17 @@ SMALL = Learner(optimiser=bench_update.ADAM, microbatch_rows=8, row_tokens=32)
 
 
 def test_a_row_counts_the_tokens_of_completions_and_the_padding_around_them():
-    options = bench_update.Options("tiny-random", "equal", rows=16, group=2, prompt=8, completion=8, repeats=1, learner=SMALL)
+    options = bench_update.Options(
+        "tiny-random", "equal", rows=16, group=2, prompt=8, completion=8, repeats=1, learner=SMALL
+    )
     row = bench_update.run(options)
     assert row["tokens"] == 16 * 8 and row["mean_over_max"] == 1
     # A group of 8 + 2 * 8 tokens fills three quarters of a row of 32.
     assert row["filled"] == 0.75
     assert row["tokens_per_s"] == pytest.approx(128 / row["update_s"], rel=0.1)
-    assert 0 < row["mfu"] < 1 and row["temp_mb"] > 0 and row["backward_s"] > 0 and row["learner"]["microbatch_rows"] == 8
+    assert (
+        0 < row["mfu"] < 1 and row["temp_mb"] > 0 and row["backward_s"] > 0 and row["learner"]["microbatch_rows"] == 8
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])

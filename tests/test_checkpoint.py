@@ -9,26 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxrl_llm.checkpoint import (
-    Checkpoints,
-    backlog_from_json,
-    backlog_to_json,
-    flatten,
-    group_from_json,
-    group_to_json,
-    steps_in,
-    unflatten,
-)
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Optimiser, create_state
-from jaxrl_llm.learner.epochs import abstract_state
-from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.rollout.groups import Backlog, Unfinished
-from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.types import Completion, Group, Problem
 from learner.rollouts import one_device
 from tiny import tiny
+
+from jaxrl_llm.checkpoint import Checkpoints, flatten, steps_in, unflatten
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Optimiser, create_state
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.rollout.groups import Carryover, PartialGroup
+from jaxrl_llm.rollout.saved import carryover_from_json, carryover_to_json, group_from_json, group_to_json
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.types import Completion, Group, Problem
 
 OPTIMISER = build(Optimiser())
 
@@ -155,30 +147,40 @@ def same(a, b):
 
 def test_what_a_step_leaves_to_the_next_survives_json_exactly():
     odd = dataclasses.replace(completion(2, "aborted"), extras={"entropy": np.array([np.nan, -0.0], np.float32)})
-    backlog = Backlog(12, (), (Unfinished(3, (completion(4), None, odd)), Unfinished(5, (None, None, None))), 0.1, 1 / 3)
-    again = backlog_from_json(json.loads(json.dumps(backlog_to_json(backlog))))
-    assert [g.place for g in again.unfinished] == [3, 5] and again.unfinished[1] == backlog.unfinished[1]
+    backlog = Carryover(
+        12, (), (PartialGroup(3, (completion(4), None, odd)), PartialGroup(5, (None, None, None))), 0.1, 1 / 3
+    )
+    again = carryover_from_json(json.loads(json.dumps(carryover_to_json(backlog))))
+    assert [g.number for g in again.unfinished] == [3, 5] and again.unfinished[1] == backlog.unfinished[1]
     assert all(map(same, again.unfinished[0].completions, backlog.unfinished[0].completions))
     assert dataclasses.replace(again, unfinished=()) == dataclasses.replace(backlog, unfinished=())
 
 
 def test_what_was_asked_is_kept_with_the_unfinished_group():
     problem = Problem("a", ({"role": "user", "content": "?"},), "4", "sums", metadata={"entry": (1, 2)})
-    backlog = Backlog(12, (), (Unfinished(3, (None,), problem, np.array([5, 6], np.int32)), Unfinished(4, (None,))))
-    data = json.loads(json.dumps(backlog_to_json(backlog)))
-    asked, other = backlog_from_json(data).unfinished
+    backlog = Carryover(
+        12, (), (PartialGroup(3, (None,), problem, np.array([5, 6], np.int32)), PartialGroup(4, (None,)))
+    )
+    data = json.loads(json.dumps(carryover_to_json(backlog)))
+    asked, other = carryover_from_json(data).unfinished
     assert asked.problem == problem and same(asked.prompt, backlog.unfinished[0].prompt)
     assert other.problem is None and other.prompt is None
     for group in data["unfinished"]:  # as they were written before prompts were kept
         del group["problem"], group["prompt"]
-    assert backlog_from_json(data).unfinished == (Unfinished(3, (None,)), Unfinished(4, (None,)))
+    assert carryover_from_json(data).unfinished == (PartialGroup(3, (None,)), PartialGroup(4, (None,)))
 
 
 def test_a_group_survives_json_exactly():
     random = np.random.default_rng(0)
     completions = (completion(1), completion(4))
     # What the columns of a Parquet file may hold.
-    metadata = {"level": 2, "row": "x:1", "day": datetime.date(2025, 7, 1), "price": decimal.Decimal("1.50"), "raw": b"\x00"}
+    metadata = {
+        "level": 2,
+        "row": "x:1",
+        "day": datetime.date(2025, 7, 1),
+        "price": decimal.Decimal("1.50"),
+        "raw": b"\x00",
+    }
     metadata |= {"weight": np.float32(0.1), "steps": [(1, 2), {3: datetime.datetime(2025, 7, 1, tzinfo=datetime.UTC)}]}
     problem = Problem("a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", metadata)
     group = Group(

@@ -71,7 +71,9 @@ class Odd(str):
     """Text that is more than text."""
 
 
-@pytest.mark.parametrize(("value", "named"), [(object(), "object"), ([Odd("a")], "Odd"), (np.array([None]), "ndarray of object")])
+@pytest.mark.parametrize(
+    ("value", "named"), [(object(), "object"), ([Odd("a")], "Odd"), (np.array([None]), "ndarray of object")]
+)
 def test_what_cannot_come_back_is_refused_by_its_type(value, named):
     with pytest.raises(TypeError, match=named):
         to_json(value)

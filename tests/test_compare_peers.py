@@ -29,7 +29,13 @@ def run(*arguments):
 
 
 def answer(seconds, computed=100, others=0.0):
-    return {"seconds": seconds, "cpu_s": 2 * seconds, "computed": computed, "others": others, "peak_mb": round(10 * seconds)}
+    return {
+        "seconds": seconds,
+        "cpu_s": 2 * seconds,
+        "computed": computed,
+        "others": others,
+        "peak_mb": round(10 * seconds),
+    }
 
 
 def first_answer(**fields):
@@ -69,7 +75,9 @@ def test_a_step_of_our_own_samples_and_learns_from_all_tokens(tmp_path):
 def test_what_is_learned_from_has_the_lengths_that_are_sampled():
     options = bench_rollout.Options(slots=8, group=4, prompt=5, completion=20, lengths="long")
     question = compare_peers.question_of(options, "update", 50)
-    assert [len(tokens) for tokens in question["completions"]] == question["limits"] and len(question["advantages"]) == 8
+    assert [len(tokens) for tokens in question["completions"]] == question["limits"] and len(
+        question["advantages"]
+    ) == 8
     assert len(compare_peers.question_of(options, "rollout", 50)["prompts"]) == 32
 
 
@@ -122,7 +130,9 @@ def test_a_row_holds_medians_and_a_ratio_is_the_peers_time_over_ours():
     assert ours["seconds"] == 2.0 and ours["tokens_per_s"] == 50.0 and ours["useful"] == 1.0
     assert ours["spread"] == 4.0 and ours["others"] == 0.25 and ours["warmup_s"] == 9.0
     assert ours["cpu_s"] == 4.0 and ours["peak_mb"] == 90
-    assert peer["useful"] == 0.25 and compare_peers.row(first_answer(), [answer(5.0, 400)], 100, phases=2)["useful"] == 0.5
+    assert (
+        peer["useful"] == 0.25 and compare_peers.row(first_answer(), [answer(5.0, 400)], 100, phases=2)["useful"] == 0.5
+    )
     assert compare_peers.ratios({"ours": ours, "peer": peer}) == {"peer": 2.5}
     checks = {"greedy": "8/8", "mean_logp": -1.0}
     header, *lines = compare_peers.table({"ours": ours | checks, "peer": peer | checks}).splitlines()

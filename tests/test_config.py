@@ -13,7 +13,7 @@ from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
-from jaxrl_llm.rollout import Repetition, Rollout
+from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
 
 TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
@@ -58,7 +58,9 @@ def test_dapo_has_the_numbers_of_its_paper():
     assert (surrogate.low, surrogate.high, run.recipe.algorithm.needs_reference) == (0.2, 0.28, False)
 
 
-@pytest.mark.parametrize("name", ["dapo_qwen2_5_32b", "prorl_r1_distill_1_5b", "gspo_qwen3_30b_a3b", "grpo_qwen2_5_1_5b_gsm8k"])
+@pytest.mark.parametrize(
+    "name", ["dapo_qwen2_5_32b", "prorl_r1_distill_1_5b", "gspo_qwen3_30b_a3b", "grpo_qwen2_5_1_5b_gsm8k"]
+)
 def test_a_configuration_of_a_paper_makes_the_papers_updates(name):
     run = configs.load_config(name)[1]
     made, paper = run.learner.epochs * run.learner.minibatches, run.recipe.paper
@@ -85,7 +87,9 @@ def test_prorl_has_the_numbers_of_its_paper():
 
 def test_a_truncated_sampler_is_fine_where_the_learner_leaves_out_the_same_tokens():
     rollout = dataclasses.replace(RUN.rollout, temperature=1.0, top_p=0.9)
-    configs.validate(dataclasses.replace(RUN, rollout=rollout, learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True)))
+    configs.validate(
+        dataclasses.replace(RUN, rollout=rollout, learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True))
+    )
     assert rollout.sampling((), True).keep_mask and not rollout.sampling(()).keep_mask
 
 
@@ -97,12 +101,24 @@ def test_every_recipe_can_be_chosen_for_a_configuration(name):
 
 
 def test_every_kind_of_value_survives_its_json():
-    rewards = (Accuracy(2.0), Format(r"a\d"), LengthPenalty(0.1), CosineLength(9), RepetitionPenalty(), Function("os.path:join"))
+    rewards = (
+        Accuracy(2.0),
+        Format(r"a\d"),
+        LengthPenalty(0.1),
+        CosineLength(9),
+        RepetitionPenalty(),
+        Function("os.path:join"),
+    )
     rollout = dataclasses.replace(RUN.rollout, repetition=Repetition(8, 3, 0.9, 100))
     sources = (Table("a.parquet"), HubDataset("a/b", "c"), ReasoningGym("chain_sum", {"min_terms": 2, "x": True}))
     for source in sources:
         run = dataclasses.replace(
-            RUN, rollout=rollout, task=Task(source), scoring=Scoring(rewards), evaluation=Evaluation(task=TASK), output=Output(wandb="w")
+            RUN,
+            rollout=rollout,
+            task=Task(source),
+            scoring=Scoring(rewards),
+            evaluation=Evaluation(task=TASK),
+            output=Output(wandb="w"),
         )
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
 
@@ -129,8 +145,12 @@ REFUSED = [
     ("learner.remat", "some", "none, dots or full"),
     ("learner.attention", "flash", "auto, xla, splash or cudnn"),
     ("learner.dtype", "float64", "learner.dtype 'float64' is unknown: float32 or bfloat16"),
-    ("learner.dtype", "bfloat16", "rounds away steps of 1e-06 (learner.optimiser.learning_rate 1e-06): set learner.dtype float32 "
-     "and learner.compute_dtype bfloat16, or learner.lora.rank above 0"),
+    (
+        "learner.dtype",
+        "bfloat16",
+        "rounds away steps of 1e-06 (learner.optimiser.learning_rate 1e-06): set learner.dtype float32 "
+        "and learner.compute_dtype bfloat16, or learner.lora.rank above 0",
+    ),
     ("learner.row_tokens", 100, "set it to at least 512"),
     ("learner.target_kl", 0.0, "learner.target_kl must be above 0"),
     ("learner.optimiser.learning_rate", 0.0, "learner.optimiser.learning_rate must be above 0"),
@@ -154,7 +174,11 @@ REFUSED = [
     ("recipe.filter_groups", "acc", "recipe.filter_groups must be accuracy, reward or False, got 'acc'"),
     ("recipe.overlong_weight", -1.0, "recipe.overlong_weight must be at least 0, got -1.0"),
     ("recipe.overlong_weight", float("inf"), "recipe.overlong_weight must be at least 0, got inf"),
-    ("recipe", dataclasses.replace(GRPO, overlong_weight=1.0), "recipe.overlong_weight 1.0 has no part of the budget to act in"),
+    (
+        "recipe",
+        dataclasses.replace(GRPO, overlong_weight=1.0),
+        "recipe.overlong_weight 1.0 has no part of the budget to act in",
+    ),
     ("recipe.resets.reference_every", 5, "recipe.resets.reference_every 5 has no reference to reset"),
     ("recipe.resets.on_stall", 5, "recipe.resets.on_stall 5 has no reference to reset"),
     (
@@ -168,8 +192,16 @@ REFUSED = [
     ("evaluation.top_p", 0.0, "evaluation.top_p must be above 0"),
     ("evaluation.limit", -1, "evaluation.limit must be at least 0"),
     ("evaluation.task", Task(TASK.source, verifier="no"), "verifier 'no' is unknown"),
-    ("evaluation.task", Task(TASK.source, verifier="none"), "evaluation.task.verifier none leaves the reward Accuracy nothing"),
-    ("task.verifier", "none", "task.verifier none leaves the reward Accuracy nothing to compare: give the task its answers"),
+    (
+        "evaluation.task",
+        Task(TASK.source, verifier="none"),
+        "evaluation.task.verifier none leaves the reward Accuracy nothing",
+    ),
+    (
+        "task.verifier",
+        "none",
+        "task.verifier none leaves the reward Accuracy nothing to compare: give the task its answers",
+    ),
     ("task.source.answer_field", None, "task.source.answer_field None leaves the reward Accuracy nothing to compare"),
     ("task.date", "yesterday", "date 'yesterday' is none"),
     ("task.extractor", "no", "extractor 'no' is unknown"),
@@ -217,7 +249,9 @@ def test_what_is_longer_than_the_model_was_made_for_is_refused():
         return ModelConfig("llama", 50, 16, 2, 24, Attention(4, 2, 8, max_positions=count))
 
     configs.validate_on_model(RUN, positions(512))
-    with pytest.raises(InputError, match="max_new_tokens 256 need 512 positions, and the model was made for 500: lower one by 12"):
+    with pytest.raises(
+        InputError, match="max_new_tokens 256 need 512 positions, and the model was made for 500: lower one by 12"
+    ):
         configs.validate_on_model(RUN, positions(500))
 
 
@@ -234,41 +268,6 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
         InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8"
     ):
         configs.validate_on_devices(RUN, 8)
-
-
-def test_the_overlong_punishment_is_the_recipes_share_of_the_budget():
-    run = dataclasses.replace(RUN, rollout=Rollout(max_new_tokens=100))
-    assert [(r.name, getattr(r, "cache", None)) for r in configs.rewards(run)] == [
-        ("accuracy", None),
-        ("soft_overlong", 20),
-    ]
-    assert configs.rewards(replaced(run, "recipe.overlong_share", 0.0)) == run.scoring.rewards
-
-
-@pytest.mark.parametrize(("rewards", "given", "weight"), [
-    ((Accuracy(),), None, 0.5), ((Accuracy(3.0), Format("a")), None, 1.5), ((Accuracy(),), 0.2, 0.2), ((Accuracy(),), 0.0, None),
-    ((Format("a", 9.0),), None, None), ((Format("a"),), 0.2, 0.2), ((Accuracy(0.0),), None, None), ((Accuracy(-1.0),), None, None),
-])  # fmt: skip
-def test_the_overlong_punishment_is_half_of_what_a_right_answer_is_worth(rewards, given, weight):
-    run = replaced(dataclasses.replace(RUN, scoring=Scoring(rewards)), "recipe.overlong_weight", given)
-    for named in (run, configs.resolved(run)):
-        assert [r.weight for r in configs.rewards(named)[len(rewards) :]] == ([] if weight is None else [weight])
-    assert configs.resolved(run).recipe.overlong_weight == (given if weight is None else weight)
-
-
-def test_a_run_of_old_keeps_its_punishment():
-    saved = configs.to_json(configs.resolved(RUN))
-    assert saved["recipe"]["overlong_weight"] == 0.5
-    for name in ("overlong_weight", "paper"):
-        del saved["recipe"][name]
-    old = configs.from_json(saved)
-    assert (old.recipe.overlong_weight, configs.rewards(old)[-1].weight) == (1.0, 1.0)
-    given = [change for change in configs.changes(old, configs.resolved(old)) if not change.startswith(configs.FREE_TO_CHANGE)]
-    assert given == []
-    changed = [change for change in configs.changes(old, configs.resolved(RUN)) if not change.startswith(configs.FREE_TO_CHANGE)]
-    assert changed == ["recipe.overlong_weight: 1.0 -> 0.5"]
-    saved["recipe"]["overlong_share"] = 0.0
-    assert configs.from_json(saved).recipe.overlong_weight is None
 
 
 def write(folder, text):

@@ -293,7 +293,11 @@ COMMANDS = {
     "train smoke --epsilon_high --steps 3": ["--epsilon_high needs a value"],
     f"train smoke {ACTOR}clip_ratio_c=": ["clip_ratio_c needs a value"],
     "train smoke --beta 0.1 --beta=0.2": ["--beta is given twice"],
-    "train smoke --clip_ratio_high 0.3": ["--clip_ratio_high is short for", f"{ACTOR}clip_ratio_high", "write it whole"],
+    "train smoke --clip_ratio_high 0.3": [
+        "--clip_ratio_high is short for",
+        f"{ACTOR}clip_ratio_high",
+        "write it whole",
+    ],
     "train smoke --beta 0.1 --stpes 3": ["no option --stpes", "did you mean --steps?"],
     f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
     "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],
@@ -327,7 +331,12 @@ def test_no_flag_of_a_run_has_a_foreign_name(answers):
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w.-]+)", answers[HELP].out)}
     assert "recipe.algorithm.kl_coef" in flags and not flags & SPELLINGS.keys()
     # What the lines at a run's start advise.
-    advised = {"recipe.overlong_weight", "recipe.resets.optimiser_every", "rollout.collect.staleness", "recipe.no_drop_truncated"}
+    advised = {
+        "recipe.overlong_weight",
+        "recipe.resets.optimiser_every",
+        "rollout.collect.staleness",
+        "recipe.no_drop_truncated",
+    }
     assert advised | {"learner.minibatches", "learner.epochs"} <= flags
 
 

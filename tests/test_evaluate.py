@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, evaluate, majority, pass_at
+from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, Questions, evaluate, majority, pass_at
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
@@ -88,7 +88,7 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
     heard = []
     with Scorer((Accuracy(),), 1) as scorer:
         run = lambda: evaluate(
-            engine, model, tokenizer, task, problems, scorer, Sampling(max_new_tokens=6), 3, 5, heard.append
+            engine, model, tokenizer, Questions(task, problems, 3, 5), scorer, Sampling(max_new_tokens=6), heard.append
         )
         first, second = run(), run()
     assert first.task == "digits" and first.correct.shape == (4, 3) and first.maj.shape == (4,)

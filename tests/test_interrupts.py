@@ -56,7 +56,9 @@ def assert_in_order(terminal):
 
 @pytest.fixture(scope="module")
 def quit_twice(tmp_path_factory):
-    """(terminal, worker process) of a run that was asked to stop while a reward did not answer, and then asked again."""
+    """(terminal, worker process) of a run that was asked to stop while a reward did not answer, and then asked
+    again.
+    """
     folder = tmp_path_factory.mktemp("twice")
     (folder / "waits.py").write_text(REWARD)
     (folder / "waiting.py").write_text(CONFIG)
@@ -106,7 +108,9 @@ def test_other_commands_end_with_one_line(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_child_does_not_outlive_a_command_that_quits(number):
     command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
         child = int(parent.stdout.readline())
         parent.send_signal(number)
         assert parent.communicate() == ("", "jaxrl-llm: interrupted\n")

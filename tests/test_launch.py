@@ -42,7 +42,9 @@ def begun(directory, *steps, start=None, **changes):
 def holder(tmp_path):
     """Another process that holds the folder."""
     arguments = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(arguments, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
@@ -109,7 +111,9 @@ def test_a_run_knows_whose_weights_it_began_with_as_long_as_it_needs_them(tmp_pa
     begun(old, 2, 4)
     start, other = Start(str(old), 4), Start(str(old), 2)
     begun(new, start=start)
-    assert first_weights(new, None) is None and first_weights(new, other) == other  # nothing is begun yet: the command says it
+    assert (
+        first_weights(new, None) is None and first_weights(new, other) == other
+    )  # nothing is begun yet: the command says it
     (new / "metrics.jsonl").write_text('{"step": 1}\n')
     assert first_weights(new, None) == start
     (old / "checkpoints" / "4").rmdir()
@@ -146,6 +150,8 @@ def test_the_package_offers_its_names_when_they_are_asked_for(tmp_path):
         "assert PRESETS is presets and isinstance(Run, type)\n"
         "try:\n    jaxrl_llm.nothing\nexcept AttributeError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout == "module 'jaxrl_llm' has no attribute 'nothing'\n", done.stderr
     assert not (Path(configs.__file__).parents[1] / "train.py").exists()

@@ -40,7 +40,9 @@ def answers(folder):
 def rows(path):
     """Metrics by step but for what the clock decides, and for the evaluation at the end of the first half."""
     clock = ("time/", "throughput/", "event/resumed", "eval/")
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in path.read_text().splitlines()]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in path.read_text().splitlines()
+    ]
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(folder, answers):
@@ -55,7 +57,9 @@ def test_a_run_begins_with_the_adapter_of_another(folder, answers):
     assert answers["from"].code == 0, answers["from"].err
     first = json.loads((folder / "whole-2/metrics.jsonl").read_text().splitlines()[0])
     found = json.loads(answers["eval 2"].out)
-    assert {name: first[name] for name in first if name.startswith("eval/")} == {k: v for k, v in found.items() if "/" in k}
+    assert {name: first[name] for name in first if name.startswith("eval/")} == {
+        k: v for k, v in found.items() if "/" in k
+    }
     assert "step 2 of" in answers["from"].err and "its weights and its optimiser" in answers["from"].err
 
 
@@ -79,7 +83,9 @@ def test_a_run_is_not_continued_beside_another_base(folder, answers):
     parameters = to_parameters(model)
     other = parameters | {"embed": parameters["embed"].at[3, 4].add(1e-3)}
     save_pretrained(from_parameters(model.config, other), tokenizer, folder / "base")
-    longer, asked = commands([f"train smoke {FLAGS} --steps 4 --run_dir broken", "generate broken --prompt hello"], folder)
+    longer, asked = commands(
+        [f"train smoke {FLAGS} --steps 4 --run_dir broken", "generate broken --prompt hello"], folder
+    )
     assert_refused(asked, "trained beside another model", "embed differs")
     assert longer.code == 2 and longer.err.splitlines()[-1] == asked.err.strip()
 

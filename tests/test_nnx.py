@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import KINDS, tiny
 
 from jaxrl_llm.models.decoder import Decoder, from_parameters, to_parameters
-from tiny import KINDS, tiny
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -71,13 +71,18 @@ def test_of_one_update_a_batch_it_is_said_what_waits_for_a_second(name):
 
 
 @pytest.mark.parametrize(("name", "surrogate"), [
-    ("grpo", PPOClip(0.0, 0.0, 1.01)), ("gspo", PPOClip(0.5, 0.5)), ("cispo", CISPO(1.0, 1.0)), ("sapo", SAPO(9.0, 0.1)),
+    ("grpo", PPOClip(0.0, 0.0, 1.01)), ("gspo", PPOClip(0.5, 0.5)), ("cispo", CISPO(1.0, 1.0)),
+    ("sapo", SAPO(9.0, 0.1)),
     ("kimi_k1_5", MirrorDescent(10.0)), ("minirl", MiniRL(9.0, 9.0)), ("penalty", PenaltyKL()),
 ])  # fmt: skip
 def test_what_is_said_to_wait_does_nothing_while_ratios_are_1(name, surrogate):
     penalty = dataclasses.replace(PRESETS["grpo"], surrogate=PenaltyKL(), kl=None, kl_coef=1.0)
-    algorithm = dataclasses.replace(PRESETS.get(name, penalty), **({"kl": None, "kl_coef": 0.0} if name == "grpo" else {}))
-    other = dataclasses.replace(algorithm, surrogate=surrogate, kl_coef=50.0 if name == "penalty" else algorithm.kl_coef)
+    algorithm = dataclasses.replace(
+        PRESETS.get(name, penalty), **({"kl": None, "kl_coef": 0.0} if name == "grpo" else {})
+    )
+    other = dataclasses.replace(
+        algorithm, surrogate=surrogate, kl_coef=50.0 if name == "penalty" else algorithm.kl_coef
+    )
     assert algorithm.surrogate.idle
     logp = np.log(np.float32([[0.5, 0.2, 0.7], [0.3, 0.6, 0.4]]))
 
@@ -96,10 +101,14 @@ def test_the_line_says_what_the_paper_does():
     ]
     assert inert(run_of("dr_grpo"))[0].endswith("4 (the paper makes 8 updates of 128 completions)")
     assert inert(run_of("grpo"))[0].startswith("one update a batch, as in the paper: ")
-    assert inert(run_of("dapo", prompts=64))[0].endswith("--learner.minibatches 16 (the paper makes 16 updates of 512 completions)")
+    assert inert(run_of("dapo", prompts=64))[0].endswith(
+        "--learner.minibatches 16 (the paper makes 16 updates of 512 completions)"
+    )
 
 
-@pytest.mark.parametrize(("prompts", "flag"), [(1, "--learner.epochs 2"), (2, "minibatches 2"), (3, "minibatches 2"), (7, "minibatches 3")])
+@pytest.mark.parametrize(
+    ("prompts", "flag"), [(1, "--learner.epochs 2"), (2, "minibatches 2"), (3, "minibatches 2"), (7, "minibatches 3")]
+)
 def test_the_flag_that_is_advised_works(prompts, flag):
     run = run_of("sapo", prompts=prompts)
     assert f"{flag} (" in inert(run)[0]
@@ -120,7 +129,9 @@ def test_tokens_of_earlier_steps_are_compared_with_the_policy_of_their_time():
 def test_where_sampling_runs_ahead_what_compares_with_the_sampler_acts():
     ahead = Collect(staleness=1)
     assert inert(run_of("deepseek_v3_2", collect=ahead)) == []
-    assert "one update a batch, as in the paper: the clip range never binds;" in inert(run_of("minirl", collect=ahead))[0]
+    assert (
+        "one update a batch, as in the paper: the clip range never binds;" in inert(run_of("minirl", collect=ahead))[0]
+    )
     assert len(inert(run_of("grpo", collect=ahead))) == 1  # the old policy is the live one all the same
 
 
@@ -130,7 +141,10 @@ def test_settings_beside_the_recipe_wait_too():
     assert ": learner.target_kl stops nothing;" in inert(dataclasses.replace(run, learner=learner))[0]
     assert inert(dataclasses.replace(run, learner=dataclasses.replace(learner, epochs=2))) == []
     carried = dataclasses.replace(run_of("dapo"), learner=learner)
-    assert ": the clip range never binds but on tokens of earlier steps, learner.target_kl stops nothing;" in inert(carried)[0]
+    assert (
+        ": the clip range never binds but on tokens of earlier steps, learner.target_kl stops nothing;"
+        in inert(carried)[0]
+    )
     penalty = with_algorithm("grpo", surrogate=PenaltyKL(), kl=None, kl_coef=1.0)
     assert "the penalty is 0" in inert(run_of("grpo", **penalty))[0]
 
@@ -143,12 +157,16 @@ def test_a_correction_needs_a_gap():
         assert not inert(run_of("grpo", minibatches=2, collect=Collect(staleness=1), **corrected))
     # A loss without a ratio leaves tokens of earlier steps to its correction.
     corrected = with_algorithm("reinforce", correction=TruncatedIS())
-    assert inert(run_of("grpo", **corrected)) and not inert(run_of("grpo", collect=Collect(interrupt=True), **corrected))
+    assert inert(run_of("grpo", **corrected)) and not inert(
+        run_of("grpo", collect=Collect(interrupt=True), **corrected)
+    )
 
 
 def test_what_begins_after_the_end_is_said():
     late = {"resets": Resets(reference_every=101, optimiser_every=100)}
-    assert inert(run_of("grpo", minibatches=2, **late)) == ["recipe.resets.reference_every 101 never comes in 100 steps"]
+    assert inert(run_of("grpo", minibatches=2, **late)) == [
+        "recipe.resets.reference_every 101 never comes in 100 steps"
+    ]
     kimi = run_of("kimi_k1_5", minibatches=8)
     assert inert(kimi) == [] and kimi.recipe.shaping[0].warmup == 50
     short = dataclasses.replace(kimi, steps=6)
@@ -161,12 +179,14 @@ def test_what_begins_after_the_end_is_said():
 def test_an_optimiser_that_begins_anew_too_often_is_told_of():
     anew = lambda run: [line for line in configs.notes(run) if line.startswith("the optimiser begins anew")]
     assert anew(run_of("kimi_k1_5", prompts=64)) == [
-        "the optimiser begins anew after every update, and AdamW's steps are the signs of one gradient; --learner.minibatches 10, "
+        "the optimiser begins anew after every update, and AdamW's steps are the signs of one gradient; "
+        "--learner.minibatches 10, "
         "or --recipe.resets.optimiser_every 10"
     ]
-    assert "after every 4 updates, and its moments average over 10; --learner.minibatches 8 --learner.epochs 2, or" in anew(
-        run_of("kimi_k1_5", minibatches=4)
-    )[0]
+    assert (
+        "after every 4 updates, and its moments average over 10; --learner.minibatches 8 --learner.epochs 2, or"
+        in anew(run_of("kimi_k1_5", minibatches=4))[0]
+    )
     assert not anew(run_of("kimi_k1_5", minibatches=5, epochs=2)) and not anew(run_of("dapo"))
     assert not anew(run_of("kimi_k1_5", minibatches=2, resets=Resets(optimiser_every=5)))
     never = run_of("kimi_k1_5", resets=Resets(optimiser_every=3))
@@ -177,8 +197,15 @@ def test_an_optimiser_that_begins_anew_too_often_is_told_of():
 
 def test_what_needs_a_right_answer_says_so_where_there_is_none():
     unverified = run_of("dapo", 2, scoring=FORMAT)
-    assert any("recipe.overlong_share 0.2 punishes nothing; --recipe.overlong_weight W" in line for line in configs.notes(unverified))
-    for sized in (run_of("dapo", 2), run_of("dapo", 2, scoring=FORMAT, overlong_weight=0.5), run_of("gspo", 2, scoring=FORMAT)):
+    assert any(
+        "recipe.overlong_share 0.2 punishes nothing; --recipe.overlong_weight W" in line
+        for line in configs.notes(unverified)
+    )
+    for sized in (
+        run_of("dapo", 2),
+        run_of("dapo", 2, scoring=FORMAT, overlong_weight=0.5),
+        run_of("gspo", 2, scoring=FORMAT),
+    ):
         assert not any("overlong" in line for line in configs.notes(sized))
     by_reward = dataclasses.replace(unverified, recipe=dataclasses.replace(unverified.recipe, filter_groups="reward"))
     assert "no Accuracy among the rewards: groups are filtered by reward" in configs.notes(by_reward)
@@ -187,7 +214,9 @@ def test_what_needs_a_right_answer_says_so_where_there_is_none():
 
 
 def test_a_punishment_of_what_the_loss_leaves_out_is_told_of():
-    told = lambda run: [line for line in configs.notes(run) if line.startswith("completions that are cut off are punished")]
+    told = lambda run: [
+        line for line in configs.notes(run) if line.startswith("completions that are cut off are punished")
+    ]
     assert len(told(run_of("dapo", drop_truncated=True))) == 1
     assert not told(run_of("dapo")) and not told(run_of("gspo", drop_truncated=True))
 

@@ -99,7 +99,13 @@ def test_nothing_of_a_run_is_run_that_it_did_not_record(project, tmp_path):
     _, path = saved(project)
     data = json.loads(path.read_text())
     (project / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    for kind in ("evil:Evil", "os:system", "pieces:jnp", "pieces:dataclasses.dataclass", "pieces:ReasoningGym.problems"):
+    for kind in (
+        "evil:Evil",
+        "os:system",
+        "pieces:jnp",
+        "pieces:dataclasses.dataclass",
+        "pieces:ReasoningGym.problems",
+    ):
         path.write_text(json.dumps(data | {"learner": {"type": kind}}))
         with pytest.raises(InputError, match=f"it names {kind}, which is no configuration class of this version"):
             configs.load_json(path)
@@ -116,7 +122,9 @@ def test_a_module_that_is_gone_or_another_is_told_in_one_line(project, tmp_path,
     del sys.modules["pieces"]
     moved = shutil.move(project, tmp_path / "moved")
     path = moved / "runs" / "mine" / "config.json"
-    with pytest.raises(InputError, match="it has classes of .*pieces.py, which is not there any more: go to the folder"):
+    with pytest.raises(
+        InputError, match="it has classes of .*pieces.py, which is not there any more: go to the folder"
+    ):
         configs.load_json(path)
     request.addfinalizer(lambda here=os.getcwd(): os.chdir(here))
     os.chdir(moved)
@@ -145,9 +153,13 @@ def test_what_cannot_be_saved_is_told_when_it_is_read(tmp_path):
 
 def test_data_and_models_are_found_from_another_folder(project, tmp_path, request):
     task = Task(Table("sums.jsonl"), template="plain")
-    run = dataclasses.replace(SMOKE, model="weights", task=task, evaluation=Evaluation(task=Task(HubDataset("sets/own"))))
+    run = dataclasses.replace(
+        SMOKE, model="weights", task=task, evaluation=Evaluation(task=Task(HubDataset("sets/own")))
+    )
     origin = Origin(str(project))
-    assert configs.located(run, origin) == dataclasses.replace(run, task=Task(Table(str(project / "sums.jsonl")), template="plain"))
+    assert configs.located(run, origin) == dataclasses.replace(
+        run, task=Task(Table(str(project / "sums.jsonl")), template="plain")
+    )
     for name in ("weights", "sets/own"):
         (project / name).mkdir(parents=True)
     here = configs.located(run, origin)
@@ -178,7 +190,9 @@ def test_a_runs_directory_is_a_configuration_that_lies_there(project):
     for given in (path.parent, path):
         found = configs.find_config(str(given))
         assert (found.name, found.run) == ("mine", dataclasses.replace(run, run_dir=str(path.parent)))
-        assert found.origin.config == str(project / "mine.py") and found.located.task.source.path == str(project / "sums.jsonl")
+        assert found.origin.config == str(project / "mine.py") and found.located.task.source.path == str(
+            project / "sums.jsonl"
+        )
     copied = shutil.copy(path, project / "again.json")
     assert configs.load_config(str(copied)) == ("project", run)
 

@@ -1,4 +1,6 @@
-"""Runs with own classes and data beside their configuration, named from another folder; and runs begun with another's weights."""
+"""Runs with own classes and data beside their configuration, named from another folder; and runs begun with another's
+weights.
+"""
 
 import json
 import shutil
@@ -7,15 +9,14 @@ import jax
 import numpy as np
 import pytest
 from commands import ROOT, commands
+from learner.rollouts import one_device
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import Checkpoints, restore_parts, restore_policy
+from jaxrl_llm.checkpoint import Checkpoints, parts_of_policy, restore_parts, restore_policy
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.epochs import abstract_state
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.types import TrainState
-from learner.rollouts import one_device
 
 SLOWER = "--learner.optimiser.learning_rate 1e-3"
 FROM_ELSEWHERE = {
@@ -53,7 +54,9 @@ def state_of(directory, step):
     run = configs.load_json(directory / "config.json")
     model, _ = load_pretrained(run.model)
     with Checkpoints(directory / "checkpoints", 9) as store:
-        return jax.device_get(store.restore(step, abstract_state(model, build(run.learner.optimiser), True), one_device())[0])
+        return jax.device_get(
+            store.restore(step, abstract_state(model, build(run.learner.optimiser), True), one_device())[0]
+        )
 
 
 def same(one, other):
@@ -88,17 +91,23 @@ def test_a_run_begins_with_the_weights_of_another(folder, answers):
     assert "its weights; the optimiser is new, as its settings are" in answers["slower"].err
     before, after, slow = state_of(old, 1), state_of(new, 1), state_of(slower, 1)
     # The reference of a new run is what it began with.
-    assert same(after.reference, before.policy) and same(slow.reference, before.policy)
-    assert not same(after.policy, before.policy) and not same(before.reference, before.policy)
-    counts = [int(max(x for x in jax.tree.leaves(state.opt_state) if x.ndim == 0)) for state in (before, after, slow)]
+    assert same(after.reference, before.policy.params) and same(slow.reference, before.policy.params)
+    assert not same(after.policy.params, before.policy.params) and not same(before.reference, before.policy.params)
+    counts = [
+        int(max(x for x in jax.tree.leaves(state.policy.opt_state) if x.ndim == 0)) for state in (before, after, slow)
+    ]
     assert counts == [2, 4, 2]  # two minibatches a step: the optimiser went on, or began anew
-    assert int(after.updates) == int(slow.updates) == 2
+    assert int(after.policy.updates) == int(slow.policy.updates) == 2
 
 
 def test_another_model_or_adapter_is_refused(folder, answers):
     last = answers["structure"].err.splitlines()[-1]
     assert answers["structure"].code == 2 and last.startswith("jaxrl-llm: step 3 of "), last
-    assert "has Lora(rank=0, " in last and "this run Lora(rank=2, " in last and "set learner.lora to what it is there" in last
+    assert (
+        "has Lora(rank=0, " in last
+        and "this run Lora(rank=2, " in last
+        and "set learner.lora to what it is there" in last
+    )
     assert not (folder / "elsewhere/runs").exists()
     other = jax.eval_shape(lambda: load_pretrained(ROOT / "tests/fixtures/models/qwen2")[0])
     with pytest.raises(InputError, match="the checkpoint has policy/.*: give the model that it was trained from"):
@@ -108,6 +117,6 @@ def test_another_model_or_adapter_is_refused(folder, answers):
 def test_parts_of_a_checkpoint_are_read_alone(folder, answers):
     directory = folder / "project" / "runs" / "mine"
     whole = state_of(directory, 1)
-    like = TrainState(None, jax.eval_shape(lambda: whole.opt_state), None, None)
-    found = restore_parts(directory / "checkpoints" / "1", like, one_device())
-    assert same(found.opt_state, whole.opt_state) and found.policy is None
+    like = parts_of_policy(None, jax.eval_shape(lambda: whole.policy.opt_state))
+    found = restore_parts(directory / "checkpoints" / "1", like, one_device()).policy
+    assert same(found.opt_state, whole.policy.opt_state) and found.params is None

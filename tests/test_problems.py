@@ -122,7 +122,9 @@ def test_eval_speaks_of_the_reward_too(folder, answers):
 )
 def test_a_run_goes_on_with_its_own_problems_only(answers, name, change):
     refusal = answers[name][0]
-    assert refusal.startswith(f"the training problems of rows are not those that the run began with ({change}): put the")
+    assert refusal.startswith(
+        f"the training problems of rows are not those that the run began with ({change}): put the"
+    )
     assert "begin a new run with --from RUN" in refusal and "--fresh" in refusal and "\n" not in refusal
 
 

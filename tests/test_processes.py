@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from several import codes, launch, said
+from test_resume import rows
 
 from jaxrl_llm.config import load_config
 from jaxrl_llm.tasks import load
-from several import codes, launch, said
-from test_resume import rows
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "several.py"
 PREEMPTED = 75

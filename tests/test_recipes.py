@@ -21,7 +21,7 @@ from jaxrl_llm.rewards import Accuracy, LengthPenalty
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
-from jaxrl_llm.step import dropped_endings
+from jaxrl_llm.stages.rl import dropped_endings
 from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]
@@ -55,7 +55,9 @@ def test_every_recipe_cites_its_paper():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_its_preset_and_survives_its_json(name):
     recipe = RECIPES[name]
-    changed = {"reduce": PRESETS[name].reduce} if name == "dr_grpo" else {"kl_coef": 0.0} if name == "reinforce_pp" else {}
+    changed = (
+        {"reduce": PRESETS[name].reduce} if name == "dr_grpo" else {"kl_coef": 0.0} if name == "reinforce_pp" else {}
+    )
     assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS["prorl" if name == "prorl_v1" else name]
     run = configs.resolved(configs.with_recipe(SMOKE, name))
     assert configs.from_json(configs.to_json(run)) == run
@@ -70,7 +72,8 @@ def test_what_the_papers_fix_around_the_loss():
     assert not any(r.drop_truncated for r in RECIPES.values())
     updates = {n: (r.paper.count, r.paper.completions) for n, r in RECIPES.items() if r.paper}
     assert updates == {
-        "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None), "sapo": (4, None),
+        "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None),
+        "sapo": (4, None),
         "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024),
     }  # fmt: skip
     assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}
@@ -105,7 +108,9 @@ def test_what_old_configurations_and_runs_say_of_the_filter_is_understood(tmp_pa
 
 
 def test_the_recipe_and_the_repetition_rule_say_which_endings_the_loss_leaves_out():
-    silent = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, repetition=Repetition(4, 3, learn=False)))
+    silent = dataclasses.replace(
+        SMOKE, rollout=dataclasses.replace(SMOKE.rollout, repetition=Repetition(4, 3, learn=False))
+    )
     cut = dataclasses.replace(RECIPES["grpo"], drop_truncated=True)
     assert dropped_endings(SMOKE) == () and dropped_endings(silent) == ("repetition",)
     assert dropped_endings(dataclasses.replace(SMOKE, recipe=cut)) == ("length",)
@@ -155,7 +160,9 @@ def test_a_controller_without_a_coefficient_is_refused():
 @pytest.mark.parametrize("worth", [1.0, 2.0, 10.0])
 def test_the_overlong_punishment_weighs_what_it_weighs_in_its_paper(name, worth):
     rollout = dataclasses.replace(SMOKE.rollout, max_new_tokens=100)
-    run = dataclasses.replace(configs.with_recipe(SMOKE, name), rollout=rollout, scoring=configs.Scoring((Accuracy(worth),)))
+    run = dataclasses.replace(
+        configs.with_recipe(SMOKE, name), rollout=rollout, scoring=configs.Scoring((Accuracy(worth),))
+    )
     problem = Problem("1", ({"role": "user", "content": "2 + 2 ="},), "4", "sums")
 
     def score(text, length):
@@ -163,8 +170,9 @@ def test_the_overlong_punishment_weighs_what_it_weighs_in_its_paper(name, worth)
         completion = Completion(tokens, tokens, "stop", tokens == 0, tokens, text=text)
         return sum(reward.weight * reward(problem, completion) for reward in configs.rewards(run))
 
-    # Right and short, right in the middle of the punished part, right at the cap, wrong and short: rewards of +1 and -1 with a
-    # punishment of 1 score them 1, 0.5, 0 and -1; rewards of 1 and 0 with the same punishment cannot tell the last two apart.
+    # Right and short, right in the middle of the punished part, right at the cap, wrong and short: rewards of +1 and -1
+    # with a punishment of 1 score them 1, 0.5, 0 and -1; rewards of 1 and 0 with the same punishment cannot tell the
+    # last two apart.
     rewards = [score("4", 10), score("4", 90), score("4", 100), score("5", 10)]
     advantage = np.asarray(run.recipe.algorithm.advantage(np.float32([rewards])))[0]
     np.testing.assert_allclose(advantage, [1.025, 0.439, -0.146, -1.317], atol=5e-4)

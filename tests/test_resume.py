@@ -12,14 +12,14 @@ import jax
 import numpy as np
 import pytest
 from commands import environment
+from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoint import Checkpoints, flatten
 from jaxrl_llm.config import load_config
-from jaxrl_llm.learner.epochs import abstract_state
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.signals import STOPPING
-from learner.rollouts import one_device
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "resume.py"
@@ -28,10 +28,14 @@ PREEMPTED = 75
 
 
 def start(folder, *flags):
-    """The command line, training in ``folder``; on two devices, over which the weights are divided unless flags say else."""
+    """The command line, training in ``folder``; on two devices, over which the weights are divided unless flags say
+    else.
+    """
     variables = environment(JAX_NUM_CPU_DEVICES="2")
     with open(folder.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen([*COMMAND, str(folder), *flags], env=variables, cwd=folder.parent, stdout=log, stderr=log)
+        return subprocess.Popen(
+            [*COMMAND, str(folder), *flags], env=variables, cwd=folder.parent, stdout=log, stderr=log
+        )
 
 
 def rows(folder):
@@ -69,7 +73,9 @@ def folders(tmp_path_factory):
 
 def plain(row):
     """A step's metrics but for what the clock decides."""
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/", "event/resumed"))}
+    return {
+        name: value for name, value in row.items() if not name.startswith(("time/", "throughput/", "event/resumed"))
+    }
 
 
 def restored(folder):
@@ -89,7 +95,9 @@ def test_the_signals_came_in_the_middle(folders):
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, PREEMPTED]
     assert 5 <= between < 8
     said = folders[1].with_suffix(".log").read_text()
-    assert STOPPING in said and f"stopped after step {between}, state saved: run the same command again to go on" in said
+    assert (
+        STOPPING in said and f"stopped after step {between}, state saved: run the same command again to go on" in said
+    )
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
     assert any(row.get("rollout/resumed") for row in rows(whole)), "no group was ever interrupted"
 

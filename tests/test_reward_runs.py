@@ -68,5 +68,10 @@ def test_rewards_are_called_for_what_is_learned_from_only(folder, answers):
 
 def test_a_configuration_that_cannot_hold_its_reward_loads_and_says_so_where_it_is_to_be_called(folder, answers):
     reason = "it belongs to a file that was run, not imported"
-    assert load_json(folder / "fails/config.json").scoring.rewards == (Lost("judged", 1.0, reason), Function("my_rewards:length", 0.0))
-    assert_refused(answers["elsewhere"], f"reward judged is not in config.json, since {reason}: train from the Python file")
+    assert load_json(folder / "fails/config.json").scoring.rewards == (
+        Lost("judged", 1.0, reason),
+        Function("my_rewards:length", 0.0),
+    )
+    assert_refused(
+        answers["elsewhere"], f"reward judged is not in config.json, since {reason}: train from the Python file"
+    )

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 from commands import commands
+from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoint import Checkpoints, flatten
 from jaxrl_llm.config import load_json
-from jaxrl_llm.learner.epochs import abstract_state
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
-from learner.rollouts import one_device
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "ruled.py"
 LINES = {
@@ -21,8 +21,8 @@ LINES = {
     "stalled": f"train {CONFIG} --run_dir stalled --steps 3 --recipe.resets.on_stall 1 --recipe.resets.with_optimiser "
     "--recipe.resets.reference_every 0 --recipe.resets.optimiser_every 0 --evaluation.every 1",
     "broken": f"train {CONFIG} --run_dir broken --learner.optimiser.learning_rate 1e38",
-    "flat": f"train {CONFIG} --run_dir flat --recipe grpo --recipe.algorithm.kl_coef 0 --scoring.rewards.0.pattern .* --steps 9 "
-    "--rollout.collect.patience 2 --output.checkpoint_every 9",
+    "flat": f"train {CONFIG} --run_dir flat --recipe grpo --recipe.algorithm.kl_coef 0 "
+    "--scoring.rewards.0.pattern .* --steps 9 --rollout.collect.patience 2 --output.checkpoint_every 9",
 }
 DONE, GUARD = 0, 3
 
@@ -78,7 +78,8 @@ def test_resets_on_schedule_change_the_state_and_are_told(folder, answers):
 
 def test_a_controller_acts_on_the_next_step_and_is_saved(folder, answers):
     metrics = rows(folder / "ruled")[1:]
-    # The target is far below any KL: doubled after each step whose KL was above it, halved where the reference was just set.
+    # The target is far below any KL: doubled after each step whose KL was above it, halved where the reference was just
+    # set.
     used = [row["kl_coef"] for row in metrics]
     for before, after, row in zip(used, used[1:], metrics, strict=False):
         assert after == before * (2 if row["controller/kl"] > 1e-9 else 0.5)

@@ -7,29 +7,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxrl_llm.algorithms import PolicyBatch, policy_loss
-from jaxrl_llm.algorithms.ratios import TruncatedIS
-from jaxrl_llm.checkpoint import collected_from_json, collected_to_json
-from jaxrl_llm.config import load_config, resolved, validate
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.update import old_policy
-from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.rollout import Collect
-from jaxrl_llm.rollout.groups import Backlog, Collected
-from jaxrl_llm.rollout.weights import weights_for_sampling
-from jaxrl_llm.sharding import MeshShape, make_mesh, rollout_mesh, shardings
 from test_checkpoint import completion, same
 from test_resume import CONFIG, finish, plain, rows
 from tiny import tiny
 
-STEPS = "--steps 3 --recipe grpo --rollout.prompts 8 --rollout.collect.token_budget 0 --rollout.collect.no-interrupt".split()
+from jaxrl_llm.algorithms import PolicyBatch, policy_loss
+from jaxrl_llm.algorithms.ratios import TruncatedIS
+from jaxrl_llm.config import load_config, resolved, validate
+from jaxrl_llm.engine.weight_transfer import weights_for_sampling
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.objectives import old_policy
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rollout import Collect
+from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
+from jaxrl_llm.rollout.saved import batch_from_json, batch_to_json
+from jaxrl_llm.sharding import MeshShape, make_mesh, rollout_mesh, shardings
+
+STEPS = (
+    "--steps 3 --recipe grpo --rollout.prompts 8 --rollout.collect.token_budget 0 --rollout.collect.no-interrupt"
+).split()
 AHEAD, APART = ["--rollout.collect.staleness", "1"], ["--mesh.rollout", "1"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Ahead on devices apart, the same with its last step added later, ahead on the learner's devices: the rows of each."""
+    """Ahead on devices apart, the same with its last step added later, ahead on the learner's devices: the rows of
+    each.
+    """
     folder = tmp_path_factory.mktemp("runs")
     finish(folder / "apart", *STEPS, *AHEAD, *APART)
     finish(folder / "extended", *STEPS, *AHEAD, *APART, "--steps", "2")
@@ -59,11 +63,11 @@ def test_where_it_samples_changes_nothing_but_rounding(runs):
 
 
 def test_groups_sampled_ahead_survive_json_exactly():
-    batch = Collected([], [], Backlog(3), 7, 5, {"reward/mean": 1 / 3, "rollout/useful_fraction": float("nan")})
-    again = collected_from_json(json.loads(json.dumps(collected_to_json(batch))), Backlog(3))
+    batch = RolloutBatch([], [], Carryover(3), 7, 5, {"reward/mean": 1 / 3, "rollout/useful_fraction": float("nan")})
+    again = batch_from_json(json.loads(json.dumps(batch_to_json(batch))), Carryover(3))
     assert same(again.metrics | {"rollout/useful_fraction": 0}, batch.metrics | {"rollout/useful_fraction": 0})
-    assert (again.tokens, again.version, again.backlog, again.groups) == (7, 5, Backlog(3), [])
-    assert collected_from_json(collected_to_json(None), Backlog()) is None
+    assert (again.tokens, again.version, again.left, again.groups) == (7, 5, Carryover(3), [])
+    assert batch_from_json(batch_to_json(None), Carryover()) is None
     assert len(completion(2).tokens) == 2
 
 
@@ -112,7 +116,9 @@ def test_what_cannot_run_ahead_is_refused():
 
 @pytest.mark.parametrize("shape", [MeshShape(1, 2, 2), MeshShape(1, 2, 2, rollout=4), MeshShape(1, 5, 1, rollout=3)])
 def test_weights_that_sample_outlive_the_policy_and_lie_whole_over_fsdp(shape):
-    learner, sampler = (make(shape) if shape.rollout else make(MeshShape(2, 2, 2)) for make in (make_mesh, rollout_mesh))
+    learner, sampler = (
+        make(shape) if shape.rollout else make(MeshShape(2, 2, 2)) for make in (make_mesh, rollout_mesh)
+    )
     assert not shape.rollout or not set(learner.devices.flat) & set(sampler.devices.flat)
     model, plain_copy = tiny("windows"), jax.device_get(tiny("windows"))
     policy = jax.device_put(model, shardings(model, learner))

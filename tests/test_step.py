@@ -7,25 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.rollouts import forward_on, one_device
 from rich.console import Console
+from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.config import Evaluation, Run, Scoring, load_config, resolved
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, Learner, create_state
+from jaxrl_llm.learner import Layout, Learner, Training, create_state
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
-from jaxrl_llm.rollout.groups import Backlog, Collected
-from jaxrl_llm.step import Host, Parts, check_problems, learn_from, problems_of, read_problems, separately
+from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
+from jaxrl_llm.stages.programs import objectives_of
+from jaxrl_llm.stages.rl import Reinforcement, problems_of, read_problems, separately
+from jaxrl_llm.step import LoopState, check_problems, learn_from
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem
-from learner.rollouts import one_device
-from tiny import tiny
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))
 TEXTS = (("a", "b", "c", "ab"), ("aa", "c", "c", "b"))
@@ -83,7 +84,9 @@ def test_a_run_is_gone_on_with_on_its_own_problems_and_may_be_tested_on_others()
     check_problems(began, prints(with_rows(some, others)), "rows")
     check_problems(began, prints(with_rows(some)), "rows")
     check_problems({}, prints(with_rows(some)), "rows")  # begun before problems had fingerprints
-    with pytest.raises(InputError, match="the training problems of rows are not .* 2 as before, but prompts have changed"):
+    with pytest.raises(
+        InputError, match="the training problems of rows are not .* 2 as before, but prompts have changed"
+    ):
         check_problems(began, prints(with_rows(others, some)), "rows")
     tested, found = [name for name in began if name != "training"], prints(with_rows(some, some))
     assert tested[0].startswith("evaluation ") and len(tested) == 1
@@ -98,18 +101,26 @@ def test_what_rewards_right_answers_is_refused_once_none_is_known():
 
 
 def test_host_values_of_before_problems_had_fingerprints_are_read():
-    saved = Host(problems={"training": {"count": 1}}).to_json()
-    assert Host.from_json(saved).problems == {"training": {"count": 1}}
+    stage = stage_with(None)
+    saved = LoopState(problems={"training": {"count": 1}}).to_json(stage)
+    assert LoopState.from_json(saved, stage).problems == {"training": {"count": 1}}
     del saved["problems"]
-    assert Host.from_json(saved).problems == {}
+    assert LoopState.from_json(saved, stage).problems == {}
+
+
+def stage_with(*given):
+    """Reinforcement learning of which only the first parts are there."""
+    return Reinforcement(*given, *[None] * (len(dataclasses.fields(Reinforcement)) - len(given)))
 
 
 def learned(run, update, groups, coefficient, step):
     """What ``learn_from`` makes of groups at a step; ``update`` stands for the compiled one."""
     mesh = one_device()
-    state = create_state(tiny("windows"), build(run.learner.optimiser), False, mesh)
-    parts = Parts(run, mesh, update, Layout(2, 40, 10), Compute(remat="full"), *[None] * (len(dataclasses.fields(Parts)) - 5))
-    return learn_from(parts, state, Collected(groups, [], Backlog(), 4, 0, {}), coefficient, step)
+    state = create_state(tiny("windows"), build(run.learner.optimiser), run.recipe.algorithm.needs_reference, mesh)
+    given = {} if coefficient is None else {"kl_coef": coefficient}
+    training = (Training(objectives_of(run), update),)
+    stage = stage_with(run, training, forward_on(mesh, Layout(2, 40, 10)))
+    return learn_from(stage, run, state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
 
 
 def group_of(*tokens):
@@ -124,21 +135,19 @@ def group_of(*tokens):
 def noting(seen):
     """An update that moves nothing and notes the coefficient and the first token that it is to learn."""
 
-    def update(state, packed, temperature, kl_coef):
-        seen.append((kl_coef, int(packed.target[0, 0, 0])))
+    def update(state, packed, coefficients):
+        seen.append((coefficients.get("kl_coef"), int(packed.target[0, 0, 0])))
         told = {"refused/empty": 0.0, "refused/not_finite": 0.0, "loss": 0.0}
         return state, {name: jnp.float32(value) for name, value in told.items()}
 
     return update
 
 
-@pytest.mark.parametrize(("pieces", "expected"), [({}, 0.7), ({"kl": None, "kl_coef": 0.0}, None)])
-def test_a_coefficient_that_was_moved_reaches_the_update_where_a_kl_is_in_the_loss(pieces, expected):
-    run, seen = resolved(load_config("smoke")[1]), []
-    algorithm = dataclasses.replace(run.recipe.algorithm, **pieces)
-    run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, algorithm=algorithm), learner=Learner())
-    learned(run, noting(seen), [group_of(3, 4)], 0.7, 1)
-    assert seen == [(expected, 3)]
+@pytest.mark.parametrize("coefficient", [0.7, None])
+def test_a_coefficient_that_was_moved_reaches_the_update(coefficient):
+    run, seen = dataclasses.replace(resolved(load_config("smoke")[1]), learner=Learner()), []
+    learned(run, noting(seen), [group_of(3, 4)], coefficient, 1)
+    assert seen == [(coefficient, 3)]
 
 
 def test_each_step_orders_its_later_epochs_anew():

@@ -26,7 +26,9 @@ def files():
 
 def lines():
     """The page's commands."""
-    return [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.startswith("jaxrl-llm ")]
+    return [
+        line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.startswith("jaxrl-llm ")
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Tiny random models of every kind of layer, and a plain pass over their compiled programs."""
 
+import contextlib
 import logging
 
 import jax
@@ -55,6 +56,17 @@ def largest_difference(a, b) -> float:
     )
 
 
+@contextlib.contextmanager
+def compiled(optimised):
+    """What compiles here is as fast as a run's, or is there sooner; XLA's optimisations are most of its time."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", not optimised)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
 class Compilations(logging.Handler):
     """Hears the name of everything that JAX compiles."""
 
@@ -78,6 +90,8 @@ class Compilations(logging.Handler):
 
 
 def logprob_and_entropy(scaled_logits, targets):
-    """The plain form: log-probability of targets [...] and entropy [...] of all logits [..., V], differentiated by JAX."""
+    """The plain form: log-probability of targets [...] and entropy [...] of all logits [..., V], differentiated by
+    JAX.
+    """
     logp = jax.nn.log_softmax(scaled_logits)
     return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)

@@ -2,10 +2,10 @@
 
     python tools/bench_loss.py [--rows 512] [--tokens 4096] [--topology v5e:1x1] [--presets grpo,gspo]
 
-One JSON line for each preset. ``passes`` is the compiler's count of bytes accessed over the least there is to do: reading
-the inputs once and writing the gradient. Without a topology the program is compiled for this machine's default device,
-with one for that TPU, which needs ``pip install -e '.[tpu]'`` but no TPU. Goals: 5 on CPU, 2.5 on TPU. The TPU count holds
-on-chip copies too, so it is an upper bound on memory traffic.
+One JSON line for each preset. ``passes`` is the compiler's count of bytes accessed over the least there is to do:
+reading the inputs once and writing the gradient. Without a topology the program is compiled for this machine's default
+device, with one for that TPU, which needs ``pip install -e '.[tpu]'`` but no TPU. Goals: 5 on CPU, 2.5 on TPU. The TPU
+count holds on-chip copies too, so it is an upper bound on memory traffic.
 """
 
 import dataclasses
@@ -53,7 +53,9 @@ def device_of(topology: str) -> Any:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology, **single).devices[0]
     except Exception as error:  # without libtpu, or with a name that it does not know
         reason = str(error).splitlines()[0]
-        raise InputError(f"no topology {topology} ({reason}): pip install -e '.[tpu]', and name one such as v5e:1x1") from error
+        raise InputError(
+            f"no topology {topology} ({reason}): pip install -e '.[tpu]', and name one such as v5e:1x1"
+        ) from error
 
 
 def inputs(algorithm: Algorithm, options: Options, device: Any) -> tuple[Any, ...]:
@@ -61,7 +63,9 @@ def inputs(algorithm: Algorithm, options: Options, device: Any) -> tuple[Any, ..
     sharding = jax.sharding.SingleDeviceSharding(device)
     of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     wide = of(options.rows, options.tokens)
-    sampler = algorithm.surrogate.reads_sampler or algorithm.ratio.anchor == "sampler" or algorithm.correction is not None
+    sampler = (
+        algorithm.surrogate.reads_sampler or algorithm.ratio.anchor == "sampler" or algorithm.correction is not None
+    )
     batch = PolicyBatch(
         advantages=wide if algorithm.advantage.by_token else of(options.rows),
         mask=of(options.rows, options.tokens, dtype=bool),

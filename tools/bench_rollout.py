@@ -3,10 +3,11 @@
     python tools/bench_rollout.py [--model 7m] [--lengths equal] [--slots 64] [--group 8] [--repeats 3]
 
 Prints one JSON line. Every request has its length forced by a limit of its own, so that all samplers do the same work:
-``equal`` gives each the longest one, ``long`` a long tail whose mean is 0.3 of it. There are four requests for each slot,
-in groups that share a prompt. ``roofline`` is the share that the least possible time has of the time taken: the larger of the bytes
-read (the weights at each of the fewest steps that will do, and the cache of the live rows) over the memory's bandwidth, and
-the tokens' matrix products over their speed, both measured here first. ``compile_s`` is what the first run took longer.
+``equal`` gives each the longest one, ``long`` a long tail whose mean is 0.3 of it. There are four requests for each
+slot, in groups that share a prompt. ``roofline`` is the share that the least possible time has of the time taken: the
+larger of the bytes read (the weights at each of the fewest steps that will do, and the cache of the live rows) over the
+memory's bandwidth, and the tokens' matrix products over their speed, both measured here first. ``compile_s`` is what
+the first run took longer.
 """
 
 import dataclasses
@@ -101,7 +102,9 @@ def model_of(name: str) -> Decoder:
 def requests(
     words: int, count: int, group: int, prompt: int, completion: int, lengths: str
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The same for all samplers and learners: prompts int[prompt] below ``words``, group by group, and a length for each."""
+    """The same for all samplers and learners: prompts int[prompt] below ``words``, group by group, and a length for
+    each.
+    """
     random = np.random.default_rng(0)
     unique = [random.integers(0, words, prompt) for _ in range(-(-count // group))]
     share = np.ones(count) if lengths == "equal" else random.beta(1, 7 / 3, count)

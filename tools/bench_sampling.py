@@ -3,7 +3,8 @@
     python tools/bench_sampling.py [--rows 64] [--vocab 8192,49152] [--repeats 30]
 
 Prints one JSON line for each way and vocabulary: the median and least milliseconds of a call. Beside the sampler's own
-draws stand the ways that it does not take: Gumbel noise over the vocabulary, one long running sum, and top-p by sorting.
+draws stand the ways that it does not take: Gumbel noise over the vocabulary, one long running sum, and top-p by
+sorting.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from jaxrl_llm.engine.sampling import as_rule, asked, draw, inverse_cdf
 from jaxrl_llm.rollout import Sampling
-from jaxrl_llm.rollout.sampling import as_rule, asked, draw, inverse_cdf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """How fast and how large the learner's update is, on one device of this machine's default kind.
 
-    python tools/bench_update.py [--model 7m] [--lengths equal] [--rows 64] [--group 8] [--repeats 5] [--learner.remat full]
+    python tools/bench_update.py [--model 7m] [--lengths equal] [--rows 64] [--group 8] [--repeats 5] [--learner.remat
+    full]
 
-Prints one JSON line. The work is one optimiser step of GRPO without a reference on random completions, packed and computed
-as the trainer does it; every setting of the learner is an option. ``lengths`` are those of bench_rollout. Tokens are the
-completions'. ``backward_s`` is loss and gradient of packed data; ``update_s`` is all of ``learn``: packing, transfer, loss,
-gradient, optimiser and metrics. ``mfu`` is the share of ``update_s`` that the least number of operations would take
-(forward and backward once, a prompt once for its group, the head for completions only) at the speed of a matrix product
-measured here too. ``filled`` is the share of the computed positions that hold a token of a prompt (once for its group) or of a
-completion. ``temp_mb`` is what the compiled update needs beside its arguments, ``peak_mb`` the process's largest memory,
-compiling included. ``compile_s`` is what the first call took longer.
+Prints one JSON line. The work is one optimiser step of GRPO without a reference on random completions, packed and
+computed as the trainer does it; every setting of the learner is an option. ``lengths`` are those of bench_rollout.
+Tokens are the completions'. ``backward_s`` is loss and gradient of packed data; ``update_s`` is all of ``learn``:
+packing, transfer, loss, gradient, optimiser and metrics. ``mfu`` is the share of ``update_s`` that the least number of
+operations would take (forward and backward once, a prompt once for its group, the head for completions only) at the
+speed of a matrix product measured here too. ``filled`` is the share of the computed positions that hold a token of a
+prompt (once for its group) or of a completion. ``temp_mb`` is what the compiled update needs beside its arguments,
+``peak_mb`` the process's largest memory, compiling included. ``compile_s`` is what the first call took longer.
 """
 
 import dataclasses
@@ -28,15 +29,26 @@ import tyro
 from bench_rollout import measured_peaks, model_of, requests
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
-from jaxrl_llm.learner import Layout, Learner, Optimiser, Sample, create_state, learn, make_update, pack
-from jaxrl_llm.learner.compute import compute_for, layout_for, platform_of
-from jaxrl_llm.learner.epochs import place
+from jaxrl_llm.learner import (
+    Forward,
+    Layout,
+    Learner,
+    Optimiser,
+    PolicyGradient,
+    Sample,
+    Training,
+    create_state,
+    learn,
+    make_update,
+    pack,
+)  # fmt: skip
+from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
 from jaxrl_llm.learner.update import accumulate
-from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding.mesh import MeshShape, make_mesh
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Role, TrainState
 
 ALGORITHM: Algorithm = dataclasses.replace(PRESETS["grpo"], kl_coef=0.0)
 ADAM = Optimiser(learning_rate=1e-4, clip_norm=0.0)
@@ -73,42 +85,48 @@ class Setup(NamedTuple):
     """What the trainer makes of its settings, on one device."""
 
     settings: Learner
-    layout: Layout
-    compute: Compute
-    update: Callable[..., Any]
-    mesh: jax.sharding.Mesh
+    training: Training
+    forward: Forward
+
+    @property
+    def layout(self) -> Layout:
+        """Shapes of a microbatch."""
+        return self.forward.layout
 
 
 def set_up(model: Decoder, settings: Learner, prompt: int, completion: int) -> tuple[TrainState, Setup]:
     """A fresh state, and what updates it by completions of at most so many tokens."""
     mesh = make_mesh(MeshShape())
     optimiser, compute = build(settings.optimiser), compute_for(settings, model.config, platform_of(mesh))
-    update = make_update(ALGORITHM, optimiser, learning_rate(settings.optimiser), compute)
-    layout = layout_for(settings, compute, prompt + completion, completion, mesh)
-    return create_state(model, optimiser, False, mesh, settings.lora), Setup(settings, layout, compute, update, mesh)
+    objectives = (PolicyGradient(ALGORITHM),)
+    update = make_update(objectives, optimiser, learning_rate(settings.optimiser), compute)
+    forward = Forward(layout_for(settings, compute, prompt + completion, completion, mesh), compute, 1.0, mesh)
+    state = create_state(model, optimiser, False, mesh, settings.lora)
+    return state, Setup(settings, Training(objectives, update), forward)
 
 
 def samples_of(prompts: list[Any], completions: list[Any], advantages: list[float], group: int) -> list[list[Sample]]:
     """Groups as the trainer hands them to the learner."""
-    one = lambda prompt, tokens, advantage: Sample(
-        np.asarray(prompt, np.int32), np.asarray(tokens, np.int32), np.ones(len(tokens), bool),
-        np.zeros(len(tokens), np.float32), float(advantage),
-    )  # fmt: skip
-    samples = [one(*parts) for parts in zip(prompts, completions, advantages, strict=True)]
+    samples = []
+    for prompt, tokens, advantage in zip(prompts, completions, advantages, strict=True):
+        every = np.ones(len(tokens), bool)
+        arrays = {"sampler_logp": np.zeros(len(tokens), np.float32), "fresh": every}
+        ids = np.asarray(prompt, np.int32), np.asarray(tokens, np.int32)
+        samples.append(Sample(*ids, every, {"advantages": float(advantage)}, arrays))
     return [samples[i : i + group] for i in range(0, len(samples), group)]
 
 
 def updated(state: TrainState, groups: list[list[Sample]], setup: Setup) -> tuple[TrainState, dict[str, float]]:
     """One step of learning and its metrics, on the host; the state is donated."""
-    with jax.set_mesh(setup.mesh):
-        state, metrics = learn(
-            state, groups, setup.settings, setup.layout, setup.compute, setup.update, 1.0, 0, setup.mesh, reference=False
-        )
+    with jax.set_mesh(setup.forward.mesh):
+        state, metrics = learn(state, groups, setup.settings, setup.forward, (setup.training,), {}, 0)
         return jax.block_until_ready(state), metrics
 
 
 def least_operations(model: Decoder, prompt: int, limits: np.ndarray, group: int) -> float:
-    """Of loss and gradient for a dense model: matrix products and causal attention, three times those of a forward pass."""
+    """Of loss and gradient for a dense model: matrix products and causal attention, three times those of a forward
+    pass.
+    """
     config, attention = model.config, model.config.attention
     head = config.vocab_size * config.width
     layers = sum(x.size for x in jax.tree.leaves(model)) - head * (1 if config.tied_embeddings else 2)
@@ -120,7 +138,9 @@ def least_operations(model: Decoder, prompt: int, limits: np.ndarray, group: int
 
 def backward(packed: Any, setup: Setup) -> Callable[[Decoder], Any]:
     """Loss and gradient of packed data, compiled."""
-    return jax.jit(lambda policy: accumulate(policy, packed, jnp.float32(1), ALGORITHM, setup.compute))
+    role = functools.partial(Role, opt_state=None, updates=jnp.int32(0))
+    given = packed, setup.training.objectives, {"temperature": jnp.float32(1)}, setup.forward.compute
+    return jax.jit(lambda policy: accumulate(role(policy), *given))
 
 
 def timed(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
@@ -142,10 +162,10 @@ def run(options: Options) -> dict[str, Any]:
     completions = [random.integers(0, words, limit) for limit in limits]
     groups = samples_of(prompts, completions, random.standard_normal(options.rows).tolist(), options.group)
     state, setup = set_up(model, options.learner, options.prompt, options.completion)
-    with jax.set_mesh(setup.mesh):
-        packed = place(pack([sample for group in groups for sample in group], setup.layout), setup.mesh)
-        compiled = setup.update.lower(state, packed, 1.0).compile().memory_analysis()
-        _, backward_s = timed(functools.partial(backward(packed, setup), state.policy), options.repeats)
+    with jax.set_mesh(setup.forward.mesh):
+        packed = on_mesh(pack([sample for group in groups for sample in group], setup.layout), setup.forward.mesh)
+        compiled = setup.training.update.lower(state, packed, {"temperature": 1.0}).compile().memory_analysis()
+        _, backward_s = timed(functools.partial(backward(packed, setup), state.policy.params), options.repeats)
     holder = [state]
 
     def once() -> None:

@@ -1,15 +1,16 @@
 """How fast others' libraries are at the same work: rollouts, updates, or whole GRPO steps, on this machine's CPU.
 
-    python tools/compare_peers.py [--what step] [--only tunix,trl] [--model 7m] [--lengths long] [--slots 64] [--repeats 3]
+    python tools/compare_peers.py [--what step] [--only tunix,trl] [--model 7m] [--lengths long] [--slots 64] [--repeats
+    3]
 
-``what`` rollout samples four waves of requests; update takes one optimiser step of GRPO (no reference, one update for each
-rollout, AdamW) by one wave of random completions; step samples one wave and learns from it. Rewards cost nothing here: the
-advantages are given.
+``what`` rollout samples four waves of requests; update takes one optimiser step of GRPO (no reference, one update for
+each rollout, AdamW) by one wave of random completions; step samples one wave and learns from it. Rewards cost nothing
+here: the advantages are given.
 
-Contestants: ``ours``; ``tunix``, Tunix's sampler in the trainer's process and the step of its GRPO learner; ``trl``, TRL
-with ``generate`` of transformers and its GRPO trainer's loss; ``batching``, the same with the continuous batching of
-transformers that TRL offers. Each peer lives in a virtual environment of its own, made once from the pins below. All get
-the same float32 weights, prompts and lengths (``bench_rollout.work_of``), sample at temperature 1 from the whole
+Contestants: ``ours``; ``tunix``, Tunix's sampler in the trainer's process and the step of its GRPO learner; ``trl``,
+TRL with ``generate`` of transformers and its GRPO trainer's loss; ``batching``, the same with the continuous batching
+of transformers that TRL offers. Each peer lives in a virtual environment of its own, made once from the pins below. All
+get the same float32 weights, prompts and lengths (``bench_rollout.work_of``), sample at temperature 1 from the whole
 vocabulary, and are checked: their greedy tokens against ours, the mean log-probability of what they sampled, how many
 tokens came; the losses and gradient norms of two updates by the same tokens against ours. Ours alone also returns
 log-probabilities and entropies of what it samples.
@@ -106,7 +107,11 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows for people."""
     measured = ("seconds", "spread", "cpu_s", "tokens_per_s", "useful", "peak_mb", "warmup_s", "others")
-    columns = (*measured, *(name for name in ("greedy", "mean_logp", "loss", "grad_norm") if name in rows["ours"]), "ratio")
+    columns = (
+        *measured,
+        *(name for name in ("greedy", "mean_logp", "loss", "grad_norm") if name in rows["ours"]),
+        "ratio",
+    )
     against = ratios(rows) | {"ours": 1.0}
     cells = [("", *columns)]
     cells += [(name, *(str((r | {"ratio": against[name]})[column]) for column in columns)) for name, r in rows.items()]
@@ -172,7 +177,8 @@ def compare(comparison: Comparison) -> dict[str, Any]:
                 worker.close()
     tokens, phases = sum(question["limits"]), 2 if what == "step" else 1
     rows = {
-        name: row(first[name], runs[name], tokens, phases) | seen(model, question, first["ours"], first[name]) for name in names
+        name: row(first[name], runs[name], tokens, phases) | seen(model, question, first["ours"], first[name])
+        for name in names
     }
     counted = {"what": what, "cores": os.cpu_count(), "requests": len(question["prompts"]), "tokens": tokens}
     return dataclasses.asdict(options) | counted | {"rows": rows, "ratios": ratios(rows)}

@@ -47,4 +47,6 @@ def same_updates(name: str, ours: list[list[float]], theirs: list[list[float]]) 
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True), start=1):
         close = abs(mine[0] - other[0]) <= LOSS_GAP and math.isclose(mine[1], other[1], rel_tol=NORM_GAP)
         if not close:
-            raise SystemExit(f"compare_peers: update {number} of {name} has loss and gradient norm {other}, ours {mine}")
+            raise SystemExit(
+                f"compare_peers: update {number} of {name} has loss and gradient norm {other}, ours {mine}"
+            )

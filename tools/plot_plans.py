@@ -1,4 +1,6 @@
-"""One picture of several plans: python tools/plot_plans.py OUT.svg PLAN.json [PLAN.json ...], as jaxrl-llm plan --json writes them."""
+"""One picture of several plans: python tools/plot_plans.py OUT.svg PLAN.json [PLAN.json ...], as jaxrl-llm plan --json
+writes them.
+"""
 
 import json
 import sys

@@ -1,8 +1,8 @@
 """Advantages: rewards [P, G] in, one number for each completion [P, G] or for each token [B, T] out.
 
 An estimator is a callable frozen dataclass, so it can be a static argument and a field of ``Algorithm``. What it needs
-beside rewards it takes from an ``AdvantageContext`` of the global batch, whose B = P * G rows are those of the rewards in
-order; it names what is missing. Groups are the rows of [P, G], or explicit ``group_ids``; they are never guessed.
+beside rewards it takes from an ``AdvantageContext`` of the global batch, whose B = P * G rows are those of the rewards
+in order; it names what is missing. Groups are the rows of [P, G], or explicit ``group_ids``; they are never guessed.
 
 Where all rewards are equal (max == min: in float32 their mean need not equal them, and dividing that residue by a tiny
 deviation makes advantages out of nothing) the advantage is exactly 0. An unscorable reward (NaN) is left out of the
@@ -82,8 +82,8 @@ class LeaveOneOut(Estimator):
 class BatchScaled(Estimator):
     """``A_i = (R_i - mean_group(R)) / (std_batch + eps)``: Lite-PPO (arXiv 2508.08221).
 
-    ``of="rewards"`` takes the deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``), ``"advantages"``
-    that of the centred ones (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
+    ``of="rewards"`` takes the deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``),
+    ``"advantages"`` that of the centred ones (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
     """
 
     of: Literal["rewards", "advantages"] = "rewards"
@@ -98,7 +98,8 @@ class BatchScaled(Estimator):
         """rewards: float[P, G]; returns float[P, G]."""
         given = scores(rewards, context)
         centre, _ = given.centred()
-        x, count = given.rewards if self.of == "rewards" else centre, jnp.sum(given.valid, dtype=centre.dtype)
+        x = given.rewards if self.of == "rewards" else centre
+        count = jnp.sum(given.valid, dtype=centre.dtype)
         deviation = jnp.where(given.valid, x - jnp.sum(jnp.where(given.valid, x, 0)) / jnp.maximum(count, 1), 0)
         return divided(centre, jnp.sum(deviation**2) / jnp.maximum(count - self.ddof, 1), self.eps)
 
@@ -107,8 +108,8 @@ class BatchScaled(Estimator):
 class GDPO(Estimator):
     """Each of several rewards normalised in its group, their weighted sum normalised over the batch (arXiv 2601.05242).
 
-    A sum of raw rewards drowns those of small scale; this does not. ``weights``: one for each reward; () gives each 1, and in
-    a run its reward's own.
+    A sum of raw rewards drowns those of small scale; this does not. ``weights``: one for each reward; () gives each 1,
+    and in a run its reward's own.
     """
 
     weights: tuple[float, ...] = ()
@@ -135,7 +136,8 @@ class GDPO(Estimator):
         valid = ~jnp.any(jnp.isnan(rewards), axis=-1)
         normalise = GroupZScore(self.ddof, self.eps)
         terms = [w * normalise(jnp.where(valid, rewards[..., n], jnp.nan), context) for n, w in enumerate(weights)]
-        total, size = sum(terms), sum(jnp.abs(x) for x in terms)
+        total = sum(terms)
+        size = sum(jnp.abs(x) for x in terms)
         # Rewards that cancel leave a rounding residue, which dividing by its own deviation would blow up.
         total = jnp.where(jnp.abs(total) > 16 * jnp.finfo(total.dtype).eps * size, total, 0)
         # Its mean over the batch is 0 as it is, since every group's is.
@@ -147,10 +149,10 @@ class GDPO(Estimator):
 class Whitened(Estimator):
     """Returns whitened over all valid tokens of the batch: REINFORCE++ (arXiv 2501.03262).
 
-    ``G_t = R + sum_{s >= t} step_s``, then ``(G - mean) / sqrt(var + eps)``. The rewards at token positions are those of
-    ``context.step_rewards``, if any: a KL in the reward arrives that way. ``baseline="group"`` first subtracts the group's
-    mean from R: REINFORCE++-baseline, ProRL v2. Whitening over tokens weights long completions more, so that the
-    advantages of a group no longer sum to 0, and a group without a difference gets a small constant.
+    ``G_t = R + sum_{s >= t} step_s``, then ``(G - mean) / sqrt(var + eps)``. The rewards at token positions are those
+    of ``context.step_rewards``, if any: a KL in the reward arrives that way. ``baseline="group"`` first subtracts the
+    group's mean from R: REINFORCE++-baseline, ProRL v2. Whitening over tokens weights long completions more, so that
+    the advantages of a group no longer sum to 0, and a group without a difference gets a small constant.
 
     Frameworks differ in the deviation: verl takes ddof 1 and adds 1e-8 to the variance, OpenRLHF and NeMo-RL ddof 0.
     """
@@ -219,10 +221,11 @@ class ProcessSupervised(Estimator):
 class GAE(Estimator):
     """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t`` (arXiv 1506.02438).
 
-    The outcome reward stands at the last valid token, ``context.step_rewards`` (if any) at theirs. Tokens that the policy
-    did not sample (tool output) are skipped: the token before them sees the value and the advantage after them. The
-    value after the last token is 0, also where a completion was cut off. ``whiten`` normalises over the batch's valid
-    tokens, as TRL and verl do and the paper does not; targets of the value loss are made before that (``values.returns``).
+    The outcome reward stands at the last valid token, ``context.step_rewards`` (if any) at theirs. Tokens that the
+    policy did not sample (tool output) are skipped: the token before them sees the value and the advantage after them.
+    The value after the last token is 0, also where a completion was cut off. ``whiten`` normalises over the batch's
+    valid tokens, as TRL and verl do and the paper does not; targets of the value loss are made before that
+    (``values.returns``).
     """
 
     gamma: float = 1.0
@@ -243,12 +246,16 @@ class GAE(Estimator):
         token_rewards = jnp.where(last, given.rewards.reshape(-1, 1), 0)
         if context.step_rewards is not None:
             token_rewards += _steps(context, "GAE", mask, token_rewards.dtype)
-        advantages = jnp.where(counts, gae(token_rewards, values.astype(token_rewards.dtype), mask, self.gamma, self.lam), 0)
+        advantages = jnp.where(
+            counts, gae(token_rewards, values.astype(token_rewards.dtype), mask, self.gamma, self.lam), 0
+        )
         return whiten(advantages, counts) if self.whiten else advantages
 
 
 def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> jax.Array:
-    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``GAE``); 0 where the mask is False."""
+    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``GAE``); 0 where the mask is
+    False.
+    """
 
     def back(after: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         value_after, advantage_after = after
@@ -271,10 +278,10 @@ def _steps(context: AdvantageContext, owner: str, mask: jax.Array, dtype: Any) -
 class KLInReward(Estimator):
     """Another estimator, with ``-coef * kl(old, reference)`` added to the reward of each token.
 
-    ``Algorithm`` puts it around its estimator where ``kl_in="reward"`` and the coefficient is not 0. The estimate is that of
-    the policy that sampled, a constant in the loss: KL in the reward goes through returns and baselines, which is why k1
-    is right here and wrong as a loss. An outcome estimator gets the sum over the sequence (RLOO, arXiv 2402.14740), one
-    that works by token gets it at each token (REINFORCE++, PPO; arXiv 2203.02155).
+    ``Algorithm`` puts it around its estimator where ``kl_in="reward"`` and the coefficient is not 0. The estimate is
+    that of the policy that sampled, a constant in the loss: KL in the reward goes through returns and baselines, which
+    is why k1 is right here and wrong as a loss. An outcome estimator gets the sum over the sequence (RLOO, arXiv
+    2402.14740), one that works by token gets it at each token (REINFORCE++, PPO; arXiv 2203.02155).
     """
 
     estimator: Any
@@ -302,8 +309,12 @@ class KLInReward(Estimator):
         rewards = numeric(rewards, "rewards")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, old_logp, ref_logp = arrays
-        clean = lambda x: jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0)
-        old_logp, ref_logp = clean(old_logp), clean(ref_logp)
+
+        def clean(x: jax.Array) -> jax.Array:
+            return jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0)
+
+        old_logp = clean(old_logp)
+        ref_logp = clean(ref_logp)
         penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
         if not self.by_token:
             return self.estimator(rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context)

@@ -141,7 +141,8 @@ def ordered(owner: Any, low: str, high: str) -> None:
     Raises:
       ValueError: names class, fields and values.
     """
-    least, most = getattr(owner, low), getattr(owner, high)
+    least = getattr(owner, low)
+    most = getattr(owner, high)
     if not 0 <= least < most:
         raise ValueError(f"{type(owner).__name__} needs 0 <= {low} < {high}, got {low}={least} and {high}={most}")
 

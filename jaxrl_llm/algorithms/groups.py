@@ -12,7 +12,7 @@ from jaxrl_llm.types import AdvantageContext
 Reduction = Callable[..., jax.Array]
 
 
-class Scores(NamedTuple):
+class Grouped(NamedTuple):
     """Rewards and which of them are one group.
 
     Attributes:
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
         return jnp.where(self.valid & self.differ(self.rewards, self.valid), self.rewards - mean, 0), count
 
 
-def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True) -> Scores:
+def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True) -> Grouped:
     """Rewards of the global batch by group: the rows of [P, G], or ``context.group_ids`` where they are given.
 
     An estimator that compares no completions of one prompt is not ``grouped``: it takes [B] as well.
@@ -69,7 +69,7 @@ def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True)
         ids = ids.reshape(-1)
         same = ids[:, None] == ids[None, :]
     valid = ~jnp.isnan(rewards)
-    return Scores(jnp.where(valid, rewards, 0), valid, same)
+    return Grouped(jnp.where(valid, rewards, 0), valid, same)
 
 
 def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *names: str) -> tuple[jax.Array, ...]:

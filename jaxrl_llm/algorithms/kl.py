@@ -59,8 +59,8 @@ class K2:
 class K3:
     """``rho - 1 - log rho`` with ``rho = ref / policy``: GRPO (arXiv 2402.03300, eq. 4); never negative.
 
-    ``clip`` bounds the estimate, after clamping the log ratio to ±20, as verl does with 10. ``expm1`` keeps the digits that
-    ``exp(d) - d - 1`` loses near 0.
+    ``clip`` bounds the estimate, after clamping the log ratio to ±20, as verl does with 10. ``expm1`` keeps the digits
+    that ``exp(d) - d - 1`` loses near 0.
     """
 
     clip: float | None = None
@@ -84,18 +84,22 @@ class K3Plus:
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T]."""
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
-        value, slope = K3()(logp, ref_logp), K2()(clamped_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
+        value = K3()(logp, ref_logp)
+        slope = K2()(clamped_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
         return jax.lax.stop_gradient(value - slope) + slope
 
 
 @dataclasses.dataclass(frozen=True)
 class UnbiasedK3:
-    """``r k3``, with the gradient of both factors: ``r (logp - ref)``, unbiased off-policy (arXiv 2512.02556, eq. 7)."""
+    """``r k3``, with the gradient of both factors: ``r (logp - ref)``, unbiased off-policy (arXiv 2512.02556, eq.
+    7).
+    """
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T].
 
-        ``log_ratio`` is the token's own, live against what sampled it; None means on-policy, a ratio of 1 with gradient.
+        ``log_ratio`` is the token's own, live against what sampled it; None means on-policy, a ratio of 1 with
+        gradient.
         """
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         log_ratio = logp - jax.lax.stop_gradient(logp) if log_ratio is None else log_ratio
@@ -112,8 +116,9 @@ def _checked(logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None) 
 class AdaptiveKL:
     """PPO's rule (arXiv 1707.06347, section 4): halve the coefficient below target / 1.5, double it above 1.5 target.
 
-    ``target``: nats per token of KL(old || policy) for ``PenaltyKL``, of KL(policy || reference) otherwise. Both controllers
-    move the ``kl_coef`` argument of ``policy_loss``, which may be traced, never the algorithm: nothing is compiled anew.
+    ``target``: nats per token of KL(old || policy) for ``PenaltyKL``, of KL(policy || reference) otherwise. Both
+    controllers move the ``kl_coef`` argument of ``policy_loss``, which may be traced, never the algorithm: nothing is
+    compiled anew.
     """
 
     target: float = 0.01
@@ -135,8 +140,8 @@ class AdaptiveKL:
 class ProportionalKL:
     """Ziegler et al. 2019 (arXiv 1909.08593): ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon``.
 
-    ``target``: nats per sequence, the sum over its tokens (the paper's 6), of the KL that ``AdaptiveKL`` takes per token.
-    ``horizon``: completions.
+    ``target``: nats per sequence, the sum over its tokens (the paper's 6), of the KL that ``AdaptiveKL`` takes per
+    token. ``horizon``: completions.
     """
 
     target: float = 6.0

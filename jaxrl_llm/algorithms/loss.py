@@ -17,14 +17,15 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What the loss computes: ``reduce(w M surrogate(ratio, advantage)) + kl_coef reduce(kl) - entropy_coef reduce(H)``.
+    """What the loss computes: ``reduce(w M surrogate(ratio, advantage)) + kl_coef reduce(kl) - entropy_coef
+    reduce(H)``.
 
-    Any callable value of the right shape will do for a piece: the fields are open to pieces written elsewhere. A mix that
-    contradicts itself is refused when the value is made.
+    Any callable value of the right shape will do for a piece: the fields are open to pieces written elsewhere. A mix
+    that contradicts itself is refused when the value is made.
 
     Attributes:
-      advantage: rewards [P, G] -> advantages [P, G] or, with a context, [B, T]. Where the KL is in the reward, it is wrapped in
-        ``advantages.KLInReward``, so that calling it does all there is to do.
+      advantage: rewards [P, G] -> advantages [P, G] or, with a context, [B, T]. Where the KL is in the reward, it is
+        wrapped in ``advantages.KLInReward``, so that calling it does all there is to do.
       ratio: log importance ratios [B, T].
       surrogate: per-token loss [B, T].
       reduce: to a scalar, by global counts.
@@ -57,6 +58,12 @@ class Algorithm:
         object.__setattr__(self, "advantage", KLInReward(estimator, self.kl, self.kl_coef) if penalised else estimator)
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the per-token arrays that its pieces read beside log-probabilities; see ``Completion.extras``."""
+        pieces = (self.ratio, self.surrogate, self.correction, self.sequence_filter)
+        return tuple(sorted({name for piece in pieces for name in getattr(piece, "reads", ())}))
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a KL to the reference is computed, in the loss or in the reward."""
         return self.kl is not None and self.kl_coef != 0
@@ -75,7 +82,10 @@ class Algorithm:
 PIECES = {
     "advantage": (("needs", "by_token", "several"), "advantages.GroupZScore()"),
     "ratio": (("level", "anchor"), "ratios.Token()"),
-    "surrogate": (("clipped", "reads_ratio", "reads_sampler", "reads_kl_coef", "whole_sequences"), "surrogates.PPOClip()"),
+    "surrogate": (
+        ("clipped", "reads_ratio", "reads_sampler", "reads_kl_coef", "whole_sequences"),
+        "surrogates.PPOClip()",
+    ),
     "reduce": (("weight",), "reduce.TokenMean()"),
     "kl": ((), "kl.K3()"),
     "correction": ((), "ratios.TruncatedIS()"),
@@ -96,8 +106,11 @@ def _check_pieces(algorithm: Algorithm) -> None:
 
 def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
     """Refuse pieces that contradict each other, with the reason."""
-    ratio, surrogate, kind = algorithm.ratio, algorithm.surrogate, type(algorithm.surrogate).__name__
-    mean, total = isinstance(algorithm.reduce, reducers.SequenceMean), isinstance(algorithm.reduce, reducers.SequenceSum)
+    ratio = algorithm.ratio
+    surrogate = algorithm.surrogate
+    kind = type(algorithm.surrogate).__name__
+    mean = isinstance(algorithm.reduce, reducers.SequenceMean)
+    total = isinstance(algorithm.reduce, reducers.SequenceSum)
     weighted = algorithm.corrects_sampler
     in_reward = algorithm.kl_in == "reward"
     takes_steps = estimator.several or "step_rewards" in estimator.needs
@@ -116,9 +129,13 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
         ),
         (
             ratio.level == "sequence" and (surrogate.whole_sequences or not surrogate.reads_ratio),
-            f"{kind} is made of the tokens' own log-probabilities: a sequence ratio would go unread; use ratios.Token()",
+            f"{kind} is made of the tokens' own log-probabilities: a sequence ratio would go unread; use "
+            "ratios.Token()",
         ),
-        (surrogate.whole_sequences and not total, f"{kind} is one value for each sequence: only SequenceSum adds it up once"),
+        (
+            surrogate.whole_sequences and not total,
+            f"{kind} is one value for each sequence: only SequenceSum adds it up once",
+        ),
         (
             ratio.anchor == "sampler" and weighted,
             "the ratio is against the sampler already: a correction, or MiniRL's weight, would count that gap twice",
@@ -131,7 +148,10 @@ def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
             algorithm.correction is not None and surrogate.reads_sampler,
             f"{kind} weights by the sampler's log-probabilities itself: a correction would count that gap twice",
         ),
-        (in_reward and algorithm.kl is None, "kl_in='reward' puts nothing into the reward: set kl, for example kl.K1()"),
+        (
+            in_reward and algorithm.kl is None,
+            "kl_in='reward' puts nothing into the reward: set kl, for example kl.K1()",
+        ),
         (in_reward and takes_steps, f"{type(estimator).__name__} has no one reward to put a KL in: set kl_in='loss'"),
     ):
         if wrong:
@@ -198,7 +218,8 @@ def policy_loss(
 
 def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
     """The surrogate, weighted, and what to log of it; [B, T] or [B, 1] each."""
-    loss, ratio = algorithm.surrogate(at), jnp.exp(at.log_ratio)
+    loss = algorithm.surrogate(at)
+    ratio = jnp.exp(at.log_ratio)
     low, high = algorithm.surrogate.clipped(ratio, at.advantages)
     per_token = {"ratio": ratio, "clip_fraction/low": low, "clip_fraction/high": high}
     for name, piece in (("correction", algorithm.correction), ("sequence_filter", algorithm.sequence_filter)):

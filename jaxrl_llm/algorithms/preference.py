@@ -70,7 +70,8 @@ def bradley_terry_loss(chosen: Any, rejected: Any, margin: Any = 0.0) -> jax.Arr
 
 def _pair(chosen: Any, rejected: Any) -> tuple[jax.Array, jax.Array]:
     """Both as float[B] of one dtype."""
-    chosen, rejected = floating(chosen, "chosen"), floating(rejected, "rejected")
+    chosen = floating(chosen, "chosen")
+    rejected = floating(rejected, "rejected")
     listed(chosen=chosen)
     shaped(chosen.shape, rejected=rejected)
     return chosen, rejected.astype(chosen.dtype)
@@ -79,8 +80,8 @@ def _pair(chosen: Any, rejected: Any) -> tuple[jax.Array, jax.Array]:
 def ranking_loss(scores: Any) -> jax.Array:
     """Mean of Bradley-Terry over the K (K - 1) / 2 pairs of each prompt (arXiv 2203.02155, eq. 1).
 
-    scores: float[P, K], best answer first, K at least 2. All pairs of a prompt are one element of the batch, so that none
-    counts K times.
+    scores: float[P, K], best answer first, K at least 2. All pairs of a prompt are one element of the batch, so that
+    none counts K times.
     """
     scores = floating(scores, "scores")
     ranked(2, scores=scores)
@@ -100,7 +101,8 @@ def step_loss(logits: Any, labels: Any, ends: Any) -> jax.Array:
     """
     logits = floating(logits, "logits")
     ranked(3, logits=logits)
-    ends, labels = flags(ends, logits.shape[:2], "ends"), integers(labels, "labels")
+    ends = flags(ends, logits.shape[:2], "ends")
+    labels = integers(labels, "labels")
     shaped(logits.shape[:2], labels=labels)
     labels = jnp.where(ends, labels, 0)
     logits = jnp.where(ends[..., None], logits, 0)
@@ -120,10 +122,11 @@ def solution_score(step_scores: Any, ends: Any, lowest: bool = False) -> jax.Arr
 
 
 def step_differences(step_scores: Any, ends: Any, start: float = 0.0) -> jax.Array:
-    """Rewards ``s_j - s_{j-1}`` at the last token of each step, NaN elsewhere: ``AdvantageContext.step_rewards``, [B, T].
+    """Rewards ``s_j - s_{j-1}`` at the last token of each step, NaN elsewhere: ``AdvantageContext.step_rewards``, [B,
+    T].
 
-    They telescope to ``s_last - start``: potential-based shaping, which cannot be farmed by writing more steps, as the sum
-    of the scores can. ``start`` is s_0, the score of a prompt; 0 gives the first step its whole score.
+    They telescope to ``s_last - start``: potential-based shaping, which cannot be farmed by writing more steps, as the
+    sum of the scores can. ``start`` is s_0, the score of a prompt; 0 gives the first step its whole score.
 
     step_scores: float[B, T], read where ``ends`` (bool[B, T]) is.
     """

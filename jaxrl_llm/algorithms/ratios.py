@@ -1,8 +1,8 @@
 """Importance ratios as clamped logarithms [B, T], and the corrections for what the sampler did differently.
 
-Three policies stand behind one token: the live one (pi), the one at the start of the batch's updates (old), and what the
-engine really sampled from (mu). ``r = pi / old`` is the ratio that surrogates clip; ``w = old / mu`` is the gap between
-training and inference, which corrections weight by; ``pi / mu = r w``.
+Three policies stand behind one token: the live one (pi), the one at the start of the batch's updates (old), and what
+the engine really sampled from (mu). ``r = pi / old`` is the ratio that surrogates clip; ``w = old / mu`` is the gap
+between training and inference, which corrections weight by; ``pi / mu = r w``.
 """
 
 import dataclasses
@@ -69,9 +69,9 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
     """``w = old / mu`` of each token, the product over its sequence, or their geometric mean; [B, T] or [B, 1].
 
     Sums are taken of logarithms, and the exponential once, at the end. A product grows with length: 0.012 nats a token
-    are a factor of 3.3 after 100 tokens. TRL, verl and slime mean the product by "sequence", ms-swift the geometric mean.
-    Only the product, without a cap, makes the loss what it would be in expectation on samples of the old policy; by token,
-    prefixes stay the sampler's, at less variance.
+    are a factor of 3.3 after 100 tokens. TRL, verl and slime mean the product by "sequence", ms-swift the geometric
+    mean. Only the product, without a cap, makes the loss what it would be in expectation on samples of the old policy;
+    by token, prefixes stay the sampler's, at less variance.
     """
     log_w = log_mismatch(at, owner)
     if level == "token":
@@ -104,8 +104,8 @@ class TruncatedIS:
 class MaskedIS:
     """``w`` where ``low <= w <= high``, else 0: masked importance sampling; with (0.5, 5) by token it is IcePop.
 
-    What is masked stays in the counts that the loss is divided by, as in TRL and OpenRLHF; verl's rejection rewrites the
-    mask, so that its counts shrink.
+    What is masked stays in the counts that the loss is divided by, as in TRL and OpenRLHF; verl's rejection rewrites
+    the mask, so that its counts shrink.
     """
 
     low: float = 0.5
@@ -124,7 +124,8 @@ class MaskedIS:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceMask:
-    """Each token's ``w`` in sequences whose geometric mean of w lies in [low, high], else 0 (ProRL v2.1's seq-mask-tis).
+    """Each token's ``w`` in sequences whose geometric mean of w lies in [low, high], else 0 (ProRL v2.1's
+    seq-mask-tis).
 
     Sequences that are left out stay in the counts.
     """
@@ -143,10 +144,11 @@ class SequenceMask:
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicySequenceMask:
-    """0 for sequences with ``A_i < 0`` and ``mean_t (mu - logp) > delta``, else 1: DeepSeek-V3.2 (arXiv 2512.02556, eq. 9).
+    """0 for sequences with ``A_i < 0`` and ``mean_t (mu - logp) > delta``, else 1: DeepSeek-V3.2 (arXiv 2512.02556, eq.
+    9).
 
-    It multiplies the policy term only; the KL and the counts stay. The paper publishes no delta; 0.5 nats is TRL's advice.
-    Where advantages differ by token, A_i is their mean.
+    It multiplies the policy term only; the KL and the counts stay. The paper publishes no delta; 0.5 nats is TRL's
+    advice. Where advantages differ by token, A_i is their mean.
     """
 
     delta: float = 0.5

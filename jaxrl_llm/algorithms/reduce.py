@@ -1,7 +1,8 @@
 """From per-token losses [B, T] to a scalar: what one token weighs. The choice decides all length bias.
 
 Every reducer divides by the optimiser step's *global* counts, so summing over microbatches and devices gives the same
-number as one large batch. ``sequence_count`` leaves out rows with no valid token (verl and OpenRLHF do; TRL counts them).
+number as one large batch. ``sequence_count`` leaves out rows with no valid token (verl and OpenRLHF do; TRL counts
+them).
 
 =================  =========================  ====================================
 reducer            weight of one token        used by
@@ -13,8 +14,8 @@ ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
 =================  =========================  ====================================
 
 Sums and constants climb the expected reward, whatever the baseline b. SequenceMean climbs ``E[(R - b) / L]``, so that b
-matters: right answers gain by being short, wrong ones by being long. TokenMean does the same by the group's mean length,
-of which each completion moves its own share only.
+matters: right answers gain by being short, wrong ones by being long. TokenMean does the same by the group's mean
+length, of which each completion moves its own share only.
 """
 
 import dataclasses
@@ -35,13 +36,16 @@ class Reducer:
         """What a valid token weighs: a scalar, or [B, 1] by sequence; ``lengths`` [B, 1] are those of the sequences."""
         raise NotImplementedError
 
-    def __call__(self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
+    def __call__(
+        self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array
+    ) -> jax.Array:
         """loss and mask [B, T], counts scalars; returns a scalar.
 
         Raises:
           ValueError: a wrong rank or shape.
         """
-        loss, mask = floating(loss, "loss"), numeric(mask, "mask")
+        loss = floating(loss, "loss")
+        mask = numeric(mask, "mask")
         ranked(2, loss=loss)
         shaped(loss.shape, mask=mask)
         ranked(0, token_count=token_count, sequence_count=sequence_count)
@@ -81,8 +85,8 @@ class SequenceSum(Reducer):
 class ConstantLength(Reducer):
     """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded (arXiv 2503.20783).
 
-    ``length`` is the generation budget in tokens, the same for all of training; None waits for the trainer to put in the
-    run's.
+    ``length`` is the generation budget in tokens, the same for all of training; None waits for the trainer to put in
+    the run's.
     """
 
     length: int | None
@@ -107,19 +111,24 @@ def totals(*arrays: jax.Array) -> list[jax.Array]:
     """The sum of each array, all of one shape, in one pass over memory where the compiler can.
 
     XLA fuses several sums of one pass by itself for GPUs and TPUs, and then with what made their operands; for CPUs it
-    writes each operand down first, unless one reduction takes them all. The barrier keeps that reduction whole where only
-    some of its sums are used.
+    writes each operand down first, unless one reduction takes them all. The barrier keeps that reduction whole where
+    only some of its sums are used.
     """
     return jax.lax.platform_dependent(*arrays, cpu=_sum_together, default=lambda *xs: [jnp.sum(x) for x in xs])
 
 
 @totals.defjvp
-def _totals_jvp(arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+def _totals_jvp(
+    arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[list[jax.Array], list[jax.Array]]:
     # A sum is its own derivative; a reduction of several operands has no rule in JAX.
     return totals(*arrays), [jnp.sum(x) for x in tangents]
 
 
 def _sum_together(*arrays: jax.Array) -> list[jax.Array]:
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
-    add = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]
+
+    def add(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> list[jax.Array]:
+        return [a + b for a, b in zip(left, right, strict=True)]
+
     return jax.lax.optimization_barrier(jax.lax.reduce(list(arrays), zeros, add, tuple(range(arrays[0].ndim))))

@@ -33,6 +33,7 @@ class Surrogate:
     Attributes:
       reads_ratio: it uses ``log_ratio``.
       reads_sampler: it weights by the sampler's log-probabilities itself, so that no correction may do so again.
+      reads: names of further arrays [B, T] that it finds in ``Tokens.extras``; in a run they are the sampler's.
       reads_kl_coef: the KL coefficient is its own: there is no KL to a reference.
       whole_sequences: its value is one number for each sequence, which only SequenceSum adds up as its paper does.
       idle: what of it does nothing while every ratio is 1, in words; empty where that makes no difference.
@@ -40,6 +41,7 @@ class Surrogate:
 
     reads_ratio = True
     reads_sampler = False
+    reads: tuple[str, ...] = ()
     reads_kl_coef = False
     whole_sequences = False
     idle = ""
@@ -64,8 +66,8 @@ class Likelihood(Surrogate):
 class Unclipped(Surrogate):
     """``-r A``: the surrogate objective itself (arXiv 1707.06347, eq. 6).
 
-    However old the samples are, its expected gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``, which is
-    the expected reward's at the old policy, and anywhere for completions of one token; not of longer ones.
+    However old the samples are, its expected gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``, which
+    is the expected reward's at the old policy, and anywhere for completions of one token; not of longer ones.
     """
 
     def __call__(self, at: Tokens) -> jax.Array:
@@ -163,9 +165,9 @@ class SAPO(Surrogate):
 class MirrorDescent(Surrogate):
     """``(A - tau sum_t log r_t)^2 / (2 tau)`` for each sequence: Kimi k1.5 (arXiv 2501.12599, eq. 2 and 3).
 
-    With A = R - mean(R) in place of ``R - tau log Z``, as the paper does. The paper's loss has no ``1 / (2 tau)``; with it
-    the gradient is minus its equation 3. The value is spread as value / L over a sequence's L tokens, so that SequenceSum
-    adds it up once.
+    With A = R - mean(R) in place of ``R - tau log Z``, as the paper does. The paper's loss has no ``1 / (2 tau)``; with
+    it the gradient is minus its equation 3. The value is spread as value / L over a sequence's L tokens, so that
+    SequenceSum adds it up once.
     """
 
     tau: float = 1.0
@@ -184,7 +186,8 @@ class MirrorDescent(Surrogate):
 
 @dataclasses.dataclass(frozen=True)
 class MiniRL(Surrogate):
-    """``-M sg[min(pi / mu, cap)] A logp``: "Stabilizing reinforcement learning with LLMs" (arXiv 2512.01374, eq. 5 to 7).
+    """``-M sg[min(pi / mu, cap)] A logp``: "Stabilizing reinforcement learning with LLMs" (arXiv 2512.01374, eq. 5 to
+    7).
 
     The weight is against the sampler, the clip against the old policy: M is 0 where PPO's clip would cut the gradient.
     """
@@ -216,8 +219,8 @@ class PenaltyKL(Surrogate):
 
     The paper's penalty is the exact KL(old || policy) over the vocabulary. That needs the old logits, which are never
     held, so this is its k3 estimate from the sampled token: never negative, unbiased under the old policy, in value and
-    in gradient. beta is the algorithm's ``kl_coef``, so that a controller can move it (``kl.AdaptiveKL``). It is no KL to
-    a reference.
+    in gradient. beta is the algorithm's ``kl_coef``, so that a controller can move it (``kl.AdaptiveKL``). It is no KL
+    to a reference.
     """
 
     reads_kl_coef = True

@@ -28,6 +28,7 @@ class Tokens(NamedTuple):
       ref_logp: the reference, nats; None where there is none.
       log_ratio: the algorithm's log importance ratio [B, T] or [B, 1], with gradient; None until its ratio has made it.
       kl_coef: scalar, the KL coefficient in force.
+      extras: what else the pieces read, by name, without gradient.
     """
 
     logp: jax.Array
@@ -38,10 +39,13 @@ class Tokens(NamedTuple):
     ref_logp: jax.Array | None = None
     log_ratio: jax.Array | None = None
     kl_coef: Any = 0.0
+    extras: dict[str, jax.Array] | None = None
 
     @property
     def lengths(self) -> jax.Array:
-        """Valid tokens of each sequence, [B, 1]; counted as integers, which compilers do without writing the mask down."""
+        """Valid tokens of each sequence, [B, 1]; counted as integers, which compilers do without writing the mask
+        down.
+        """
         return jnp.sum(self.mask > 0, axis=1, keepdims=True, dtype=jnp.int32).astype(self.mask.dtype)
 
     def total(self, x: jax.Array) -> jax.Array:
@@ -68,12 +72,19 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     if advantages.shape not in (logp.shape[:1], logp.shape):
         raise ValueError(f"advantages must be [B] or [B, T] of {logp.shape}, got shape {advantages.shape}")
     dtype = jnp.float64 if logp.dtype == jnp.float64 else jnp.float32
-    clean = lambda x, name: jnp.where(keep, jnp.maximum(floating(x, name).astype(dtype), LOWEST_LOGP), 0)
+
+    def clean(x: Any, name: str) -> jax.Array:
+        return jnp.where(keep, jnp.maximum(floating(x, name).astype(dtype), LOWEST_LOGP), 0)
+
     logp = clean(logp, "logp")
     given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
     if given["old_logp"] is None:
         given["old_logp"] = jax.lax.stop_gradient(logp)
-    at = Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef)
+    extras = {}
+    for name, x in (batch.extras or {}).items():
+        shaped(logp.shape, **{name: x})
+        extras[name] = jax.lax.stop_gradient(jnp.where(keep, numeric(x, name).astype(dtype), 0))
+    at = Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef, extras=extras)
     counts = keep if advantages.ndim == 2 else at.lengths > 0
     advantages = jnp.where(counts, advantages.astype(dtype).reshape(counts.shape), 0)
     return at._replace(advantages=jax.lax.stop_gradient(advantages))

@@ -10,7 +10,8 @@ from jaxrl_llm.algorithms.contracts import count, flags, floating, ranked, shape
 
 def returns(advantages: Any, values: Any) -> jax.Array:
     """``A_t + V_t`` [B, T]: the targets of the value loss, from advantages that are not whitened (arXiv 1506.02438)."""
-    advantages, values = floating(advantages, "advantages"), floating(values, "values")
+    advantages = floating(advantages, "advantages")
+    values = floating(values, "values")
     ranked(2, advantages=advantages)
     shaped(advantages.shape, values=values)
     return jax.lax.stop_gradient(advantages + values.astype(advantages.dtype))
@@ -21,8 +22,8 @@ def value_loss(
 ) -> jax.Array:
     """``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
 
-    The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's whole
-    loss is ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.
+    The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's
+    whole loss is ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.
 
     Args:
       values: float[B, T], with gradient.
@@ -39,8 +40,12 @@ def value_loss(
     ranked(2, values=values)
     keep = flags(mask, values.shape, "mask")
     shaped(values.shape, targets=targets, old_values=old_values)
-    clean = lambda x, name: jnp.where(keep, floating(x, name).astype(values.dtype), 0)
-    value, target = clean(values, "values"), jax.lax.stop_gradient(clean(targets, "targets"))
+
+    def clean(x: Any, name: str) -> jax.Array:
+        return jnp.where(keep, floating(x, name).astype(values.dtype), 0)
+
+    value = clean(values, "values")
+    target = jax.lax.stop_gradient(clean(targets, "targets"))
     loss = (value - target) ** 2
     if clip is not None:
         if old_values is None or not clip > 0:

@@ -107,7 +107,8 @@ def dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
-    name, rest = arguments[0], arguments[1:]
+    name = arguments[0]
+    rest = arguments[1:]
     if name == "--version":
         from jaxrl_llm import __version__
 

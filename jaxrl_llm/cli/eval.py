@@ -8,9 +8,9 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy, Trained, find_run, load_policy
+from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
-from jaxrl_llm.rollout.settings import Sampling
 from jaxrl_llm.signals import farewell
 from jaxrl_llm.tasks import Task, dated
 
@@ -112,7 +112,7 @@ def test(
     import jax
     import jax.numpy as jnp
 
-    from jaxrl_llm.evaluate import evaluate as run_evaluation
+    from jaxrl_llm.evaluate import Questions, evaluate
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
@@ -137,18 +137,8 @@ def test(
             model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))
             engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
-            found = run_evaluation(
-                engine,
-                model,
-                policy.tokenizer,
-                options.task,
-                problems,
-                scorer,
-                sampling,
-                options.samples,
-                options.seed,
-                progress.status,
-            )
+            asked = Questions(options.task, problems, options.samples, options.seed)
+            found = evaluate(engine, model, policy.tokenizer, asked, scorer, sampling, progress.status)
     return policy, found, notes
 
 
@@ -182,11 +172,12 @@ def max_length(problems: tuple[Any, ...], options: Options, policy: Policy) -> i
     from jaxrl_llm.tasks import encode
 
     longest = max(len(encode(problem, options.task, policy.tokenizer)) for problem in problems)
-    length, positions = longest + options.max_new_tokens, policy.model.config.attention.max_positions
+    length = longest + options.max_new_tokens
+    positions = policy.model.config.attention.max_positions
     configs.require(
         length <= positions,
-        f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, and the "
-        f"model was made for {positions}: lower it by {length - positions}",
+        f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, and "
+        f"the model was made for {positions}: lower it by {length - positions}",
     )
     return length
 

@@ -10,8 +10,8 @@ from jaxrl_llm.folders import prepare_libraries, writable
 
 USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR
 
-Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer. DIR must not
-exist, or be empty."""
+Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer. DIR
+must not exist, or be empty."""
 
 
 def export(arguments: list[str]) -> int:

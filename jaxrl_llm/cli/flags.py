@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 
+
 def suggest(name: str, known: Sequence[str], more: str = "") -> str:
     """The nearest known name as a question, or all of them."""
     close = difflib.get_close_matches(name, known, 1, 0.5)

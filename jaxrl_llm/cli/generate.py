@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.cli.policy import Policy, find_run, load_policy
+from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
-from jaxrl_llm.rollout.settings import Sampling
 
 USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
 

@@ -24,8 +24,13 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg or .png; needs matplotlib)
 jaxrl-llm train CONFIG --help lists the fields."""
-MISSING = "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
-HELP = "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --json, --plot and --recipe: jaxrl-llm plan --help."
+MISSING = (
+    "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
+)
+HELP = (
+    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --json, --plot and --recipe: "
+    "jaxrl-llm plan --help."
+)
 
 
 def plan(arguments: list[str]) -> int:
@@ -53,7 +58,9 @@ def plan(arguments: list[str]) -> int:
     from jaxrl_llm.plan.planning import plan as plan_one
 
     compiling = devices is not None and not asked["--quick"]
-    made = plan_one(run, config, machine, devices, asked["--mean_tokens"], compiling, compiling and asked["--largest"], status)
+    made = plan_one(
+        run, config, machine, devices, asked["--mean_tokens"], compiling, compiling and asked["--largest"], status
+    )
     status("")
     show(made, source, asked)
     return 0
@@ -68,7 +75,9 @@ def options(arguments: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in ("--search", "--quick", "--largest")}
     found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
     if not found["--topology"]:
-        raise InputError("plan needs a machine: --topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)")
+        raise InputError(
+            "plan needs a machine: --topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
+        )
     for flag, default in (("--slices", 1), ("--mean_tokens", None)):
         text = take(arguments, flag.replace("_", "-"), True)
         if text is not None and not (text.isdigit() and int(text)):

@@ -49,16 +49,17 @@ DECIDE_THE_MODEL = ("model", "learner", "rollout", "mesh", "seed")
 
 
 def find_run(name: str, problems: bool = False) -> Trained | None:
-    """The run that ``RUN`` or ``RUN@STEP`` names; None where it is something else (a model's directory has a config.json too).
+    """The run that ``RUN`` or ``RUN@STEP`` names; None where it is something else (a model's directory has a
+    config.json too).
 
     Args:
       name: as it was given.
-      problems: whether its task is needed whole, so that the files of a person's own classes are run. Otherwise what is not
-        about the model may be ``Unsaveable`` in parts.
+      problems: whether its task is needed whole, so that the files of a person's own classes are run. Otherwise what is
+        not about the model may be ``Unsaveable`` in parts.
 
     Raises:
-      InputError: there is neither a run nor a model of this name; the run has no such checkpoint, is of another version, or
-        its config.json does not hold what is needed.
+      InputError: there is neither a run nor a model of this name; the run has no such checkpoint, is of another
+        version, or its config.json does not hold what is needed.
     """
     directory, _ = configs.split_step(name)
     path = directory / "config.json"

@@ -14,17 +14,16 @@ from jaxrl_llm.models.pretrained import check_name
 
 USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--field value ...]
 
-CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which goes on.
---from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of that are the same.
-jaxrl-llm train CONFIG --help lists the fields with their values.
+CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
+goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
+that are the same. jaxrl-llm train CONFIG --help lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
-    "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run with the "
-    "weights of another. "
-    "--distributed.coordinator HOST:PORT --distributed.processes N --distributed.process I runs it on several hosts: "
-    "docs/hosts.md. "
-    "TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."
+    "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
+    "with the weights of another. --distributed.coordinator HOST:PORT --distributed.processes N "
+    "--distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names of the loss's "
+    "settings are understood too: docs/dialects.md."
 )
 
 OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
@@ -39,7 +38,8 @@ def train(arguments: list[str]) -> int:
     prepare_libraries()
     found = configs.find_config(given)
     settings = found.run
-    fresh, recipe = take(arguments, "--fresh", False), take(arguments, "--recipe", True)
+    fresh = take(arguments, "--fresh", False)
+    recipe = take(arguments, "--recipe", True)
     start = take(arguments, "--from", True)
     distributed = take_distributed(arguments)
     if recipe:
@@ -64,7 +64,8 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
     Raises:
       InputError: one is given twice or has no value, or an override begins as verl's do and is none that is known.
     """
-    found, rest = {}, []
+    found = {}
+    rest = []
     while arguments:
         argument = arguments.pop(0)
         name, equals, value = argument.partition("=")

@@ -35,6 +35,6 @@ def refuse_readers(run: Run, cause: str) -> None:
         )
     if any(isinstance(shape, RelativeLength) for shape in run.recipe.shaping):
         raise InputError(
-            f"{cause}, but recipe.shaping RelativeLength rewards short answers that are right: give the task its answers "
-            "and a verifier, or take it out"
+            f"{cause}, but recipe.shaping RelativeLength rewards short answers that are right: give the task its "
+            "answers and a verifier, or take it out"
         )

@@ -1,7 +1,7 @@
 """A person's own Python beside a configuration: found as long as the process lives, and named in the run's config.json.
 
-Reading a run runs none of it unless the run has values of own classes. Then the files that config.json records are run, as
-the configuration itself was: a run that a stranger gives you is as much a program as a stranger's configuration.
+Reading a run runs none of it unless the run has values of own classes. Then the files that config.json records are run,
+as the configuration itself was: a run that a stranger gives you is as much a program as a stranger's configuration.
 """
 
 import dataclasses
@@ -92,7 +92,9 @@ def _home(module: ModuleType) -> Path | None:
 
 
 def own_modules(value: Any) -> dict[str, str]:
-    """Files of the modules, not of this package, in which classes of the values inside ``value`` are defined, by name."""
+    """Files of the modules, not of this package, in which classes of the values inside ``value`` are defined, by
+    name.
+    """
     kinds = {type(part) for part in parts_of(value) if dataclasses.is_dataclass(part)}
     names = {kind.__module__ for kind in kinds if not is_ours(kind)}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names - {"__main__"})}
@@ -179,5 +181,7 @@ def _moved(path: Path, folder: Path) -> Path:
         return path
     here = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
     if not here.is_file():
-        raise InputError(f"it has classes of {path}, which is not there any more: go to the folder that has it as {here}")
+        raise InputError(
+            f"it has classes of {path}, which is not there any more: go to the folder that has it as {here}"
+        )
     return here.absolute()

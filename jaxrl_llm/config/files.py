@@ -60,7 +60,8 @@ def load_config(name: str) -> tuple[str, Run]:
 
 
 def find_config(name: str) -> Found:
-    """As ``load_config``, with where it came from. A run's directory, or the config.json in it, means that run, which lies there.
+    """As ``load_config``, with where it came from. A run's directory, or the config.json in it, means that run, which
+    lies there.
 
     Raises:
       InputError: there is none, or it cannot be read; the line says what to do.
@@ -74,7 +75,11 @@ def find_config(name: str) -> Found:
         path = config_folder() / f"{name}.py"
     if not path.is_file():
         close = difflib.get_close_matches(name, config_names(), 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(config_names())}, or give a .py file or a run"
+        hint = (
+            f"did you mean {close[0]}?"
+            if close
+            else f"there are {', '.join(config_names())}, or give a .py file or a run"
+        )
         raise InputError(f"no configuration {name!r}: {hint}")
     module = execute(path)
     require(isinstance(getattr(module, "config", None), Run), f"{path} must set config = Run(...)")
@@ -108,7 +113,8 @@ def find_start(name: str) -> Start:
 
 
 def _saved(path: Path) -> Found:
-    saved, directory = read(path), path.parent
+    saved = read(path)
+    directory = path.parent
     run = whole(saved.run, str(path))
     if path.name == "config.json":
         run = dataclasses.replace(run, run_dir=str(directory))

@@ -1,4 +1,6 @@
-"""What of a run's settings does nothing, or something else than one might think; and the remedy. Said when the run begins."""
+"""What of a run's settings does nothing, or something else than one might think; and the remedy. Said when the run
+begins.
+"""
 
 import math
 
@@ -25,10 +27,11 @@ def inert(run: Run) -> list[str]:
 def _at_ratio_one(run: Run) -> list[str]:
     """What waits for the policy to differ from the one that it is compared with.
 
-    In a batch of one update the live policy is the old one, token for token, and, unless sampling runs ahead, the one that
-    sampled. Tokens of earlier steps are compared with the policy of their own time.
+    In a batch of one update the live policy is the old one, token for token, and, unless sampling runs ahead, the one
+    that sampled. Tokens of earlier steps are compared with the policy of their own time.
     """
-    algorithm, stale = run.recipe.algorithm, run.rollout.collect.staleness > 0
+    algorithm = run.recipe.algorithm
+    stale = run.rollout.collect.staleness > 0
     surrogate = algorithm.surrogate
     against_sampler = algorithm.ratio.anchor == "sampler"
     waiting = {
@@ -56,8 +59,11 @@ def _learns_earlier(run: Run) -> bool:
 
 
 def _more_updates(run: Run) -> str:
-    """The flag that makes several updates of a batch: the paper's count, where that leaves minibatches of two groups."""
-    prompts, paper = run.rollout.prompts, run.recipe.paper
+    """The flag that makes several updates of a batch: the paper's count, where that leaves minibatches of two
+    groups.
+    """
+    prompts = run.rollout.prompts
+    paper = run.recipe.paper
     wanted = paper.count if paper is not None and paper.count > 1 else USUAL_MINIBATCHES
     return "--learner.epochs 2" if prompts == 1 else f"--learner.minibatches {max(2, min(wanted, prompts // 2))}"
 
@@ -75,7 +81,8 @@ def _without_gap(run: Run) -> list[str]:
 
     A loss without a ratio leaves tokens of earlier steps to its correction.
     """
-    correction, surrogate = run.recipe.algorithm.correction, run.recipe.algorithm.surrogate
+    correction = run.recipe.algorithm.correction
+    surrogate = run.recipe.algorithm.surrogate
     needed = run.rollout.collect.staleness > 0 or (_learns_earlier(run) and not surrogate.reads_ratio)
     if correction is None or needed:
         return []
@@ -87,11 +94,13 @@ def _without_gap(run: Run) -> list[str]:
 
 def _too_late(run: Run) -> list[str]:
     """What begins after the run has ended."""
-    recipe, updates = run.recipe, run.steps * run.learner.updates
+    recipe = run.recipe
+    updates = run.steps * run.learner.updates
     lines = [
         f"recipe.resets.{name} {every} never comes in {run.steps} steps"
         for name, every in (
-            ("reference_every", recipe.resets.reference_every), ("optimiser_every", recipe.resets.optimiser_every)
+            ("reference_every", recipe.resets.reference_every),
+            ("optimiser_every", recipe.resets.optimiser_every),
         )
         if every > run.steps
     ]
@@ -103,8 +112,11 @@ def _too_late(run: Run) -> list[str]:
 
 def _short_memory(run: Run) -> list[str]:
     """An optimiser that begins anew before its first moment has averaged over as many gradients as it can."""
-    every, optimiser, learner = run.recipe.resets.optimiser_every, run.learner.optimiser, run.learner
-    updates, memory = every * run.learner.updates, round(1 / (1 - optimiser.b1))
+    every = run.recipe.resets.optimiser_every
+    optimiser = run.learner.optimiser
+    learner = run.learner
+    updates = every * run.learner.updates
+    memory = round(1 / (1 - optimiser.b1))
     if not 0 < updates < memory or every > run.steps:
         return []
     when = "update" if updates == 1 else f"{updates} updates"
@@ -121,14 +133,16 @@ def _short_memory(run: Run) -> list[str]:
 
 def _rewards(run: Run) -> list[str]:
     """Punishments that punish nothing, and filters that read something else than they are known for."""
-    recipe, lines = run.recipe, []
+    recipe = run.recipe
+    lines = []
     verified = any(isinstance(reward, Accuracy) for reward in run.scoring.rewards)
     if recipe.filter_groups and not verified:
         lines.append("no Accuracy among the rewards: groups are filtered by reward")
     if recipe.overlong_share and recipe.overlong_weight is None:
         lines.append(
             f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
-            "--recipe.overlong_weight W takes W away at the end of the budget (half of what lies between right and wrong)"
+            "--recipe.overlong_weight W takes W away at the end of the budget (half of what lies between right "
+            "and wrong)"
         )
     if recipe.drop_truncated and overlong_weight(run):
         lines.append(

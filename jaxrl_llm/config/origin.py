@@ -1,4 +1,6 @@
-"""Where a run came from: what its config.json records beside the settings, so that it can be found again from elsewhere."""
+"""Where a run came from: what its config.json records beside the settings, so that it can be found again from
+elsewhere.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -48,7 +50,9 @@ class Origin:
         return [folder for folder in (*beside, Path(self.folder)) if folder.is_dir()]
 
     def to_json(self) -> dict[str, Any]:
-        """What config.json has beside the settings: ``origin``, and ``from`` where the run began with another's weights."""
+        """What config.json has beside the settings: ``origin``, and ``from`` where the run began with another's
+        weights.
+        """
         origin = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
         return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
 
@@ -73,7 +77,9 @@ def located(run: Run, origin: Origin, directory: Path | None = None) -> Run:
         folders.append(directory.absolute().parent.parent)
     task = _with_source(run.task, folders)
     tested = run.evaluation.task
-    evaluation = run.evaluation if tested is None else dataclasses.replace(run.evaluation, task=_with_source(tested, folders))
+    evaluation = (
+        run.evaluation if tested is None else dataclasses.replace(run.evaluation, task=_with_source(tested, folders))
+    )
     return dataclasses.replace(run, model=_found(run.model, folders), task=task, evaluation=evaluation)
 
 

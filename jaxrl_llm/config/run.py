@@ -59,8 +59,8 @@ class Scoring:
     """How completions are scored.
 
     Attributes:
-      rewards: named parts, or functions of your own (``jaxrl_llm.rewards.forms`` says which); the reward is their weighted
-        sum.
+      rewards: named parts, or functions of your own (``jaxrl_llm.rewards.forms`` says which); the reward is their
+        weighted sum.
       workers: processes for rewards that may hang or crash.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
       on_error: what such a completion, or one whose reward raises, scores.
@@ -111,9 +111,13 @@ class Run:
 
 def resolved(run: Run) -> Run:
     """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant, a
-    correction for tokens that an older policy sampled where sampling runs ahead, the size of the overlong punishment, and the
-    reward as what a filter of groups reads where accuracy is no part of it: groups that could all teach would be thrown away."""
-    rollout, recipe, algorithm, reads = run.rollout, run.recipe, run.recipe.algorithm, run.recipe.filter_groups
+    correction for tokens that an older policy sampled where sampling runs ahead, the size of the overlong punishment,
+    and the reward as what a filter of groups reads where accuracy is no part of it: groups that could all teach would
+    be thrown away."""
+    rollout = run.rollout
+    recipe = run.recipe
+    algorithm = run.recipe.algorithm
+    reads = run.recipe.filter_groups
     if reads == "accuracy" and not any(isinstance(reward, Accuracy) for reward in run.scoring.rewards):
         reads = "reward"
     if rollout.temperature is None:
@@ -130,8 +134,8 @@ def resolved(run: Run) -> Run:
 def overlong_weight(run: Run) -> float:
     """What the recipe's punishment of long completions takes away at the end of the budget; 0 where it takes nothing.
 
-    Unless the recipe says it, half of what lies between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of the
-    2 between +1 and -1. Without an ``Accuracy`` nothing says how far that is.
+    Unless the recipe says it, half of what lies between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of
+    the 2 between +1 and -1. Without an ``Accuracy`` nothing says how far that is.
     """
     recipe = run.recipe
     if not recipe.overlong_share:
@@ -143,6 +147,7 @@ def overlong_weight(run: Run) -> float:
 
 def dated(run: Run, day: str) -> Run:
     """The run with what templates that read the clock are to see as today, where its tasks do not say so themselves."""
-    task, tested = tasks.dated(run.task, day), run.evaluation.task
+    task = tasks.dated(run.task, day)
+    tested = run.evaluation.task
     evaluation = dataclasses.replace(run.evaluation, task=None if tested is None else tasks.dated(tested, day))
     return dataclasses.replace(run, task=task, evaluation=evaluation)

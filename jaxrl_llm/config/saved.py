@@ -207,7 +207,8 @@ def reloads(run: Run) -> bool:
 
 def changes(old: Run, new: Run) -> list[str]:
     """Fields that differ, as ``name: old -> new``."""
-    before, after = flat(to_json(old)), flat(to_json(new))
+    before = flat(to_json(old))
+    after = flat(to_json(new))
     names = sorted(before.keys() | after.keys())
     # As text, since nan is not equal to itself.
     return [

@@ -17,8 +17,9 @@ MAX_SEED = 1 << 24
 """Seeds from here on would repeat the random numbers of smaller ones."""
 
 LEAST_STEP = 2.0**-13
-"""Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size where they are.
-Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M: 0.19)."""
+"""Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size where they
+are. Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M:
+0.19)."""
 
 
 def require(fine: bool, message: str) -> None:
@@ -45,13 +46,15 @@ def validate(run: Run) -> None:
 
 def rewards(run: Run) -> tuple[Reward, ...]:
     """The configured rewards, and the recipe's punishment of completions near the length limit."""
-    longest, weight = run.rollout.max_new_tokens, overlong_weight(run)
+    longest = run.rollout.max_new_tokens
+    weight = overlong_weight(run)
     cache = round(run.recipe.overlong_share * longest)
     return run.scoring.rewards + ((SoftOverlong(longest, cache, weight),) if cache and weight else ())
 
 
 def _check_counts(run: Run) -> None:
-    rollout, learner = run.rollout, run.learner
+    rollout = run.rollout
+    learner = run.learner
     for name, value in {
         "steps": run.steps,
         "rollout.prompts": rollout.prompts,
@@ -99,11 +102,12 @@ def _check_rollout(run: Run) -> None:
         "completions of each prompt",
     )
     require(0 < rollout.top_p <= 1, f"rollout.top_p must be above 0 and at most 1, got {rollout.top_p}")
-    truncates, kept = rollout.top_k > 0 or rollout.top_p < 1, run.learner.keep_sampling_mask
+    truncates = rollout.top_k > 0 or rollout.top_p < 1
+    kept = run.learner.keep_sampling_mask
     require(
         kept or not truncates,
-        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy than the one that "
-        "learns; set learner.keep_sampling_mask True, or set rollout.top_k 0 and rollout.top_p 1",
+        f"rollout.top_k {rollout.top_k} and top_p {rollout.top_p}: a truncated sampler is another policy than the "
+        "one that learns; set learner.keep_sampling_mask True, or set rollout.top_k 0 and rollout.top_p 1",
     )
     require(
         truncates or not kept,
@@ -117,7 +121,8 @@ def _check_staleness(run: Run) -> None:
     require(staleness in (0, 1), f"rollout.collect.staleness must be 0 or 1, got {staleness}")
     require(
         not run.mesh.rollout or staleness,
-        f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set rollout.collect.staleness 1",
+        f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set "
+        "rollout.collect.staleness 1",
     )
 
 
@@ -175,7 +180,11 @@ def _check_lora(lora: Lora) -> None:
     require(lora.rank >= 0, f"learner.lora.rank must be at least 0 (0 trains the whole model), got {lora.rank}")
     require(lora.alpha > 0, f"learner.lora.alpha must be above 0, got {lora.alpha}")
     known = bool(lora.targets) and set(lora.targets) <= set(ADAPTABLE) and len(set(lora.targets)) == len(lora.targets)
-    require(known, f"learner.lora.targets must be some of {', '.join(ADAPTABLE)}, each once; got {', '.join(lora.targets) or 'none'}")
+    require(
+        known,
+        f"learner.lora.targets must be some of {', '.join(ADAPTABLE)}, each once; got "
+        f"{', '.join(lora.targets) or 'none'}",
+    )
 
 
 def _check_rounding(learner: Learner) -> None:
@@ -185,8 +194,9 @@ def _check_rounding(learner: Learner) -> None:
     step = optimiser.learning_rate * (MUON_RMS if optimiser.name == "muon" else 1.0)
     require(
         learner.dtype != "bfloat16" or learner.lora.rank > 0 or step >= LEAST_STEP,
-        f"learner.dtype 'bfloat16' rounds away steps of {step:g} (learner.optimiser.learning_rate {optimiser.learning_rate:g}): "
-        f"set learner.dtype float32 and learner.compute_dtype bfloat16, or learner.lora.rank above 0",
+        f"learner.dtype 'bfloat16' rounds away steps of {step:g} (learner.optimiser.learning_rate "
+        f"{optimiser.learning_rate:g}): set learner.dtype float32 and learner.compute_dtype bfloat16, or "
+        "learner.lora.rank above 0",
     )
 
 
@@ -209,25 +219,27 @@ def _check_recipe(run: Run) -> None:
     algorithm = recipe.algorithm
     require(
         not (isinstance(algorithm.kl, K1) and algorithm.kl_in == "loss" and algorithm.kl_coef),
-        f"recipe.algorithm.kl K1 with kl_coef {algorithm.kl_coef} in the loss pulls nowhere, since its expected gradient is 0: take "
-        "kl.K2() or kl.K3Plus(), set kl_in 'reward', or kl_coef 0",
+        f"recipe.algorithm.kl K1 with kl_coef {algorithm.kl_coef} in the loss pulls nowhere, since its expected "
+        "gradient is 0: take kl.K2() or kl.K3Plus(), set kl_in 'reward', or kl_coef 0",
     )
     estimator = algorithm.advantage
     missing = [name for name in ("values", "step_rewards") if name in estimator.needs]
     require(
         not missing,
-        f"recipe.algorithm.advantage {type(estimator).__name__} needs {' and '.join(missing)}, which this trainer does not "
-        "make: take an estimator of outcome rewards, such as GroupZScore",
+        f"recipe.algorithm.advantage {type(estimator).__name__} needs {' and '.join(missing)}, which this trainer "
+        "does not make: take an estimator of outcome rewards, such as GroupZScore",
     )
     weights = getattr(estimator, "weights", ())
     require(
         not weights or len(weights) == len(rewards(run)),
-        f"recipe.algorithm.advantage.weights has {len(weights)} entries for {len(rewards(run))} rewards: give one for each",
+        f"recipe.algorithm.advantage.weights has {len(weights)} entries for {len(rewards(run))} rewards: give one "
+        "for each",
     )
     require(
         not (estimator.several and recipe.shaping),
-        f"recipe.shaping {', '.join(type(shape).__name__ for shape in recipe.shaping)} changes the sum of the rewards, and "
-        f"{type(estimator).__name__} looks at each alone: set recipe.shaping (), or take another estimator",
+        f"recipe.shaping {', '.join(type(shape).__name__ for shape in recipe.shaping)} changes the sum of the "
+        f"rewards, and {type(estimator).__name__} looks at each alone: set recipe.shaping (), or take another "
+        "estimator",
     )
     require(
         recipe.controller is None or recipe.algorithm.kl_coef > 0,
@@ -284,14 +296,16 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
     """Refuse a mesh that the devices or the batch do not fit; before any weight is loaded."""
     require(
         processes == 1 or not run.mesh.rollout,
-        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set it to 0",
+        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set "
+        "it to 0",
     )
     data, fsdp, tensor = run.mesh.sizes(devices)
-    rows, row_tokens = run.learner.microbatch_rows, run.learner.row_tokens
+    rows = run.learner.microbatch_rows
+    row_tokens = run.learner.row_tokens
     require(
         row_tokens % tensor == 0,
-        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so its positions would lie whole on each of "
-        f"these devices: make it a multiple of {tensor}, or 0 to choose",
+        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so its positions would lie "
+        f"whole on each of these devices: make it a multiple of {tensor}, or 0 to choose",
     )
     require(
         rows % (data * fsdp) == 0,
@@ -302,9 +316,11 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
 
 def validate_on_model(run: Run, model: ModelConfig) -> None:
     """Refuse prompts and completions that are longer than what the model was made for; before anything is compiled."""
-    rollout, positions = run.rollout, model.attention.max_positions
+    rollout = run.rollout
+    positions = model.attention.max_positions
     require(
         rollout.max_length <= positions,
-        f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} and rollout.max_new_tokens {rollout.max_new_tokens} need "
-        f"{rollout.max_length} positions, and the model was made for {positions}: lower one by {rollout.max_length - positions}",
+        f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} and rollout.max_new_tokens {rollout.max_new_tokens} "
+        f"need {rollout.max_length} positions, and the model was made for {positions}: lower one by "
+        f"{rollout.max_length - positions}",
     )

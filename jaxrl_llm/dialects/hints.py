@@ -1,4 +1,5 @@
-"""Names of settings that are not the loss's, as TRL, verl, transformers and peft have them, and where the same is set here.
+"""Names of settings that are not the loss's, as TRL, verl, transformers and peft have them, and where the same is set
+here.
 
 They are told, not translated: units and meanings differ. Names of older versions of this package stand here too.
 """
@@ -17,10 +18,16 @@ FIELDS: dict[str, tuple[str, str]] = {
     # Batches.
     "train_batch_size": ("rollout.prompts", "prompts, each with rollout.group completions"),
     "generation_batch_size": ("rollout.prompts", "prompts, each with rollout.group completions"),
-    "per_device_train_batch_size": ("learner.microbatch_rows", "of all devices; rollout.prompts is how many prompts a step has"),
+    "per_device_train_batch_size": (
+        "learner.microbatch_rows",
+        "of all devices; rollout.prompts is how many prompts a step has",
+    ),
     "ppo_micro_batch_size": ("learner.microbatch_rows", "of all devices"),
     "ppo_micro_batch_size_per_gpu": ("learner.microbatch_rows", "of all devices"),
-    "gradient_accumulation_steps": ("learner.microbatch_rows", "as many microbatches as an update needs are accumulated"),
+    "gradient_accumulation_steps": (
+        "learner.microbatch_rows",
+        "as many microbatches as an update needs are accumulated",
+    ),
     "steps_per_generation": ("learner.minibatches", "updates of each batch"),
     "ppo_mini_batch_size": ("learner.minibatches", "how many there are, not how large they are"),
     "num_iterations": ("learner.epochs", ""),
@@ -92,14 +99,15 @@ SENTENCES: dict[str, str] = {
     "val_files": "problems to test on are evaluation.task of the configuration's file",
     "reward_funcs": "rewards are scoring.rewards of the configuration's file, functions too",
     "reward_weights": "each of scoring.rewards has its weight in the configuration's file",
-    "resume_from_checkpoint": "the same command goes on; --from RUN[@STEP] begins a new run with the weights of another",
-    "resume_mode": "the same command goes on; --from RUN[@STEP] begins a new run with the weights of another",
+    "resume_from_checkpoint": "the same command goes on; --from RUN[@STEP] begins a new run with another's weights",
+    "resume_mode": "the same command goes on; --from RUN[@STEP] begins a new run with another's weights",
 }
 """What to do in place of settings that no field means."""
 
 
 def hint(name: str) -> tuple[str, str]:
-    """(the field that means it, "" for none; what else to say) for a name of another trainer; both empty if it is not known.
+    """(the field that means it, "" for none; what else to say) for a name of another trainer; both empty if it is not
+    known.
 
     >>> hint("learner.lr"), hint("actor_rollout_ref.rollout.n")
     (('learner.optimiser.learning_rate', ''), ('rollout.group', ''))

@@ -65,7 +65,8 @@ def check_range(
       InputError: the spelling ``level`` changed the ratio's level, the loss is clipped, and its range is not ``said``
         by the spellings ``bounds``.
     """
-    now, was = fields["ratio"].level, before.ratio.level
+    now = fields["ratio"].level
+    was = before.ratio.level
     if level in given and now != was and isinstance(fields["surrogate"], CLIPPED) and not said:
         usual = ("3e-4", "4e-4") if now == "sequence" else ("0.2", "0.2")
         remedy = " ".join(SPELLINGS[name].typed(value) for name, value in zip(bounds, usual, strict=True))

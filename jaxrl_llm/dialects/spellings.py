@@ -198,8 +198,8 @@ VERL = (
         ACTOR + "kl_loss_type",
         PENALTY,
         "`kl`, `k1` K1; `mse`, `k2` K2; `low_var_kl`, `k3` K3(clip=10); `k3+` K3Plus",
-        "needs a KL in the loss; `k1+` is refused: `k2` has its gradient. A run refuses `k1`, whose expected gradient in the "
-        "loss is 0. verl shows `k3+` clipped at 10",
+        "needs a KL in the loss; `k1+` is refused: `k2` has its gradient. A run refuses `k1`, whose expected "
+        "gradient in the loss is 0. verl shows `k3+` clipped at 10",
     ),
     _verl(
         "algorithm.use_kl_in_reward",

@@ -32,7 +32,8 @@ def translate(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
             raise InputError(f"no spelling {name}: docs/dialects.md lists those that are known")
     if len({SPELLINGS[name].dialect for name in settings}) > 1:
         one, other = (next(name for name in settings if SPELLINGS[name].dialect == d) for d in ("TRL", "verl"))
-        foreign, stranger = _typed({one: settings[one]}), _typed({other: settings[other]})
+        foreign = _typed({one: settings[one]})
+        stranger = _typed({other: settings[other]})
         raise InputError(f"{foreign} is TRL's and {stranger} verl's: use one dialect in a command")
     try:
         return _changed(recipe, settings)
@@ -45,8 +46,13 @@ def translate(recipe: Recipe, settings: Mapping[str, str]) -> Recipe:
 
 def explain(recipe: Recipe, settings: Mapping[str, str]) -> list[str]:
     """One line for each spelling: what it became in the translated recipe."""
-    said = lambda field: shown(getattr(recipe if hasattr(recipe, field) else recipe.algorithm, field))
-    fields = lambda name: [f for f in SPELLINGS[name].fields if f != "kl_in" or recipe.algorithm.kl is not None]
+
+    def said(field: str) -> str:
+        return shown(getattr(recipe if hasattr(recipe, field) else recipe.algorithm, field))
+
+    def fields(name: str) -> list[str]:
+        return [f for f in SPELLINGS[name].fields if f != "kl_in" or recipe.algorithm.kl is not None]
+
     return [
         f"{_typed({name: value})}: {', '.join(f'{field} {said(field)}' for field in fields(name))}"
         for name, value in settings.items()

@@ -77,7 +77,8 @@ def _level(fields: Fields, given: Given) -> Fields:
 
 
 def _bounds(fields: Fields, given: Given) -> Fields:
-    low, high = given.number("epsilon"), given.number("epsilon_high")
+    low = given.number("epsilon")
+    high = given.number("epsilon_high")
     if not isinstance(fields["surrogate"], CISPO):
         return with_bounds(fields["surrogate"], given, ("epsilon", "epsilon_high"), low, low if high is None else high)
     if low is not None:
@@ -153,7 +154,8 @@ def _correction(fields: Fields, given: Given) -> Fields:
     switch, mode, highest, older, lowest = (
         SAMPLING + name for name in ("correction", "mode", "clip_max", "cap", "clip_min")
     )
-    details, on = given.first(mode, highest, older, lowest), given.switch(switch)
+    details = given.first(mode, highest, older, lowest)
+    on = given.switch(switch)
     if on is False:
         return (
             {"correction": None}
@@ -167,7 +169,8 @@ def _correction(fields: Fields, given: Given) -> Fields:
     if highest in given and older in given:
         given.refuse(older, f"it is the older name of --{highest}: leave one out")
     level, masked = given.choice(mode, MODES, {})
-    low, high = given.number(lowest, optional=True), given.number(highest, given.number(older, 3.0))
+    low = given.number(lowest, optional=True)
+    high = given.number(highest, given.number(older, 3.0))
     if masked:
         return {"correction": MaskedIS(low or 0.0, high, level)}
     if low:

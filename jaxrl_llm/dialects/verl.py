@@ -81,7 +81,8 @@ def change(recipe: Recipe, given: Given) -> Recipe:
 
 def _filter(reads: str | bool, given: Given) -> str | bool:
     """What the filter of groups reads: verl's metric, else what it read before."""
-    on, metric = given.switch(FILTER), given.choice(METRIC, METRICS, NO_METRICS)
+    on = given.switch(FILTER)
+    metric = given.choice(METRIC, METRICS, NO_METRICS)
     on = bool(reads) if on is None else on
     if metric is not None and not on:
         given.refuse(METRIC, f"nothing reads it without {FILTER}=True: add that, or leave it out")
@@ -112,7 +113,8 @@ def _mode(fields: Fields, given: Given) -> Fields:
 
 
 def _reduce(fields: Fields, given: Given) -> Fields:
-    reduce, mode = given.choice(AGGREGATION, AGGREGATIONS, NO_AGGREGATIONS), given.texts.get(MODE)
+    reduce = given.choice(AGGREGATION, AGGREGATIONS, NO_AGGREGATIONS)
+    mode = given.texts.get(MODE)
     if mode not in BY_SEQUENCE:
         return {} if reduce is None else {"reduce": reduce}
     if reduce not in (None, SequenceMean()):
@@ -125,7 +127,8 @@ def _reduce(fields: Fields, given: Given) -> Fields:
 def _bounds(fields: Fields, given: Given) -> Fields:
     if CLIP in given:
         given.refuse(CLIP, f"verl itself does not read it, since its other two have defaults: write {LOW} and {HIGH}")
-    low, high = given.number(LOW), given.number(HIGH)
+    low = given.number(LOW)
+    high = given.number(HIGH)
     surrogate = fields["surrogate"]
     if not isinstance(surrogate, CISPO):
         return with_bounds(surrogate, given, (LOW, HIGH), low, high)
@@ -153,7 +156,8 @@ def _kl(fields: Fields, given: Given) -> Fields:
     if fields["surrogate"].reads_kl_coef:
         given.refuse(name, f"the KL of {kind(fields['surrogate'])} is none to a reference: leave it out")
     place = fields["kl_in"] if fields["kl"] is not None else None
-    in_loss, in_reward = given.switch(IN_LOSS), given.switch(IN_REWARD)
+    in_loss = given.switch(IN_LOSS)
+    in_reward = given.switch(IN_REWARD)
     in_loss = place == "loss" if in_loss is None else in_loss
     # A KL in the reward with the coefficient 0 gives way to one in the loss.
     in_reward = place == "reward" and not (in_loss and not fields["kl_coef"]) if in_reward is None else in_reward
@@ -175,7 +179,8 @@ def _kl_in_loss(fields: Fields, given: Given) -> Fields:
 
 
 def _kl_in_reward(fields: Fields, given: Given) -> Fields:
-    name, estimator = given.first(IN_REWARD, REWARD_COEF), fields["advantage"]
+    name = given.first(IN_REWARD, REWARD_COEF)
+    estimator = fields["advantage"]
     if name is None:
         return {}
     if isinstance(estimator, Whitened) and estimator.baseline == "group":
@@ -191,7 +196,8 @@ def _kl_in_reward(fields: Fields, given: Given) -> Fields:
 
 def _correction(fields: Fields, given: Given) -> Fields:
     levels = {"token": "token", "sequence": "sequence"} | dict.fromkeys((*NOTHING, "None"), "none")
-    level, cap = given.choice(LEVEL, levels, {}), given.number(CAP)
+    level = given.choice(LEVEL, levels, {})
+    cap = given.number(CAP)
     now = fields["correction"]
     if level is None and cap is None:
         return {}

@@ -4,12 +4,14 @@ from jaxrl_llm.lazy import attach
 from jaxrl_llm.learner.settings import Learner, Optimiser
 
 __all__ = [
+    "Forward",
     "Layout",
     "Learner",
     "Optimiser",
     "Packed",
+    "PolicyGradient",
     "Sample",
-    "completion_logps",
+    "Training",
     "create_state",
     "learn",
     "make_update",
@@ -19,7 +21,7 @@ __all__ = [
 
 __getattr__ = attach(
     __name__,
-    {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "batch"}
-    | {"completion_logps": "epochs", "create_state": "epochs", "learn": "epochs"}
-    | {"make_update": "update", "to_samples": "samples"},
+    {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "packing"}
+    | {"Forward": "forward", "PolicyGradient": "objectives", "Training": "epochs", "learn": "epochs"}
+    | {"create_state": "state", "make_update": "update", "to_samples": "samples"},
 )

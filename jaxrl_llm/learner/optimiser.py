@@ -1,4 +1,6 @@
-"""The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights; and the learning rate."""
+"""The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights; and the learning
+rate.
+"""
 
 import functools
 import math
@@ -22,14 +24,22 @@ class Offloaded(NamedTuple):
 
 def learning_rate(config: Optimiser) -> optax.Schedule:
     """Learning rate as a function of the optimiser updates done so far."""
-    peak, warmup = config.learning_rate, config.warmup
-    begin, end = max(config.decay[0], warmup), config.decay[1]
-    pieces, bounds = [optax.constant_schedule(peak)], []
+    peak = config.learning_rate
+    warmup = config.warmup
+    begin = max(config.decay[0], warmup)
+    end = config.decay[1]
+    pieces = [optax.constant_schedule(peak)]
+    bounds = []
     if warmup:
-        pieces, bounds = [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), *pieces], [warmup]
+        pieces = [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), *pieces]
+        bounds = [warmup]
     if config.schedule != "constant":
-        fall = {"cosine": optax.cosine_decay_schedule, "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps)}
-        pieces, bounds = [*pieces, fall[config.schedule](peak, end - begin)], [*bounds, begin]
+        fall = {
+            "cosine": optax.cosine_decay_schedule,
+            "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
+        }
+        pieces = [*pieces, fall[config.schedule](peak, end - begin)]
+        bounds = [*bounds, begin]
     schedule = optax.join_schedules(pieces, bounds)
     # optax mixes the integer count with floats, which strict promotion refuses.
     return lambda updates: schedule(jnp.asarray(updates, jnp.float32))
@@ -67,14 +77,18 @@ def _adam(config: Optimiser) -> optax.GradientTransformation:
 
 
 def _adafactor(config: Optimiser) -> optax.GradientTransformation:
-    """Second moments of matrices as rows times columns, their decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
+    """Second moments of matrices as rows times columns, their decay rising to b2 as 1 - t ** -0.8; momentum unless b1
+    is 0.
 
-    Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it; those with fewer
-    than 128 rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, there is no relative step size; steps are not
-    clipped.
+    Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it; those with
+    fewer than 128 rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, there is no relative step size;
+    steps are not clipped.
     """
     fold = functools.partial(jax.tree.map_with_path, _folded)
-    decay = lambda step, _: jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
+
+    def decay(step: jax.Array, _: Any) -> jax.Array:
+        return jnp.minimum(1.0 - (step + 1.0) ** -0.8, config.b2)
+
     scale = optax.scale_by_factored_rms(epsilon=config.eps**2, decay_rate_fn=decay)
     momentum = _kept_in(optax.ema(config.b1), "ema", config.momentum_dtype) if config.b1 else optax.identity()
 
@@ -86,7 +100,9 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
 
 
 def _muon(config: Optimiser) -> optax.GradientTransformation:
-    """Momentum of each layer's matrices, orthogonalised (Muon, arXiv 2502.16982); Adam for embeddings, head, norms, biases."""
+    """Momentum of each layer's matrices, orthogonalised (Muon, arXiv 2502.16982); Adam for embeddings, head, norms,
+    biases.
+    """
 
     def axes(params: Any) -> Any:
         return jax.tree.map_with_path(_dimension_numbers, params)
@@ -153,12 +169,16 @@ def _is_decayed(name: str) -> bool:
 
 def on_device(tree: Any) -> Any:
     """Inside jit: what lies in the host's memory is fetched."""
-    return jax.tree.map(lambda x: x if _space(x) == jax.memory.Space.Device else jax.device_put(x, jax.memory.Space.Device), tree)
+    return jax.tree.map(
+        lambda x: x if _space(x) == jax.memory.Space.Device else jax.device_put(x, jax.memory.Space.Device), tree
+    )
 
 
 def as_before(tree: Any, like: Any) -> Any:
     """Inside jit: every array back in the memory where its counterpart in ``like`` lies."""
-    return jax.tree.map(lambda x, y: x if _space(y) == jax.memory.Space.Device else jax.device_put(x, _space(y)), tree, like)
+    return jax.tree.map(
+        lambda x, y: x if _space(y) == jax.memory.Space.Device else jax.device_put(x, _space(y)), tree, like
+    )
 
 
 def _space(x: jax.Array) -> jax.memory.Space:

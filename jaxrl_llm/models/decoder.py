@@ -47,8 +47,13 @@ class Decoder(nnx.Module):
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
     """Every parameter of the architecture as a nested dict of shapes."""
-    a, L, D, F = config.attention, config.layers, config.width, config.mlp_width
-    N, K, H = a.heads, a.kv_heads, a.head_dim
+    a = config.attention
+    L = config.layers
+    D = config.width
+    F = config.mlp_width
+    N = a.heads
+    K = a.kv_heads
+    H = a.head_dim
     attn = {"q": (L, D, N, H), "k": (L, D, K, H), "v": (L, D, K, H), "o": (L, N, H, D)}
     if a.bias:
         attn |= {"q_bias": (L, N, H), "k_bias": (L, K, H), "v_bias": (L, K, H)}
@@ -96,7 +101,8 @@ def _unwrap(weights: Weights) -> dict[str, Any]:
 
 
 class Adapter(nnx.Module):
-    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] below the path of each (models/lora.py).
+    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] below the path of each
+    (models/lora.py).
 
     Attributes:
       scale: static; a weight becomes ``W + scale * a @ b``.
@@ -115,7 +121,9 @@ def merged(w: Weights) -> Weights:
     parameters = _unwrap(w)
     for part, names in _unwrap(w.adapter.weights).items():
         for name, factors in names.items():
-            parameters[part][name] = layers.low_rank(parameters[part][name], factors["a"], factors["b"], w.adapter.scale)
+            parameters[part][name] = layers.low_rank(
+                parameters[part][name], factors["a"], factors["b"], w.adapter.scale
+            )
     return Weights(parameters)
 
 
@@ -131,7 +139,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
     """One layer on x [B, S, D]; ``angles`` [B, S, H / 2] turn queries and keys, ``attend`` knows mask and cache."""
     norm = functools.partial(layers.rms_norm, norm=config.norm)
-    pre, post = config.norm.placement != "post", config.norm.placement != "pre"
+    pre = config.norm.placement != "post"
+    post = config.norm.placement != "pre"
     h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     with jax.named_scope("attention"):
         h = activation(_attention(w.attn, config, h, angles, attend), "residual")
@@ -150,8 +159,10 @@ def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array,
         q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
     if w.has("q_norm"):
         norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
-        q, k = norm(q, w.q_norm[...], config.norm), norm(k, w.k_norm[...], config.norm)
-    q, k = layers.rotate(q, angles), layers.rotate(k, angles)
+        q = norm(q, w.q_norm[...], config.norm)
+        k = norm(k, w.k_norm[...], config.norm)
+    q = layers.rotate(q, angles)
+    k = layers.rotate(k, angles)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
     out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
@@ -183,7 +194,8 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
       rows: R rows of S tokens.
       compute: how; the model's weights are of its dtype already.
     """
-    config, positions = model.config, jnp.asarray(rows.positions)
+    config = model.config
+    positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
 
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:

@@ -138,7 +138,8 @@ def _attributes(file: _File) -> dict[str, Any]:
     attributes |= {"vocab_size": int(shapes[EMBEDDING][1]), "tie_word_embeddings": "output.weight" not in shapes}
     attributes |= _rope_scaling(file, architecture) | _token_ids(file)
     if "query_pre_attn_scalar" in family.defaults:
-        width, heads = attributes["hidden_size"], attributes["num_attention_heads"]
+        width = attributes["hidden_size"]
+        heads = attributes["num_attention_heads"]
         largest = attributes["num_hidden_layers"] == _LARGEST[family.model_type]
         attributes["query_pre_attn_scalar"] = width // heads if largest else attributes.get("head_dim", width // heads)
     return attributes
@@ -237,7 +238,8 @@ def _tokenizer(file: _File, max_length: int) -> Any | None:
         raise InputError(
             f"the tokenizer model {kind!r} cannot be rebuilt; load the model from a Hugging Face directory"
         )
-    tokens, kinds = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
+    tokens = file.value("tokenizer.ggml.tokens")
+    kinds = file.value("tokenizer.ggml.token_type")
     pre = file.value("tokenizer.ggml.pre", "gpt-2")
     ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in
            (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))}  # fmt: skip

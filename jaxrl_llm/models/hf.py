@@ -87,7 +87,10 @@ def new_directory(target: str | os.PathLike) -> Iterator[Path]:
         raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    remove = lambda *reason: shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(*reason: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
     try:
         with farewell(remove):
             folder.chmod(0o755)

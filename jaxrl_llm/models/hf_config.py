@@ -66,7 +66,8 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     InputError where the family's config.json has no words for one of the values.
     """
-    family, values = FAMILIES[config.family], _flatten(config)
+    family = FAMILIES[config.family]
+    values = _flatten(config)
     written = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
     written |= {name: values[FIELDS[name]] for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
@@ -143,7 +144,8 @@ def _read_activation(known: Mapping[str, Any]) -> str:
 
 
 def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    layers, kinds = range(known["num_hidden_layers"]), known.get("layer_types")
+    layers = range(known["num_hidden_layers"])
+    kinds = known.get("layer_types")
     size = known.get("sliding_window") if known.get("use_sliding_window", True) else None
     if kinds is None:
         kinds = ["sliding_attention" if family.slides(known, i) else "full_attention" for i in layers]

@@ -1,6 +1,8 @@
 """The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,10 @@ MASKED = -1e30
 def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """``einsum`` of two arrays whose sums and result are float32 (float64 for float64), whatever the arrays are.
 
-    XLA's CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time. There the operands are
-    float32 first, which loses nothing: float32 holds the product of two bfloat16 numbers. The choice is made where a program
-    is lowered, so that others keep their mixed products, and can be compiled where they cannot run.
+    XLA's CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time. There the
+    operands are float32 first, which loses nothing: float32 holds the product of two bfloat16 numbers. The choice is
+    made where a program is lowered, so that others keep their mixed products, and can be compiled where they cannot
+    run.
     """
     return _mixed(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _product(letters, x, y)
 
@@ -34,7 +37,9 @@ def _widened(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    of = lambda form: functools.partial(form, letters)
+    def of(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return functools.partial(form, letters)
+
     return jax.lax.platform_dependent(x, y, cpu=of(_widened), default=of(_product))
 
 
@@ -44,7 +49,9 @@ def _mixed_forward(letters: str, x: jax.Array, y: jax.Array) -> tuple[jax.Array,
 
 def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     # What JAX would derive through the choice saves the operands of both forms.
-    back = lambda form: lambda x, y, g: jax.vjp(functools.partial(form, letters), x, y)[1](g)
+    def back(form: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return lambda x, y, g: jax.vjp(functools.partial(form, letters), x, y)[1](g)
+
     return jax.lax.platform_dependent(*saved, g, cpu=back(_widened), default=back(_product))
 
 
@@ -55,8 +62,8 @@ _mixed.defvjp(_mixed_forward, _mixed_back)
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [B, S, D] times w [D, ...].
 
-    Its own gradient to the weights is the same product with its operands the other way round: what JAX derives made CPUs
-    transpose the wide gradient of an MLP, and compute the activation's twice for it.
+    Its own gradient to the weights is the same product with its operands the other way round: what JAX derives made
+    CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it.
     """
     return jnp.tensordot(x, w, 1)
 
@@ -67,7 +74,9 @@ def _project(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ja
 
 def _project_back(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    return jnp.tensordot(g, w, (tuple(range(2, g.ndim)), tuple(range(1, w.ndim)))), jnp.tensordot(x, g, ((0, 1), (0, 1)))
+    return jnp.tensordot(g, w, (tuple(range(2, g.ndim)), tuple(range(1, w.ndim)))), jnp.tensordot(
+        x, g, ((0, 1), (0, 1))
+    )
 
 
 project.defvjp(_project, _project_back)
@@ -88,7 +97,9 @@ def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
 
 
 def low_rank(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """``w + scale * a @ b`` of w [in.., out..], a [in.., r] and b [r, out..], added in float32, returned in w's dtype."""
+    """``w + scale * a @ b`` of w [in.., out..], a [in.., r] and b [r, out..], added in float32, returned in w's
+    dtype.
+    """
     change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
     return (w.astype(jnp.float32) + scale * change).astype(w.dtype)
 
@@ -119,7 +130,8 @@ def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.n
     if not isinstance(scaling, Llama3Rope):
         return frequencies / scaling
     turns = scaling.original_positions * frequencies / (2 * np.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
@@ -127,7 +139,8 @@ def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.n
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotary embedding of x [..., heads, H] by angles [..., H / 2], halves paired as Hugging Face does."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    cos = jnp.cos(angles)[..., None, :]
+    sin = jnp.sin(angles)[..., None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 

@@ -19,7 +19,9 @@ TIED, UNTIED = "pcd,vd->pcv", "pcd,dv->pcv"
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What is static of the last layer: products as einsum letters, soft cap, positions at a time, what is differentiated."""
+    """What is static of the last layer: products as einsum letters, soft cap, positions at a time, what is
+    differentiated.
+    """
 
     letters: str
     cap: float | None
@@ -43,18 +45,47 @@ class Chosen(NamedTuple):
     count: Any
 
 
+class Positions(NamedTuple):
+    """What the backward pass knows of each position, [P, N] or a chunk of it.
+
+    Attributes:
+      g_logp: gradient to its log-probability.
+      g_entropy: to its entropy.
+      total: logsumexp of its logits.
+      among: that of those kept.
+      entropy: nats.
+      targets: int32, the token.
+      kept: uint32[..., ceil(V / 32)], or None.
+    """
+
+    g_logp: Any
+    g_entropy: Any
+    total: Any
+    among: Any
+    entropy: Any
+    targets: Any
+    kept: Any
+
+
 def token_logprobs(
-    model: Decoder, hidden: jax.Array, targets: jax.Array, temperature: jax.Array | float, chunk: int = CHUNK,
-    kept: jax.Array | None = None, count: jax.Array | int | None = None, entropy_gradient: bool = True,
+    model: Decoder,
+    hidden: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array | float,
+    chunk: int = CHUNK,
+    kept: jax.Array | None = None,
+    count: jax.Array | int | None = None,
+    entropy_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of its whole distribution, at the sampling temperature.
 
     Where the sampler cut tokens off, ``kept`` says which it kept: the log-probability is then that of the target among
     those (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), for policies that have moved too. The entropy stays the whole
-    distribution's, as the sampler reports it: it compares between runs, and a bonus on it can bring back what was cut off.
+    distribution's, as the sampler reports it: it compares between runs, and a bonus on it can bring back what was cut
+    off.
 
-    The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms the
-    logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V.
+    The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
+    the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V.
     The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
 
     Args:
@@ -63,21 +94,26 @@ def token_logprobs(
       targets: int32[P, N].
       temperature: logits are divided by it; above 0, not differentiated.
       chunk: positions at a time.
-      kept: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything. None cuts
-        nothing.
+      kept: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything. None
+        cuts nothing.
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
       entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
 
     Returns:
       ``logp`` and ``entropy``, float32[P, N], in nats.
     """
-    config, weights, total = model.config, model.weights, hidden.shape[1]
+    config = model.config
+    weights = model.weights
+    total = hidden.shape[1]
     head = weights.embed[...] if config.tied_embeddings else weights.head[...]
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
     static = Head(TIED if config.tied_embeddings else UNTIED, config.logit_softcap, size, entropy_gradient)
-    fill = lambda x: jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
+
     count = jnp.asarray(total if count is None else count, jnp.int32)
     chosen = Chosen(fill(jnp.asarray(targets)), None if kept is None else fill(jnp.asarray(kept)), None, count)
     chosen = chosen._replace(temperature=jnp.asarray(temperature, _wide(hidden)))
@@ -90,7 +126,9 @@ def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen) 
     return _forward(static, hidden, head, chosen)[0]
 
 
-def _forward(static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _forward(
+    static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
     head = _gathered(static, head)
 
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -107,11 +145,11 @@ def _forward(static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen) -
 def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
     hidden, head, chosen, total, among, entropy = saved
     given = static.letters[4:6]
-    per_position = (*cotangents, total, among, entropy, chosen.targets, chosen.kept)
+    per_position = Positions(*cotangents, total, among, entropy, chosen.targets, chosen.kept)
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h, *given_here = _take(index, static.chunk, (hidden, *per_position))
-        slope = _slope(static, *_raw(static, h, head), chosen.temperature, *given_here).astype(h.dtype)
+        h, here = _take(index, static.chunk, (hidden, per_position))
+        slope = _slope(static, *_raw(static, h, head), chosen.temperature, here).astype(h.dtype)
         up = layers.product(f"pcv,{given}->pcd", slope, head).astype(h.dtype)
         down = layers.product(f"pcv,pcd->p{given}", slope, h)
         return _put(index, static.chunk, (out[0],), (up,))[0], out[1] + constrain(down, BATCH, *_layout(static))
@@ -130,7 +168,9 @@ def _wide(x: jax.Array) -> Any:
 
 
 def _gathered(static: Head, head: jax.Array) -> jax.Array:
-    """The head with its vocabulary divided over ``tensor`` only, once before the loop: ``fsdp`` divides the positions."""
+    """The head with its vocabulary divided over ``tensor`` only, once before the loop: ``fsdp`` divides the
+    positions.
+    """
     return constrain(head, *_layout(static))
 
 
@@ -160,12 +200,15 @@ def _raw(static: Head, h: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Ar
 def _statistics(scaled: jax.Array, targets: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, ...]:
     """Log-probability, entropy and logsumexp [P, C] of logits [P, C, V], and the logsumexp among the kept."""
     top = jnp.max(scaled, axis=-1, keepdims=True)
-    # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have in common.
+    # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have in
+    # common.
     apart = scaled - top
     weights = jnp.exp(apart)
     # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
     zero = np.zeros((), scaled.dtype)
-    total, moment = jax.lax.reduce((weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,))
+    total, moment = jax.lax.reduce(
+        (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+    )
     whole = jnp.log(total) + top[..., 0]
     among = whole if kept is None else jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
     chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
@@ -173,25 +216,34 @@ def _statistics(scaled: jax.Array, targets: jax.Array, kept: jax.Array | None) -
 
 
 def _slope(
-    static: Head, raw: jax.Array, capped: jax.Array, temperature: jax.Array, g_logp: jax.Array, g_entropy: jax.Array,
-    total: jax.Array, among: jax.Array, entropy: jax.Array, targets: jax.Array, words: jax.Array | None,
+    static: Head,
+    raw: jax.Array,
+    capped: jax.Array,
+    temperature: jax.Array,
+    here: Positions,
 ) -> jax.Array:
     """Gradient float32[P, C, V] of the logits before the soft cap."""
-    scaled, column = capped / temperature, lambda x: x[..., None]
-    share = jnp.exp(scaled - column(among))
-    if words is not None:
-        share = jnp.where(unpack_kept(words, raw.shape[-1]), share, 0)
-    here = jnp.arange(raw.shape[-1], dtype=jnp.int32)[None, None] == column(targets)
-    slope = column(g_logp) * (here.astype(share.dtype) - share)
+    scaled = capped / temperature
+
+    def column(x: jax.Array) -> jax.Array:
+        return x[..., None]
+
+    share = jnp.exp(scaled - column(here.among))
+    if here.kept is not None:
+        share = jnp.where(unpack_kept(here.kept, raw.shape[-1]), share, 0)
+    target = jnp.arange(raw.shape[-1], dtype=jnp.int32)[None, None] == column(here.targets)
+    slope = column(here.g_logp) * (target.astype(share.dtype) - share)
     if static.entropy_gradient:
-        logp = scaled - column(total)
-        slope = slope - column(g_entropy) * jnp.exp(logp) * (logp + column(entropy))
+        logp = scaled - column(here.total)
+        slope = slope - column(here.g_entropy) * jnp.exp(logp) * (logp + column(here.entropy))
     slope = slope / temperature
     return slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
 
 
 def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
-    """Kept sets uint32[..., ceil(V / 32)] as bool[..., V]; a row of zeros, where no policy sampled, keeps everything."""
+    """Kept sets uint32[..., ceil(V / 32)] as bool[..., V]; a row of zeros, where no policy sampled, keeps
+    everything.
+    """
     places = jnp.arange(32, dtype=jnp.uint32)[(None,) * words.ndim]
     bits = ((words[..., None] >> places) & jnp.uint32(1)) > 0
     return bits.reshape(*words.shape[:-1], -1)[..., :vocab] | jnp.all(words == 0, axis=-1, keepdims=True)

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): ``W + alpha / rank * a @ b`` beside a model that stays as it is.
 
-The sum is formed inside each layer, where the layer runs, so no gradient of a whole stack of weights ever exists: gradients,
-moments, checkpoints and the reference have the adapter's size. The reference is the base under the adapter that training
-began with, which is zero, so it costs no second copy of the weights.
+The sum is formed inside each layer, where the layer runs, so no gradient of a whole stack of weights ever exists:
+gradients, moments, checkpoints and the reference have the adapter's size. The reference is the base under the adapter
+that training began with, which is zero, so it costs no second copy of the weights.
 """
 
 import math
@@ -21,17 +21,21 @@ INPUTS = {"attn/o": 2}
 
 def create(config: ModelConfig, lora: Lora, key: jax.Array) -> Adapter:
     """A float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero."""
-    shapes, parameters = parameter_shapes(config)["blocks"], {}
+    shapes = parameter_shapes(config)["blocks"]
+    parameters = {}
     for index, target in enumerate(lora.targets):
         part, name = target.split("/")
         count, *sizes = shapes[part][name]
-        inputs, outputs = sizes[: INPUTS.get(target, 1)], sizes[INPUTS.get(target, 1) :]
-        a = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank)) / math.sqrt(math.prod(inputs))
+        inputs = sizes[: INPUTS.get(target, 1)]
+        outputs = sizes[INPUTS.get(target, 1) :]
+        a = jax.random.normal(jax.random.fold_in(key, index), (count, *inputs, lora.rank)) / math.sqrt(
+            math.prod(inputs)
+        )
         parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((count, lora.rank, *outputs))}
     return Adapter(lora.alpha / lora.rank, {"blocks": parameters})
 
 
-def attached(base: Decoder | None, policy: Any) -> Decoder:
+def attached(base: Decoder | None, policy: Any) -> Any:
     """The model that ``policy`` stands for: itself without a base, or else the base with this adapter in its layers.
 
     Nothing is computed or copied; ``forward`` adds the two layer by layer.
@@ -52,11 +56,15 @@ def merge(model: Decoder) -> Decoder:
     return from_parameters(model.config, to_parameters(model) | {"blocks": summed})
 
 
+def model_of(state: TrainState, name: str) -> Any:
+    """The model that a role's parameters stand for, or a frozen copy's; a copy of the policy adapts the policy's
+    base.
+    """
+    if name in state.roles:
+        return attached(state.roles[name].base, state.roles[name].params)
+    return attached(state.policy.base, state.frozen[name])
+
+
 def policy_model(state: TrainState) -> Decoder:
     """The live model of a state."""
-    return attached(state.base, state.policy)
-
-
-def reference_model(state: TrainState) -> Decoder | None:
-    """The frozen model of a state, if it has one."""
-    return None if state.reference is None else attached(state.base, state.reference)
+    return model_of(state, "policy")

@@ -12,12 +12,14 @@ from jaxrl_llm.models.builtin import BUILTIN
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
-def load_pretrained(path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
+def load_pretrained(
+    path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None
+) -> tuple[Any, Any | None]:
     """(model, tokenizer or None) of a Hugging Face directory, a ``.gguf`` file, a built-in name or a hub id.
 
-    ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is born in its layout
-    there, and each process reads only what its devices hold; otherwise all are on the default device. InputError, in one
-    line, for whatever cannot be found, read or obeyed.
+    ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is born in its
+    layout there, and each process reads only what its devices hold; otherwise all are on the default device.
+    InputError, in one line, for whatever cannot be found, read or obeyed.
     """
     from jaxrl_llm.models.gguf import load_gguf
     from jaxrl_llm.models.hf import check_dtype, load_directory
@@ -47,7 +49,9 @@ def check_name(name: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"{path} holds no config.json: give a Hugging Face model directory, or a run with its checkpoints")
+            raise InputError(
+                f"{path} holds no config.json: give a Hugging Face model directory, or a run with its checkpoints"
+            )
     elif path.exists():
         if path.suffix != ".gguf":
             raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")

@@ -1,7 +1,7 @@
 """Checkpoint tensors <-> our nested parameters.
 
-Reading goes by slices: each process fetches from the files only what its devices will hold, one device's part of one stacked
-leaf at a time. Writing holds one tensor at a time.
+Reading goes by slices: each process fetches from the files only what its devices will hold, one device's part of one
+stacked leaf at a time. Writing holds one tensor at a time.
 """
 
 import dataclasses
@@ -59,7 +59,9 @@ def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.nda
     return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
 
 
-def read_parameters(config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None) -> dict[str, Any]:
+def read_parameters(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None
+) -> dict[str, Any]:
     """Our nested dict of JAX arrays of one dtype, each laid out on the mesh by the rules of ``sharding``.
 
     Without a mesh they are on the default device. InputError names a missing, unknown or misshapen tensor.
@@ -69,7 +71,8 @@ def read_parameters(config: ModelConfig, stored: Mapping[str, StoredTensor], dty
     from jaxrl_llm.sharding import from_parts, layout_of
 
     check_tensors(config, stored)
-    kind, parameters = jnp.dtype(dtype), {}
+    kind = jnp.dtype(dtype)
+    parameters = {}
     for tensor in tensors_of(config):
         shape = our_shape(tensor, config)
         read = functools.partial(read_part, config, tensor, stored, kind)
@@ -90,7 +93,9 @@ def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
 def read_part(
     config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], dtype: np.dtype, place: tuple[slice, ...]
 ) -> np.ndarray:
-    """The values at ``place`` (start and stop for each dimension) of our parameter, read and converted layer by layer."""
+    """The values at ``place`` (start and stop for each dimension) of our parameter, read and converted layer by
+    layer.
+    """
     names = _names(tensor, config.layers)[place[0] if tensor.layered else slice(None)]
     inner = dict(zip(tensor.axes, place[1:] if tensor.layered else place, strict=True))
     out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
@@ -99,11 +104,17 @@ def read_part(
     return out if tensor.layered else out[0]
 
 
-def _part_of_one(tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice], sizes: Mapping[str, int]) -> np.ndarray:
-    """One layer's values in our axes. Of merged axes only the outer one is cut while reading, for the sake of long runs."""
-    cuts, found = [], dict(sizes)
+def _part_of_one(
+    tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice], sizes: Mapping[str, int]
+) -> np.ndarray:
+    """One layer's values in our axes. Of merged axes only the outer one is cut while reading, for the sake of long
+    runs.
+    """
+    cuts = []
+    found = dict(sizes)
     for word in tensor.hf_axes.split():
-        outer, run = place[word[0]], math.prod(sizes[letter] for letter in word[1:])
+        outer = place[word[0]]
+        run = math.prod(sizes[letter] for letter in word[1:])
         cuts.append(slice(outer.start * run, outer.stop * run))
         found[word[0]] = outer.stop - outer.start
     array = to_ours(tensor, stored.part(tuple(cuts)), found)
@@ -113,7 +124,8 @@ def _part_of_one(tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice
 
 def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of the configuration."""
-    sizes, wanted = axis_sizes(config), {}
+    sizes = axis_sizes(config)
+    wanted = {}
     for tensor in tensors_of(config):
         wanted |= dict.fromkeys(_names(tensor, config.layers), hf_shape(tensor, sizes))
     missing = [name for name in wanted if name not in stored]
@@ -130,7 +142,8 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> No
 
 def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names."""
-    sizes, stored = axis_sizes(config), {}
+    sizes = axis_sizes(config)
+    stored = {}
     for tensor in tensors_of(config):
         leaf = _get(parameters, tensor.path)
         for layer, name in enumerate(_names(tensor, config.layers)):

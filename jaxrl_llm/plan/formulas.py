@@ -4,16 +4,17 @@ import dataclasses
 import math
 
 from jaxrl_llm.config import Run
-from jaxrl_llm.learner.batch import Layout, packed_shapes
+from jaxrl_llm.learner.batch import Layout
+from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.attention import BLOCKS, part_columns
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.layers import layer_windows
-from jaxrl_llm.plan.layout import minibatch
+from jaxrl_llm.stages.programs import minibatch, objectives_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """Weights by what a token does with them.
 
     Attributes:
@@ -27,12 +28,14 @@ class Counts:
     head: int
 
 
-def counts(config: ModelConfig) -> Counts:
+def counts(config: ModelConfig) -> ParameterCounts:
     """Parameters of the architecture."""
     sizes = list(_sizes(parameter_shapes(config)))
     # Norms and biases are added or scaled with: no products.
-    layers = sum(n for path, n in sizes if path.startswith("blocks/") and "norm" not in path and not path.endswith("_bias"))
-    return Counts(sum(n for _, n in sizes), layers, config.width * config.vocab_size)
+    layers = sum(
+        n for path, n in sizes if path.startswith("blocks/") and "norm" not in path and not path.endswith("_bias")
+    )
+    return ParameterCounts(sum(n for _, n in sizes), layers, config.width * config.vocab_size)
 
 
 def _sizes(tree: dict, path: str = "") -> list[tuple[str, int]]:
@@ -59,7 +62,8 @@ def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions:
 
     Pairs are those of ``visible_pairs``: attention is causal, as published counts that say 6 N S D for it are halved.
     """
-    n, a = counts(config), config.attention
+    n = counts(config)
+    a = config.attention
     return 2.0 * n.layers * tokens + 2.0 * n.head * predictions + 4.0 * a.heads * a.head_dim * pairs
 
 
@@ -103,8 +107,10 @@ class Work:
 
 def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None) -> Work:
     """The step's work in microbatches of this layout; ``mean`` tokens of a completion, the longest if not given."""
-    rollout, mean = run.rollout, run.rollout.max_new_tokens if mean is None else mean
-    prompt, groups = rollout.max_prompt_tokens, rollout.prompts
+    rollout = run.rollout
+    mean = run.rollout.max_new_tokens if mean is None else mean
+    prompt = rollout.max_prompt_tokens
+    groups = rollout.prompts
     completions = groups * rollout.group
     own = visible_pairs(config, 0, prompt)
     after = visible_pairs(config, prompt, prompt + mean)
@@ -113,10 +119,13 @@ def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None)
     _, microbatches = packed_shapes(minibatch(run, config.vocab_size, mean), layout)
     share = 1 / run.learner.minibatches
     algorithm = run.recipe.algorithm
-    passes = (run.learner.updates > 1) + (algorithm.needs_reference)
+    needed = {name for objective in objectives_of(run) for name in objective.needs}
+    in_reward = algorithm.needs_reference and not algorithm.kl_in_loss
+    passes = len(needed) + in_reward
     return Work(
         completions, mean, completions * mean, prompts_flops, decode, passes, (prompts_flops + decode) * share,
-        microbatches * layout.rows, layout.row_tokens, microbatches, run.learner.updates, 2 if run.learner.lora.rank else 3,
+        microbatches * layout.rows, layout.row_tokens, microbatches, run.learner.updates,
+        2 if run.learner.lora.rank else 3,
     )  # fmt: skip
 
 
@@ -133,7 +142,9 @@ def attention_share(attention: str, columns: int) -> float:
 
 
 def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> float:
-    """FLOPs that one update really runs over all devices: padded rows, what attention hides too late, what remat repeats."""
+    """FLOPs that one update really runs over all devices: padded rows, what attention hides too late, what remat
+    repeats.
+    """
     tokens = one.rows * one.row_tokens
     pairs = config.layers * one.rows * one.row_tokens**2 * min(attention_share(attention, one.row_tokens), 1.0)
     body = forward_flops(config, tokens, pairs, 0)
@@ -141,4 +152,6 @@ def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> 
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
     repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
     # The head's logits are always computed again in the backward pass.
-    return one.passes * body + REMAT_PASSES[remat] * repeated + (one.passes + 1) * forward_flops(config, 0, 0, predictions)
+    return (
+        one.passes * body + REMAT_PASSES[remat] * repeated + (one.passes + 1) * forward_flops(config, 0, 0, predictions)
+    )

@@ -47,7 +47,11 @@ class Collective:
     def moved(self) -> float:
         """Bytes that one device sends over its links in one run, by a ring."""
         n = self.groups.shape[1]
-        return self.size if self.kind == "collective-permute" else self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+        return (
+            self.size
+            if self.kind == "collective-permute"
+            else self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Program:
 def parse(text: str, devices: int) -> Program:
     """The program of ``compiled.as_text()``."""
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     for line in text.splitlines():
         if current is None and (head := _COMPUTATION.match(line)):
             current = computations.setdefault(head[2], {})
@@ -117,7 +122,9 @@ def _walk(program: Program, name: str, times: float, unknown: tuple[float, ...])
             trips = trip_count(program, program.computations[name], instruction)
             first, rest = (unknown[0], unknown[1:]) if unknown else (1.0, ())
             known = trips is not None
-            yield from _walk(program, called["body"][0], times * (trips if known else first), unknown if known else rest)
+            yield from _walk(
+                program, called["body"][0], times * (trips if known else first), unknown if known else rest
+            )
         elif instruction.operation in ("call", "conditional", "async-start"):
             for names in (names for key, names in called.items() if key != "condition"):
                 for other in names:
@@ -130,7 +137,9 @@ def calls(instruction: Instruction) -> dict[str, list[str]]:
 
 
 def _own(program: Program, name: str, times: float) -> Iterator[Collective]:
-    """Those of one computation and its fusions. One that is spread over several fusions, to overlap, bears one channel."""
+    """Those of one computation and its fusions. One that is spread over several fusions, to overlap, bears one
+    channel.
+    """
     seen: set[tuple[str, str]] = set()
     for instruction, fusion in _flat(program, name, ""):
         kind = instruction.operation.removesuffix("-start")
@@ -202,8 +211,10 @@ def _groups(rest: str, devices: int) -> np.ndarray:
 
 
 def trip_count(program: Program, around: dict[str, Instruction], loop: Instruction) -> int | None:
-    """How often a loop runs: noted by the compiler, or from a counter that is compared with a constant; None for data."""
-    if noted := re.search(r'known_trip_count[^\d]*(\d+)', loop.rest):
+    """How often a loop runs: noted by the compiler, or from a counter that is compared with a constant; None for
+    data.
+    """
+    if noted := re.search(r"known_trip_count[^\d]*(\d+)", loop.rest):
         return int(noted[1])
     called = calls(loop)
     condition, body = (program.computations[called[role][0]] for role in ("condition", "body"))
@@ -211,7 +222,8 @@ def trip_count(program: Program, around: dict[str, Instruction], loop: Instructi
     if compare is None or compare.operation != "compare" or "direction=LT" not in compare.rest:
         return None
     counter, bound = (condition[name] for name in compare.operands)
-    limit, place = _constant(bound), re.search(r"index=(\d+)", counter.rest)
+    limit = _constant(bound)
+    place = re.search(r"index=(\d+)", counter.rest)
     if limit is None or place is None:
         return None
     index = int(place[1])

@@ -53,13 +53,20 @@ CHIPS: dict[str, Chip] = {
         Chip("b200", "gpu", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 50 * GB),
     )
 }
-"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). A TPU's memory is what
-its compiler lets a program use."""
+"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). A TPU's memory is
+what its compiler lets a program use."""
 
 EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x1",
             "a100": "a100:8", "h100": "h100:8", "h200": "h200:8", "b200": "b200:8"}  # fmt: skip
 
-_OTHER_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"}
+_OTHER_NAMES = {
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v5": "v5p",
+    "trillium": "v6e",
+    "ironwood": "tpu7x",
+    "v7x": "tpu7x",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +96,9 @@ class Machine:
     @property
     def name(self) -> str:
         """As on the command line."""
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}" + (f" x {self.slices} slices" if self.slices > 1 else "")
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}" + (
+            f" x {self.slices} slices" if self.slices > 1 else ""
+        )
 
 
 def parse_topology(text: str, slices: int = 1) -> Machine:
@@ -120,7 +129,8 @@ def _hint(text: str) -> str:
     name = match and _OTHER_NAMES.get(match[1], match[1])
     if name not in CHIPS:
         return f"there are {', '.join(EXAMPLES.values())} and other sizes of these"
-    chip, count = CHIPS[name], int(match[2])
+    chip = CHIPS[name]
+    count = int(match[2])
     if chip.platform == "gpu":
         return f"write {name}:{count}"
     chips = count // 2 if name in ("v4", "v5p") and "-" in text else count
@@ -129,9 +139,7 @@ def _hint(text: str) -> str:
 
 def _near_square(count: int, dimensions: int) -> tuple[int, ...]:
     """``count`` as a product of sizes that differ little, smallest first on two dimensions and last on three."""
-    best = min(
-        (sizes for sizes in _products(count, dimensions)), key=lambda sizes: (max(sizes) / min(sizes), sizes)
-    )
+    best = min((sizes for sizes in _products(count, dimensions)), key=lambda sizes: (max(sizes) / min(sizes), sizes))
     return tuple(sorted(best, reverse=dimensions == 3))
 
 

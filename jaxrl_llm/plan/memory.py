@@ -7,10 +7,10 @@ import jax
 from jaxrl_llm.config import Run
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.logprobs import CHUNK
+from jaxrl_llm.plan.arrays import Arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import Work
-from jaxrl_llm.plan.layout import Arrays, bytes_per_device
 from jaxrl_llm.plan.programs import Compiled
-from jaxrl_llm.rollout.ahead import columns_before, prompt_calls
+from jaxrl_llm.plan.sampler import columns_before, prompt_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Memory:
 
 def resident(arrays: Arrays) -> Memory:
     """The state, which is there in both halves; moments that lie in the host's memory take none here."""
-    state, size = arrays.state, bytes_per_device
-    moments = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != "pinned_host"]
-    return Memory(size(state.policy) + size(state.base), size(moments), size(state.reference))
+    state = arrays.state
+    size = bytes_per_device
+    moments = [x for x in jax.tree.leaves(state.policy.opt_state) if x.sharding.memory_kind != "pinned_host"]
+    return Memory(size(state.policy.params) + size(state.policy.base), size(moments), size(state.reference))
 
 
 def learning(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:
@@ -66,7 +67,8 @@ def learning(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled:
 def sampling(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:
     """While it samples: the state (where the same devices learn), other weights, the cache."""
     base = Memory() if run.mesh.rollout else base
-    sampled, cache = bytes_per_device(arrays.sampled), bytes_per_device(arrays.slots)
+    sampled = bytes_per_device(arrays.sampled)
+    cache = bytes_per_device(arrays.slots)
     return dataclasses.replace(base, sampled=sampled, cache=cache, temporary=temporary, compiled=compiled)
 
 
@@ -84,18 +86,24 @@ def prompts_waiting(run: Run) -> int:
 def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, parts: int, share: float) -> float:
     """About what an update needs beside its arguments; a formula, for machines that nothing is compiled for.
 
-    Gradients twice (a microbatch's, and their sum in float32), the policy in the compute type, each layer's input, the widest
-    layer, scores, hidden states and a chunk of logits.
+    Gradients twice (a microbatch's, and their sum in float32), the policy in the compute type, each layer's input, the
+    widest layer, scores, hidden states and a chunk of logits.
     """
-    learner, a = run.learner, config.attention
+    learner = run.learner
+    a = config.attention
     width = 2 if learner.compute_dtype == "bfloat16" else 4
     tokens = learner.microbatch_rows * one.row_tokens / parts
     state = arrays.state
     gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(state.policy))
-    narrow = sum(bytes_per_device(x) * width / x.dtype.itemsize for x in jax.tree.leaves((state.policy, state.base)))
+    narrow = sum(
+        bytes_per_device(x) * width / x.dtype.itemsize
+        for x in jax.tree.leaves((state.policy.params, state.policy.base))
+    )
     layer = tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
-    kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[learner.remat] * config.layers
+    kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[
+        learner.remat
+    ] * config.layers
     keys = min(one.row_tokens, 1024)
     scores = 3 * 4 * tokens * a.heads * share * keys
     hidden = 2 * tokens * config.width * width
@@ -104,11 +112,15 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
 
 
 def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int, share: float) -> float:
-    """About what sampling needs beside weights and cache: logits of its slots, prompts that wait, a cache that grows."""
+    """About what sampling needs beside weights and cache: logits of its slots, prompts that wait, a cache that
+    grows.
+    """
     rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens)
     width = arrays.slots.cache.k.dtype.itemsize
     heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
-    waiting = prompts_waiting(run) * 2 * config.layers * rows * piece * calls * heads * config.attention.head_dim * width
+    waiting = (
+        prompts_waiting(run) * 2 * config.layers * rows * piece * calls * heads * config.attention.head_dim * width
+    )
     logits = 4 * 4 * run.rollout.slots / parts * config.vocab_size * share
     columns = arrays.slot_shape.columns
     # The cache of before, beside the one that it becomes.

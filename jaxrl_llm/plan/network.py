@@ -56,9 +56,12 @@ class Places:
 
 def places(machine: Machine, devices: Iterable[Any]) -> Places:
     """Of described TPU devices, in the order of a program's partitions."""
-    dimensions, devices = len(machine.shape), list(devices)
+    dimensions = len(machine.shape)
+    devices = list(devices)
     return Places(
-        machine, np.array([getattr(d, "slice_index", 0) or 0 for d in devices]), np.array([d.coords[:dimensions] for d in devices])
+        machine,
+        np.array([getattr(d, "slice_index", 0) or 0 for d in devices]),
+        np.array([d.coords[:dimensions] for d in devices]),
     )
 
 
@@ -72,7 +75,8 @@ def traffic(collective: Collective, where: Places) -> Traffic:
 
     Between slices it is thought hierarchical: each device of a slice sends its share out, and the rest stays inside.
     """
-    chip, one = where.machine.chip, collective.groups[0]
+    chip = where.machine.chip
+    one = collective.groups[0]
     outside = len(set(where.slices[one].tolist()))
     inside = len(one) // outside if outside > 1 else len(one)
     both = 2 if collective.kind == "all-reduce" else 1
@@ -88,14 +92,20 @@ def traffic(collective: Collective, where: Places) -> Traffic:
 
 
 def _links(collective: Collective, where: Places) -> float:
-    """Links over which a device can send at one time: two along each closed axis of the torus on which its group lies."""
+    """Links over which a device can send at one time: two along each closed axis of the torus on which its group
+    lies.
+    """
     groups = collective.groups if collective.kind == "collective-permute" else collective.groups[:1]
-    machine, members = where.machine, np.unique(groups)
+    machine = where.machine
+    members = np.unique(groups)
     coordinates = where.coordinates[members]
     if coordinates.shape[1] == 0:
         return 1.0
     axes = [axis for axis in range(coordinates.shape[1]) if len(np.unique(coordinates[:, axis])) > 1]
-    wraps = lambda axis: machine.chip.wrap and machine.shape[axis] % machine.chip.wrap == 0
+
+    def wraps(axis: int) -> bool:
+        return machine.chip.wrap and machine.shape[axis] % machine.chip.wrap == 0
+
     links = sum(2.0 if wraps(axis) else 1.0 for axis in axes) or 1.0
     return min(links, 2.0) if collective.kind == "collective-permute" else links
 

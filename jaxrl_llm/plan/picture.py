@@ -7,7 +7,8 @@ from jaxrl_llm.errors import InputError
 
 GIB = 2.0**30
 COLOURS = {
-    "weights": "#4269d0", "optimiser": "#6c8ae0", "reference": "#97bbf5", "batch": "#9c6b4e", "sampled": "#3ca951", "cache": "#efb118",
+    "weights": "#4269d0", "optimiser": "#6c8ae0", "reference": "#97bbf5", "batch": "#9c6b4e", "sampled": "#3ca951",
+    "cache": "#efb118",
     "temporary": "#ff725c",
 }  # fmt: skip
 """By kind of memory."""
@@ -25,7 +26,9 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(9, 0.9 + 0.95 * len(plans)), layout="constrained")
     axes = figure.add_subplot()
-    most = max(max(p["memory"]["available"], p["memory"]["sampling"]["total"], p["memory"]["learning"]["total"]) for p in plans)
+    most = max(
+        max(p["memory"]["available"], p["memory"]["sampling"]["total"], p["memory"]["learning"]["total"]) for p in plans
+    )
     labels = []
     for number, one in enumerate(plans):
         for offset, half in enumerate(("sampling", "learning")):
@@ -41,7 +44,9 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     shown = [label for label in LABELS.values() if label in handles]
-    figure.legend([handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(
+        [handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False
+    )
     figure.savefig(path)
 
 
@@ -54,7 +59,8 @@ def _bar(axes: Any, y: float, memory: dict[str, float]) -> None:
 
 
 LABELS = {
-    "weights": "weights", "optimiser": "optimiser", "reference": "reference", "batch": "batch", "sampled": "weights to sample from",
+    "weights": "weights", "optimiser": "optimiser", "reference": "reference", "batch": "batch",
+    "sampled": "weights to sample from",
     "cache": "key/value cache", "temporary": "activations, temporaries",
 }  # fmt: skip
 """Names in the legend."""

@@ -8,18 +8,18 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import Run
-from jaxrl_llm.learner.compute import compute_for, layout_for
+from jaxrl_llm.engine.slots import parts_of
+from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.plan import memory, sent
+from jaxrl_llm.plan import collectives, memory
+from jaxrl_llm.plan.arrays import Arrays, abstract_mesh, arrays, bytes_per_device, meshes
 from jaxrl_llm.plan.formulas import Work, counts, work
-from jaxrl_llm.plan.layout import Arrays, abstract_mesh, arrays, bytes_per_device, meshes
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
 from jaxrl_llm.plan.programs import Compiled, compile_one, names, subject
 from jaxrl_llm.plan.roofline import Device, Phase, phases
-from jaxrl_llm.rollout.slots import parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step at least: its parts follow each other, or sampling and learning run side by side on devices of their own."""
+        """Of a step at least: its parts follow each other, or sampling and learning run side by side on devices of
+        their own.
+        """
         learned = sum(p.seconds for p in self.phases if p.name in ("score", "update"))
         sampled = sum(p.seconds for p in self.phases) - learned
         return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
@@ -87,8 +89,11 @@ class Plan:
 
     @property
     def most_slots(self) -> int:
-        """The largest ``rollout.slots`` that fits beside the rest, where temporaries grow as the cache does: they grow less."""
-        free, unit = self.machine.chip.memory - self.sampling.total, self.mesh[0] * self.mesh[1]
+        """The largest ``rollout.slots`` that fits beside the rest, where temporaries grow as the cache does: they grow
+        less.
+        """
+        free = self.machine.chip.memory - self.sampling.total
+        unit = self.mesh[0] * self.mesh[1]
         return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
 
     @property
@@ -96,13 +101,20 @@ class Plan:
         """The largest ``learner.microbatch_rows`` whose activations fit beside the rest; None where it is not known."""
         if "rows" not in self.more:
             return None
-        free, unit = self.machine.chip.memory - self.learning.total, self.mesh[0] * self.mesh[1]
+        free = self.machine.chip.memory - self.learning.total
+        unit = self.mesh[0] * self.mesh[1]
         return max(int((self.run.learner.microbatch_rows + free / self.more["rows"]) // unit * unit), 0)
 
 
 def plan(
-    run: Run, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None, compiling: bool,
-    more: bool = False, say: Callable[[str], None] = lambda text: None,
+    run: Run,
+    config: ModelConfig,
+    machine: Machine,
+    devices: list[Any] | None,
+    mean: int | None,
+    compiling: bool,
+    more: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """A plan for the run.
 
@@ -123,14 +135,16 @@ def plan(
         mesh, where = described if devices is None else meshes(run, devices)
         spots = hosts(machine) if devices is None else places(machine, mesh.devices.flat)
         layout = layout_for(run.learner, compute, run.rollout.max_length, run.rollout.max_new_tokens, mesh)
-        held, todo = arrays(run, config, layout, mesh, where), work(run, config, layout, mean)
+        held = arrays(run, config, layout, mesh, where)
+        todo = work(run, config, layout, mean)
         return _assembled(run, config, machine, sizes, held, todo, compute, spots, {})
     one = subject(run, config, devices)
     done = {}
     for name in names(one):
         say(f"compiling {name} for {machine.name}")
         done[name] = compile_one(one, name)
-    todo, spots = work(run, config, one.programs.layout, mean), places(machine, one.mesh.devices.flat)
+    todo = work(run, config, one.programs.forward.layout, mean)
+    spots = places(machine, one.mesh.devices.flat)
     found = _assembled(run, config, machine, sizes, one.arrays, todo, compute, spots, done)
     if not more:
         return found
@@ -139,8 +153,11 @@ def plan(
 
 
 def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compiled) -> dict[str, float]:
-    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many; half as many if refused."""
-    rows, unit = run.learner.microbatch_rows, math.prod(run.mesh.sizes(len(devices))[:2])
+    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many; half as many if
+    refused.
+    """
+    rows = run.learner.microbatch_rows
+    unit = math.prod(run.mesh.sizes(len(devices))[:2])
     other = 2 * rows if not update.refused else rows // 2 // unit * unit
     if not other:
         return {}
@@ -151,19 +168,29 @@ def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compile
 
 
 def _assembled(
-    run: Run, config: ModelConfig, machine: Machine, sizes: tuple[int, int, int], held: Arrays, todo: Work, compute: Compute,
-    spots: Places, done: dict[str, Compiled],
+    run: Run,
+    config: ModelConfig,
+    machine: Machine,
+    sizes: tuple[int, int, int],
+    held: Arrays,
+    todo: Work,
+    compute: Compute,
+    spots: Places,
+    done: dict[str, Compiled],
 ) -> Plan:
     base = memory.resident(held)
     device = _device(machine, held, sizes)
-    traffics = sent.by_formula(run, config, held, todo, sizes, spots)
-    traffics |= {name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused}
+    traffics = collectives.by_formula(run, config, held, todo, sizes, spots)
+    traffics |= {
+        name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused
+    }
     learn, sample = _temporaries(run, config, held, todo, device, done)
     sampler = memory.sampling(run, held, base, sample, bool(done))
     return Plan(
         run, machine, sizes, counts(config).total, todo,
         memory.learning(run, held, base, learn, bool(done)), sampler,
-        tuple(phases(run, config, held, todo, device, compute, traffics)), {name: one.seconds for name, one in done.items()},
+        tuple(phases(run, config, held, todo, device, compute, traffics)),
+        {name: one.seconds for name, one in done.items()},
         tuple(name for name, one in done.items() if one.refused),
         {
             "prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts,
@@ -188,7 +215,9 @@ def _temporaries(
         learn = memory.update_temporary(run, config, held, todo, device.parts, device.share)
         return learn, memory.sampling_temporary(run, config, held, device.slot_parts, device.share)
     size = bytes_per_device
-    state, sampled, slots = size(held.state), size(held.sampled), size(held.slots)
+    state = size(held.state)
+    sampled = size(held.sampled)
+    slots = size(held.slots)
     learn = memory.compiled_temporary(done["update"], state + size(held.packed))
     waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
     waiting = max(waiting, 0) * memory.prompts_waiting(run)

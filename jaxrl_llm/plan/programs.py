@@ -15,11 +15,10 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.models.lora import policy_model
-from jaxrl_llm.plan import hlo
-from jaxrl_llm.plan.layout import Arrays, abstract_model, arrays, meshes
+from jaxrl_llm.plan import hlo, sampler
+from jaxrl_llm.plan.arrays import Arrays, abstract_model, arrays, meshes
 from jaxrl_llm.plan.topology import without_compilation_cache
-from jaxrl_llm.programs import Programs, build_programs
-from jaxrl_llm.rollout import ahead
+from jaxrl_llm.stages.programs import Programs, build_programs, coefficients_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -75,36 +74,35 @@ def subject(run: Run, config: ModelConfig, devices: list[Any]) -> Subject:
     """The run's programs and their arguments on these devices."""
     mesh, where = meshes(run, devices)
     programs = build_programs(run, abstract_model(config, run.learner.dtype), mesh, where)
-    return Subject(run, mesh, where, programs, arrays(run, config, programs.layout, mesh, where))
+    return Subject(run, mesh, where, programs, arrays(run, config, programs.forward.layout, mesh, where))
 
 
 def lower_update(one: Subject) -> jax.stages.Lowered:
     """An optimiser update."""
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    algorithm = one.run.recipe.algorithm
-    given = {"kl_coef": scalar} if one.run.recipe.controller is not None and algorithm.kl_in_loss else {}
-    given |= {"target_kl": scalar} if one.run.learner.target_kl is not None else {}
+    (policy,) = one.programs.training
     with jax.set_mesh(one.mesh):
-        return one.programs.update.lower(one.arrays.state, one.arrays.packed, scalar, **given)
+        return policy.update.lower(one.arrays.state, one.arrays.packed, dict.fromkeys(coefficients_of(one.run), scalar))
 
 
 def lower_decode(one: Subject) -> jax.stages.Lowered:
     """A chunk of decode steps with all slots and the longest cache."""
     a = one.arrays
-    return ahead.lower_chunk(a.sampled, a.slots, one.run.rollout, a.sampling, a.slot_shape.group, one.where)
+    return sampler.lower_chunk(a.sampled, a.slots, one.run.rollout, a.sampling, a.slot_shape.group, one.where)
 
 
 def lower_prompts(one: Subject) -> jax.stages.Lowered:
     """Keys and values of some prompts."""
-    return ahead.lower_prompts(one.arrays.sampled, one.run.rollout, one.arrays.slots.cache.k.dtype, one.where)
+    return sampler.lower_prompts(one.arrays.sampled, one.run.rollout, one.arrays.slots.cache.k.dtype, one.where)
 
 
 def lower_growth(one: Subject) -> jax.stages.Lowered:
     """The last growth of the cache, from half its length or so."""
-    a, columns = one.arrays, one.arrays.slot_shape.columns
-    before = a.slot_shape._replace(columns=ahead.columns_before(columns))
-    small = ahead.abstract_slots(a.sampled.config, before, a.slots.cache.k.dtype, one.where, a.sampling)
-    return ahead.lower_growth(small, columns, one.where)
+    a = one.arrays
+    columns = one.arrays.slot_shape.columns
+    before = a.slot_shape._replace(columns=sampler.columns_before(columns))
+    small = sampler.abstract_slots(a.sampled.config, before, a.slots.cache.k.dtype, one.where, a.sampling)
+    return sampler.lower_growth(small, columns, one.where)
 
 
 def lower_weights(one: Subject) -> jax.stages.Lowered:
@@ -114,13 +112,16 @@ def lower_weights(one: Subject) -> jax.stages.Lowered:
 
 
 LOWERED: dict[str, Callable[[Subject], jax.stages.Lowered]] = {
-    "weights": lower_weights, "prompts": lower_prompts, "decode": lower_decode, "growth": lower_growth, "update": lower_update,
+    "weights": lower_weights, "prompts": lower_prompts, "decode": lower_decode, "growth": lower_growth,
+    "update": lower_update,
 }  # fmt: skip
 """The programs of a step, in their order."""
 
 
 def names(one: Subject) -> list[str]:
-    """The programs that this run has: weights that go to other devices are moved by no program, a strict cache never grows."""
+    """The programs that this run has: weights that go to other devices are moved by no program, a strict cache never
+    grows.
+    """
     left_out = {"weights"} if one.apart else set()
     return [name for name in LOWERED if name not in left_out | ({"growth"} if one.run.rollout.strict else set())]
 
@@ -136,15 +137,20 @@ def compile_one(one: Subject, name: str) -> Compiled:
             return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
     return Compiled(
-        name, memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes,
+        name, memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
         tuple(hlo.collectives(hlo.parse(done.as_text(), where.size), _repeats(one, name))), time.monotonic() - began,
     )  # fmt: skip
 
 
 def _repeats(one: Subject, name: str) -> tuple[float, ...]:
-    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions; decode steps."""
+    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions; decode
+    steps.
+    """
     predictions = one.arrays.packed.target.shape[-1]
-    return {"update": (one.arrays.microbatches, -(-predictions // CHUNK)), "decode": (one.run.rollout.chunk,)}.get(name, ())
+    return {"update": (one.arrays.microbatches, -(-predictions // CHUNK)), "decode": (one.run.rollout.chunk,)}.get(
+        name, ()
+    )
 
 
 def needed(text: str) -> float:
@@ -157,5 +163,3 @@ def needed(text: str) -> float:
     if "RESOURCE_EXHAUSTED" not in text and not found:
         raise InputError(f"the TPU compiler failed: {text.splitlines()[0]}")
     return float(found[1]) * _UNITS[found[2]] if found else float("inf")
-
-

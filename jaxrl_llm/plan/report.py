@@ -12,38 +12,56 @@ from jaxrl_llm.plan.planning import Plan
 GIB = 2.0**30
 WORDS = {
     "weights": "weights ({dtype})", "optimiser": "optimiser", "reference": "reference", "batch": "batch",
-    "sampled": "weights to sample from ({compute})", "cache": "key/value cache", "temporary": "activations and other temporaries",
+    "sampled": "weights to sample from ({compute})", "cache": "key/value cache",
+    "temporary": "activations and other temporaries",
 }  # fmt: skip
 """Names of the kinds of memory."""
 
 
 def lines(plan: Plan, source: str) -> list[str]:
     """The report; ``source`` says where the model's shapes come from."""
-    return [*head(plan, source), "", *memory_lines(plan), "", *time_lines(plan), "", *network_lines(plan), "", *conclusion(plan)]
+    return [
+        *head(plan, source),
+        "",
+        *memory_lines(plan),
+        "",
+        *time_lines(plan),
+        "",
+        *network_lines(plan),
+        "",
+        *conclusion(plan),
+    ]
 
 
 def head(plan: Plan, source: str) -> list[str]:
     """What is planned."""
-    run, w = plan.run, plan.work
+    run = plan.run
+    w = plan.work
     data, fsdp, tensor = plan.mesh
     apart = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
     return [
         f"{run.model}: {plan.parameters:,} parameters ({source})",
-        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh data {data} x fsdp {fsdp} x tensor {tensor}{apart}",
+        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh data {data} x fsdp {fsdp} x tensor "
+        f"{tensor}{apart}",
         f"a step: {run.rollout.prompts} prompts x {run.rollout.group} completions of {w.mean} tokens, {w.updates} "
-        f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.microbatch_rows} rows of {w.row_tokens} tokens)",
-        f"by formula: {w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn (6 N per token and causal "
-        f"attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
+        f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.microbatch_rows} rows of "
+        f"{w.row_tokens} tokens)",
+        f"by formula: {w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn (6 N per "
+        f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
         f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
     ]
 
 
 def memory_lines(plan: Plan) -> list[str]:
     """The table of memory."""
-    words = {name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype) for name, text in WORDS.items()}
+    words = {
+        name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype)
+        for name, text in WORDS.items()
+    }
     whose = "the compiler's" if plan.learning.compiled else "a formula's"
     rows = [f"{'memory of one device, GiB':<50}{'sampling':>10}{'learning':>10}"]
-    one, other = plan.sampling.kinds(), plan.learning.kinds()
+    one = plan.sampling.kinds()
+    other = plan.learning.kinds()
     for name, text in words.items():
         if one[name] or other[name]:
             note = f", {whose}" if name == "temporary" else ""
@@ -58,7 +76,9 @@ def _gib(value: float) -> str:
 
 def time_lines(plan: Plan) -> list[str]:
     """The table of times."""
-    rows = [f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"]
+    rows = [
+        f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"
+    ]
     for p in plan.phases:
         times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
         rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds}")
@@ -71,7 +91,9 @@ def network_lines(plan: Plan) -> list[str]:
     for p in plan.phases:
         whose = "compiled" if p.name in plan.compiled and not refused(plan, p.name) else "formula"
         for t in by_kind(p.traffic):
-            rows.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}")
+            rows.append(
+                f"  {f'{p.name}: {t.kind} ({whose})':<48}{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
+            )
     return rows if len(rows) > 1 else ["nothing is sent between devices"]
 
 
@@ -84,27 +106,36 @@ def conclusion(plan: Plan) -> list[str]:
     """Whether it fits, how large it may be, how fast it can be."""
     half = "learning" if plan.learning.total >= plan.sampling.total else "sampling"
     verdict = "FITS" if plan.fits else "DOES NOT FIT"
-    slowest, update = plan.slowest, sum(p.seconds for p in plan.phases if p.name == "update")
+    slowest = plan.slowest
+    update = sum(p.seconds for p in plan.phases if p.name == "update")
     rows = [f"{verdict}: {plan.peak / GIB:.1f} of {plan.machine.chip.memory / GIB:.1f} GiB, most while {half}"]
     most = f"rollout.prompts {plan.most_prompts} (by its data), rollout.slots {plan.most_slots} (by the cache)"
     if plan.most_rows is not None:
         most += f", learner.microbatch_rows {plan.most_rows} (from two compilations)"
     rows.append(f"the largest of each that fits beside the rest: {most}")
     rows.append(
-        f"a step takes at least {plan.seconds:.1f} s, of which {slowest.name} {slowest.seconds:.1f} s, bound by {slowest.binds}; "
-        f"MFU at most {plan.utilisation(plan.seconds):.1%} of the step, {plan.utilisation(update):.1%} of the updates"
+        f"a step takes at least {plan.seconds:.1f} s, of which {slowest.name} {slowest.seconds:.1f} s, bound by "
+        f"{slowest.binds}; MFU at most {plan.utilisation(plan.seconds):.1%} of the step, "
+        f"{plan.utilisation(update):.1%} of the updates"
     )
     return rows
 
 
 def to_json(plan: Plan, source: str) -> dict[str, Any]:
     """Everything in the report as plain values: bytes, seconds, FLOPs."""
-    memory = lambda m: Memory.kinds(m) | {"total": m.total, "temporary_compiled": m.compiled}
+
+    def memory(m: Memory) -> dict[str, float]:
+        return Memory.kinds(m) | {"total": m.total, "temporary_compiled": m.compiled}
+
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
         "mesh": dict(zip(("data", "fsdp", "tensor"), plan.mesh, strict=True)), "parameters": plan.parameters,
         "work": dataclasses.asdict(plan.work) | {"train_flops": plan.work.train_flops},
-        "memory": {"available": plan.machine.chip.memory, "sampling": memory(plan.sampling), "learning": memory(plan.learning)},
+        "memory": {
+            "available": plan.machine.chip.memory,
+            "sampling": memory(plan.sampling),
+            "learning": memory(plan.learning),
+        },
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
         "compiled_s": plan.compiled, "refused": list(plan.refused), "fits": plan.fits, "step_s": plan.seconds,
         "mfu": plan.utilisation(plan.seconds),

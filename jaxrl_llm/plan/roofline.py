@@ -4,14 +4,14 @@ import dataclasses
 import math
 
 from jaxrl_llm.config import Run
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.engine.blocks import power_of_two
 from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.plan.arrays import Arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import REMAT_PASSES, Work, counts, forward_flops, update_flops, visible_pairs
-from jaxrl_llm.plan.layout import Arrays, bytes_per_device
 from jaxrl_llm.plan.machines import Chip
 from jaxrl_llm.plan.network import Traffic
-from jaxrl_llm.rollout.ahead import prompt_calls
-from jaxrl_llm.rollout.places import power_of_two
+from jaxrl_llm.plan.sampler import prompt_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +84,28 @@ def calls_of(run: Run, work: Work) -> dict[str, float]:
     waves = max(work.completions / run.rollout.slots, 1.0)
     return {
         "weights": 1.0, "prompts": math.ceil(run.rollout.prompts / rows) * calls,
-        "decode": math.ceil(waves * work.mean / run.rollout.chunk), "score": work.score_passes * run.learner.minibatches,
+        "decode": math.ceil(waves * work.mean / run.rollout.chunk),
+        "score": work.score_passes * run.learner.minibatches,
         "update": work.updates,
     }  # fmt: skip
 
 
 def phases(
-    run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute, sent: dict[str, tuple[Traffic, ...]]
+    run: Run,
+    config: ModelConfig,
+    arrays: Arrays,
+    work: Work,
+    device: Device,
+    compute: Compute,
+    sent: dict[str, tuple[Traffic, ...]],
 ) -> list[Phase]:
     """The parts of a step; ``sent`` is what one call of each program sends."""
     calls = calls_of(run, work)
     costs = {
-        "weights": (0.0, bytes_per_device((arrays.state.policy, arrays.state.base)) + bytes_per_device(arrays.sampled)),
+        "weights": (
+            0.0,
+            bytes_per_device((arrays.state.policy.params, arrays.state.policy.base)) + bytes_per_device(arrays.sampled),
+        ),
         "prompts": prompts_cost(run, config, arrays, device),
         "decode": decode_cost(run, config, arrays, work, device),
         "score": score_cost(config, arrays, work, device, compute),
@@ -118,7 +128,9 @@ def prompts_cost(run: Run, config: ModelConfig, arrays: Arrays, device: Device) 
 
 def decode_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device) -> tuple[float, float]:
     """FLOPs and bytes of one chunk, averaged over the lengths of the cache as it grows."""
-    rollout, shape, slots = run.rollout, arrays.slot_shape, run.rollout.slots / device.slot_parts
+    rollout = run.rollout
+    shape = arrays.slot_shape
+    slots = run.rollout.slots / device.slot_parts
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     flops = forward_flops(config, 1, pairs, 1) * slots * device.share
     columns = mean_columns(work.mean, rollout.chunk, shape.columns)
@@ -134,13 +146,17 @@ def mean_columns(length: int, chunk: int, most: int) -> float:
     return sum(min(power_of_two(at + chunk), most) for at in steps) / len(steps)
 
 
-def score_cost(config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute) -> tuple[float, float]:
+def score_cost(
+    config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute
+) -> tuple[float, float]:
     """One forward pass over one update's data."""
     flops = update_flops(config, work, "none", compute.attention) / 3
     return flops * device.share / device.parts, work.microbatches * 2 * bytes_per_device(arrays.sampled)
 
 
-def update_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute) -> tuple[float, float]:
+def update_cost(
+    run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute
+) -> tuple[float, float]:
     """One optimiser update: for each microbatch weights are written and read in each pass, and activations moved."""
     width = 2 if compute.dtype == "bfloat16" else 4
     passes = 3 + REMAT_PASSES[compute.remat]
@@ -148,8 +164,12 @@ def update_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, devic
     a = config.attention
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.mlp_width) * device.share
     weights = counts(config).total * width * device.share
-    state = bytes_per_device(arrays.state.policy) + bytes_per_device(arrays.state.opt_state)
+    state = bytes_per_device(arrays.state.policy.params) + bytes_per_device(arrays.state.policy.opt_state)
     gradients = bytes_per_device(arrays.state.policy)
-    moved = work.microbatches * (2 * passes * weights + 2 * gradients) + tokens * config.layers * layer * width * passes + 2 * state
+    moved = (
+        work.microbatches * (2 * passes * weights + 2 * gradients)
+        + tokens * config.layers * layer * width * passes
+        + 2 * state
+    )
     flops = update_flops(config, work, compute.remat, compute.attention) * device.share / device.parts
     return flops, moved

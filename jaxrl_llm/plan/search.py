@@ -10,14 +10,21 @@ from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.planning import Plan, plan
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
-"""How many are compiled; how much a formula's memory may exceed what there is; rows of a microbatch for each part of the batch."""
+"""How many are compiled; how much a formula's memory may exceed what there is; rows of a microbatch for each part of
+the batch.
+"""
 
 
 def candidates(run: Run, config: ModelConfig, machine: Machine) -> list[Run]:
-    """Every mesh that divides heads, rows and devices, with some sizes of microbatches that hold no more than an update does."""
+    """Every mesh that divides heads, rows and devices, with some sizes of microbatches that hold no more than an update
+    does.
+    """
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
     found = []
-    divides = lambda t: config.attention.kv_heads % t == 0 and run.learner.row_tokens % t == 0
+
+    def divides(t: int) -> bool:
+        return config.attention.kv_heads % t == 0 and run.learner.row_tokens % t == 0
+
     for tensor in (t for t in _divisors(inside) if divides(t)):
         for data in (d for d in _divisors(inside // tensor) if d * d <= inside // tensor):
             mesh = dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
@@ -25,7 +32,8 @@ def candidates(run: Run, config: ModelConfig, machine: Machine) -> list[Run]:
             completions = run.rollout.prompts * run.rollout.group // run.learner.minibatches
             rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
             found += [
-                dataclasses.replace(run, mesh=mesh, learner=dataclasses.replace(run.learner, microbatch_rows=n)) for n in rows
+                dataclasses.replace(run, mesh=mesh, learner=dataclasses.replace(run.learner, microbatch_rows=n))
+                for n in rows
             ]
     return found
 
@@ -35,7 +43,12 @@ def _divisors(count: int) -> list[int]:
 
 
 def best(
-    run: Run, config: ModelConfig, machine: Machine, devices: list[Any] | None, mean: int | None, quick: bool,
+    run: Run,
+    config: ModelConfig,
+    machine: Machine,
+    devices: list[Any] | None,
+    mean: int | None,
+    quick: bool,
     say: Callable[[str], None],
 ) -> list[Plan]:
     """The fastest plans that fit, the best first; compiled where that is possible, until a few fit.
@@ -73,7 +86,8 @@ def table(plans: list[Plan]) -> list[str]:
     gib = 2.0**30
     rows = ["data x fsdp x tensor   microbatch_rows   slots   GiB sampling   learning   seconds of a step   binds"]
     for p in plans:
-        mesh, rows_each = " x ".join(map(str, p.mesh)), p.run.learner.microbatch_rows
+        mesh = " x ".join(map(str, p.mesh))
+        rows_each = p.run.learner.microbatch_rows
         where = f"{p.slowest.name}, {p.slowest.binds}"
         rows.append(
             f"{mesh:<20}   {rows_each:>15}   {p.run.rollout.slots:>5}   {p.sampling.total / gib:>12.1f}   "

@@ -28,7 +28,9 @@ def describe(machine: Machine) -> list[Any]:
 
     try:
         with _quiet():
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=_name(machine), **_options(machine)).devices)
+            return list(
+                topologies.get_topology_desc(platform="tpu", topology_name=_name(machine), **_options(machine)).devices
+            )
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ModuleNotFoundError) as error:
         raise InputError(_reason(machine, str(error))) from None
 
@@ -36,7 +38,8 @@ def describe(machine: Machine) -> list[Any]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """libtpu writes past Python that it has found no TPU."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
@@ -54,13 +57,20 @@ def _options(machine: Machine) -> dict[str, Any]:
     """Hosts hold 2x2 chips; a smaller slice is one host. Both cores of a v4 chip work as one."""
     bounds = tuple(min(size, 2) for size in machine.shape[:2]) + (1,)
     several = {"num_slices": machine.slices} if machine.slices > 1 else {}
-    return {"chips_per_host_bounds": bounds} | several | ({"chip_config_name": "megacore"} if machine.chip.name == "v4" else {})
+    return (
+        {"chips_per_host_bounds": bounds}
+        | several
+        | ({"chip_config_name": "megacore"} if machine.chip.name == "v4" else {})
+    )
 
 
 def _reason(machine: Machine, text: str) -> str:
     line = next(iter(text.splitlines()), "")
     if "lockfile" in text or "libtpu_lock" in text:
-        return "libtpu is in use by another process that does not share it: wait for it to end, then run the same command again"
+        return (
+            "libtpu is in use by another process that does not share it: wait for it to end, then run the same "
+            "command again"
+        )
     if "TPU support not installed" in text or "No module" in text:
         return NO_COMPILER
     return f"topology {machine.name}: the TPU compiler refuses it ({line}); sizes of 1, 2 or multiples of 4 are known"

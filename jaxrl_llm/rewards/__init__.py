@@ -4,11 +4,28 @@ from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.functions import Function, Local
 from jaxrl_llm.rewards.scorer import Scorer, Scores
 from jaxrl_llm.rewards.shaping import (
-    Accuracy, CosineLength, Format, LengthPenalty, RepetitionPenalty, Reward, SoftOverlong,
+    Accuracy,
+    CosineLength,
+    Format,
+    LengthPenalty,
+    RepetitionPenalty,
+    Reward,
+    SoftOverlong,
 )  # fmt: skip
 from jaxrl_llm.rewards.verify import accuracy
 
 __all__ = [
-    "Accuracy", "CosineLength", "Failures", "Format", "Function", "LengthPenalty", "Local", "RepetitionPenalty", "Reward",
-    "Scorer", "Scores", "SoftOverlong", "accuracy",
+    "Accuracy",
+    "CosineLength",
+    "Failures",
+    "Format",
+    "Function",
+    "LengthPenalty",
+    "Local",
+    "RepetitionPenalty",
+    "Reward",
+    "Scorer",
+    "Scores",
+    "SoftOverlong",
+    "accuracy",
 ]

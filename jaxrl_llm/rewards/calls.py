@@ -166,7 +166,10 @@ def _scores(result: Any, function: Callable[..., Any], count: int) -> list[Outco
 
 def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
-    complaint = frames[-1].filename in (__file__, forms.__file__)  # of what the function wants or returned: no trace shows it
+    complaint = frames[-1].filename in (
+        __file__,
+        forms.__file__,
+    )  # of what the function wants or returned: no trace shows it
     trace = "" if complaint else "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
     place = place_in(frames, function)
     return Outcome("error", message=in_one_line(error), place=place, trace=trace)

@@ -13,8 +13,8 @@ class Failures:
       errors: that raised, or whose process died.
       timeouts: that ran past their deadline.
       of: by reward, how many completions it was asked for, and how many of them it failed to score.
-      told: by reward that failed, what the first of its failures was, in one line: ``my_rewards.py:7: ZeroDivisionError:
-        division by zero``. The verifier's is there without an ``Accuracy`` too, under no name.
+      told: by reward that failed, what the first of its failures was, in one line: ``my_rewards.py:7:
+        ZeroDivisionError: division by zero``. The verifier's is there without an ``Accuracy`` too, under no name.
       trace: of those, where there are any, with their tracebacks.
     """
 
@@ -38,17 +38,22 @@ class Failures:
         """Both together."""
         of = {name: (0, 0) for name in self.of | other.of}
         for name in of:
-            (asked, failed), (more_asked, more_failed) = self.of.get(name, (0, 0)), other.of.get(name, (0, 0))
+            (asked, failed) = self.of.get(name, (0, 0))
+            (more_asked, more_failed) = other.of.get(name, (0, 0))
             of[name] = asked + more_asked, failed + more_failed
         told = self.told | {name: line for name, line in other.told.items() if name not in self.told}
         return Failures(self.errors + other.errors, self.timeouts + other.timeouts, of, told, self.trace or other.trace)
 
     def explained_in(self, file: Path) -> "Failures":
         """The same, each line with the file that holds the tracebacks."""
-        return dataclasses.replace(self, told={name: f"{line} (traceback in {file})" for name, line in self.told.items()})
+        return dataclasses.replace(
+            self, told={name: f"{line} (traceback in {file})" for name, line in self.told.items()}
+        )
 
     def metrics(self) -> dict[str, Any]:
         """As they stand in a step's row; a reward that never failed has no entry."""
         found: dict[str, Any] = {"reward/errors": self.errors, "reward/timeouts": self.timeouts}
-        found |= {f"reward/{name}/failed_fraction": self.fraction(name) for name, (_, failed) in self.of.items() if failed}
+        found |= {
+            f"reward/{name}/failed_fraction": self.fraction(name) for name, (_, failed) in self.of.items() if failed
+        }
         return found | ({"event/reward_failed": self.message} if self.told else {})

@@ -116,8 +116,10 @@ def _first(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]
     if any(p.kind == p.VAR_POSITIONAL for p in parameters):
         places += ["problem", "completion"]
     if len(places) < 2:
-        raise InputError(f"{name_of(function)}({', '.join(places)}) cannot be a reward: write it as f(problem, completion), "
-                         f"f(problems, completions) or f(prompts, completions, **columns)")
+        raise InputError(
+            f"{name_of(function)}({', '.join(places)}) cannot be a reward: write it as f(problem, completion), "
+            f"f(problems, completions) or f(prompts, completions, **columns)"
+        )
     return tuple(places[:2])
 
 

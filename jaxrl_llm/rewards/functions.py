@@ -9,7 +9,6 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.forms import Form, form_of, name_of
 from jaxrl_llm.tasks.resolve import resolve
-from jaxrl_llm.types import Completion, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Function:
 class Local:
     """A function of your own that another process cannot import: a closure, a lambda, a notebook's cell, an object.
 
-    It is called as ``Function``'s is, in this process, one call after the other in a thread of their own. One that hangs
-    is given up after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a main thread
-    and so a module. A config.json cannot hold it: such a run is trained from where the function is.
+    It is called as ``Function``'s is, in this process, one call after the other in a thread of their own. One that
+    hangs is given up after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a main
+    thread and so a module. A config.json cannot hold it: such a run is trained from where the function is.
     """
 
     function: Callable[..., Any]
@@ -91,7 +90,8 @@ class Lost:
 
 def importable(function: Callable[..., Any]) -> tuple[str | None, str]:
     """The ``module:function`` by which another process finds it; or None, and the reason."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", "")
     if not name or not module:
         return None, f"it is an object of type {type(function).__name__}"
     if "<lambda>" in name:
@@ -130,7 +130,9 @@ def as_reward(given: Any) -> Any:
     if value and hasattr(given, "name") and hasattr(given, "weight"):
         return given
     if not (value and callable(given)):
-        raise InputError(f"scoring.rewards holds {given!r:.80}, which is no reward: give a function, or one such as Accuracy()")
+        raise InputError(
+            f"scoring.rewards holds {given!r:.80}, which is no reward: give a function, or one such as Accuracy()"
+        )
     weight = getattr(given, "weight", 1.0)
     return _as_function(given, weight if isinstance(weight, (int, float)) else 1.0, None, None)
 

@@ -1,7 +1,8 @@
 """Changes of a group's rewards that need more than one completion: the others of its group, or how far the run is.
 
-Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` are the
-optimiser updates so far, ``budget`` is the run's longest completion in tokens. Accuracy, which group filters read, stays.
+Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` are
+the optimiser updates so far, ``budget`` is the run's longest completion in tokens. Accuracy, which group filters read,
+stays.
 """
 
 import dataclasses
@@ -53,7 +54,8 @@ class RelativeLength:
 
 @dataclasses.dataclass(frozen=True)
 class LengthCycle:
-    """ProRL v2's scheduled cosine of the length: ``CosineLength`` up to the budget, for ``on`` of every ``on + off`` updates.
+    """ProRL v2's scheduled cosine of the length: ``CosineLength`` up to the budget, for ``on`` of every ``on + off``
+    updates.
 
     The weight is ours: the recipes publish none.
     """

@@ -16,8 +16,9 @@ MOST_STUCK = 4
 class Inside:
     """Owner of a thread, started at the first call, that makes one call after the other on one event loop.
 
-    It is not the main thread: a notebook's event loop runs there, and a call that hangs there would stop the run. A call
-    that ran out of time keeps its thread, and the next ones get another. No thread keeps the interpreter from its exit.
+    It is not the main thread: a notebook's event loop runs there, and a call that hangs there would stop the run. A
+    call that ran out of time keeps its thread, and the next ones get another. No thread keeps the interpreter from its
+    exit.
     """
 
     def __init__(self):
@@ -28,7 +29,8 @@ class Inside:
         """The outcomes of the call's items."""
         self._stuck = [line for line in self._stuck if line.thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
-            said = f"not called, since {MOST_STUCK} earlier calls have not ended; in a module of its own it could be killed"
+            ended = f"not called, since {MOST_STUCK} earlier calls have not ended"
+            said = f"{ended}; in a module of its own it could be killed"
             return [Outcome("timeout", message=said)] * len(call.items)
         self._line = self._line or _Line()
         outcomes = self._line.ask(function, call)

@@ -47,7 +47,8 @@ def jobs_of(name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s
 
 def verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndarray], list[Job]]:
     """The verifier's column, float64[n], as far as it can be computed here, and the calls that fill the rest."""
-    column, jobs = np.zeros(len(items)), []
+    column = np.zeros(len(items))
+    jobs = []
     for place, (problem, completion) in enumerate(items):
         found = verdict(problem, completion)
         if isinstance(found, Pooled):
@@ -58,7 +59,9 @@ def verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndar
 
 
 def told(job: Job, reward: Any, outcome: Outcome) -> str:
-    """What is said of a failure: ``my_rewards.py:7: ZeroDivisionError: division by zero``. ``reward``: None for the verifier."""
+    """What is said of a failure: ``my_rewards.py:7: ZeroDivisionError: division by zero``. ``reward``: None for the
+    verifier.
+    """
     place = outcome.place or (defined(_callable(reward)) if reward is not None else "") or job.call.path
     return f"{place}: {outcome.message}"
 

@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from jaxrl_llm.rewards.calls import Call, Outcome, overdue
 
@@ -23,8 +22,10 @@ _MAX_FAILED_STARTS = 3
 
 # Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the user's
 # main script again in every worker (JAX included).
-_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-            "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[1]))")
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[1]))"
+)
 
 
 class Pool:
@@ -107,8 +108,10 @@ class Pool:
         code = worker.kill()
         self._failed_starts += not worker.started
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            raise RuntimeError(f"{_MAX_FAILED_STARTS} reward workers in a row did not start (the last: exit code "
-                               f"{code}); their messages are on the error output")
+            raise RuntimeError(
+                f"{_MAX_FAILED_STARTS} reward workers in a row did not start (the last: exit code "
+                f"{code}); their messages are on the error output"
+            )
 
 
 class _Worker:
@@ -126,7 +129,8 @@ class _Worker:
                 start_new_session=True,  # its own process group: Ctrl-C does not reach it, and its children die with it
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # a reward that uses JAX must not take the accelerator
             )
-        self.started, self.state = False, "starting"
+        self.started = False
+        self.state = "starting"
         self.call: Call | None = None
         self.index: int | None = None
         self.deadline: float | None = time.monotonic() + START_TIMEOUT_S
@@ -139,7 +143,9 @@ class _Worker:
             self.connection.send(call)
         except OSError:
             return False
-        self.index, self.call, self.state = index, call, "sent"
+        self.index = index
+        self.call = call
+        self.state = "sent"
         self.deadline = time.monotonic() + START_TIMEOUT_S
         return True
 
@@ -154,9 +160,13 @@ class _Worker:
             self.state = "loading"
             return []
         if word == "started":
-            self.state, self.deadline = "running", time.monotonic() + self.call.limit_s
+            self.state = "running"
+            self.deadline = time.monotonic() + self.call.limit_s
             return []
-        self.started, self.state, self.index, self.deadline = True, "idle", None, None
+        self.started = True
+        self.state = "idle"
+        self.index = None
+        self.deadline = None
         if word == "ready":
             return []
         outcomes = [Outcome(*outcome) for outcome in rest[0]]
@@ -168,7 +178,11 @@ class _Worker:
             return []
         loading = self.state in ("sent", "loading")
         self.state = "dead"
-        said = f"import not finished after {START_TIMEOUT_S:g} s" if loading or self.call is None else overdue(self.call.limit_s)
+        said = (
+            f"import not finished after {START_TIMEOUT_S:g} s"
+            if loading or self.call is None
+            else overdue(self.call.limit_s)
+        )
         return self._all(Outcome("timeout", message=said))
 
     def _all(self, outcome: Outcome) -> list[Outcome]:

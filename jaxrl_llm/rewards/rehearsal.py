@@ -16,11 +16,14 @@ def invented(problem: Problem, tokenizer: Any) -> Completion:
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = np.asarray([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop], np.int32)
     size = len(tokens)
-    return Completion(tokens, np.full(size, -1.0, np.float32), "stop", np.ones(size, bool), np.full(size, -1, np.int32), text=text)
+    return Completion(
+        tokens, np.full(size, -1.0, np.float32), "stop", np.ones(size, bool), np.full(size, -1, np.int32), text=text
+    )
 
 
 def _text(problem: Problem) -> str:
-    answer, (kind, _, tag) = problem.answer or "42", problem.extractor.partition(":")
+    answer = problem.answer or "42"
+    (kind, _, tag) = problem.extractor.partition(":")
     if kind == "whole":
         return answer
     form = {"boxed": rf"\boxed{{{answer}}}", "tag": f"<{tag}>{answer}</{tag}>"}.get(kind, answer)

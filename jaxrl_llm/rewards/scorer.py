@@ -34,7 +34,8 @@ class Scores:
 
     Attributes:
       reward: float64[n], the weighted sum of the parts; NaN where a part is.
-      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN where there is none.
+      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN where there is
+        none.
       parts: float64[n] for each reward by name, unweighted.
       failures: what could not be scored.
     """
@@ -49,10 +50,10 @@ class Scorer:
     """Rewards with their workers; close it, or use it in a ``with`` block.
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes, started when
-    first needed, each completion for at most ``timeout_s`` seconds. What other processes cannot import runs in this one.
-    A part whose call fails is ``on_error`` (NaN where that completion counts as unscorable), and its traceback goes to
-    ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the scores of
-    all.
+    first needed, each completion for at most ``timeout_s`` seconds. What other processes cannot import runs in this
+    one. A part whose call fails is ``on_error`` (NaN where that completion counts as unscorable), and its traceback
+    goes to ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the
+    scores of all.
 
     Raises:
       InputError: a reward that cannot work, or numbers out of range.
@@ -63,18 +64,23 @@ class Scorer:
         on_error: float = 0.0, peers: "Peers | None" = None, folder: Path | None = None,
     ):  # fmt: skip
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
-            raise InputError(f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
-                             f"least 1 worker, more than 0 seconds, and a finite on_error or NaN")
+            raise InputError(
+                f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
+                f"least 1 worker, more than 0 seconds, and a finite on_error or NaN"
+            )
         if not rewards:
             raise InputError("there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
         for reward in self._rewards.values():
             shaping.check(reward)
         self._forms = {name: form_of_reward(reward) for name, reward in self._rewards.items()}
-        self._timeout_s, self._on_error, self._peers = timeout_s, on_error, peers
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        self._peers = peers
         self._errors = None if folder is None else folder / REWARD_ERROR
         self._writes = self._errors is not None and (peers is None or peers.leads)
-        self._pool, self._inside = Pool(workers), Inside()
+        self._pool = Pool(workers)
+        self._inside = Inside()
 
     def __enter__(self) -> "Scorer":
         return self
@@ -104,7 +110,8 @@ class Scorer:
         """Calls every reward once, in each process, on an invented completion: what always fails should do so early.
 
         Raises:
-          InputError: a reward raises, runs out of time, or returns no number; the line says where, and where to read on.
+          InputError: a reward raises, runs out of time, or returns no number; the line says where, and where to read
+            on.
         """
         count = 1 if self._peers is None else self._peers.count
         failures = self.score([(problem, invented(problem, tokenizer))] * count).failures
@@ -156,7 +163,9 @@ class Scorer:
             for place, outcome in zip(job.places, outcomes, strict=True):
                 columns[job.column][place] = outcome.value if outcome.status == "ok" else self._on_error
                 if outcome.status != "ok":
-                    failed[job.column, place] = outcome._replace(message=told(job, self._rewards.get(job.column), outcome))
+                    failed[job.column, place] = outcome._replace(
+                        message=told(job, self._rewards.get(job.column), outcome)
+                    )
         return failed
 
 
@@ -169,7 +178,9 @@ def _failures(failed: dict[tuple[str, int], Outcome], source: dict[str, str], co
         timeouts=sum(outcome.status == "timeout" for outcome in failed.values()),
         of={name: (count, lost.count(column)) for name, column in source.items()},
         told={names.get(column, ""): first[column].message for column in dict.fromkeys(lost)},
-        trace="\n".join(f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace),
+        trace="\n".join(
+            f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace
+        ),
     )
 
 

@@ -91,7 +91,9 @@ class CosineLength:
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """-1 where the completion was ended since it only repeated itself, else 0; ``rollout.repetition`` says when that is."""
+    """-1 where the completion was ended since it only repeated itself, else 0; ``rollout.repetition`` says when that
+    is.
+    """
 
     weight: float = 1.0
 
@@ -146,9 +148,11 @@ def named(rewards: Sequence[Reward]) -> dict[str, Reward]:
 
 def free_name(name: str, taken: Collection[str]) -> str:
     """The name, with a number where it is taken."""
-    free, number = name, 2
+    free = name
+    number = 2
     while free in taken:
-        free, number = f"{name}_{number}", number + 1
+        free = f"{name}_{number}"
+        number = number + 1
     return free
 
 
@@ -163,8 +167,10 @@ def check(reward: Reward) -> None:
         raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
     match reward:
         case SoftOverlong() if not 0 < reward.cache <= reward.max_length:
-            raise InputError(f"soft_overlong has cache {reward.cache} and max_length {reward.max_length}; "
-                             f"it needs 0 < cache <= max_length")
+            raise InputError(
+                f"soft_overlong has cache {reward.cache} and max_length {reward.max_length}; "
+                f"it needs 0 < cache <= max_length"
+            )
         case CosineLength() if reward.max_length < 1:
             raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
         case Format():
@@ -172,15 +178,19 @@ def check(reward: Reward) -> None:
         case Function() | Local():
             _check_function(reward)
         case Lost():
-            raise InputError(f"reward {reward.name} is not in config.json, since {reward.reason}: train from the Python file "
-                             f"or notebook that has it, or move it into a module of its own")
+            raise InputError(
+                f"reward {reward.name} is not in config.json, since {reward.reason}: train from the Python file "
+                f"or notebook that has it, or move it into a module of its own"
+            )
 
 
 def _check_function(reward: Function | Local) -> None:
     if reward.timeout_s is not None and not 0 < reward.timeout_s < math.inf:
         raise InputError(f"reward {reward.name} has timeout_s {reward.timeout_s}; give more than 0 seconds, or None")
     if isinstance(reward, Function) and reward.path.startswith("__main__:"):
-        raise InputError(f"{reward.path}: the notebook or script that runs has no {reward.name}; define it before the run")
+        raise InputError(
+            f"{reward.path}: the notebook or script that runs has no {reward.name}; define it before the run"
+        )
     form_of(reward.function, reward.batch)
 
 

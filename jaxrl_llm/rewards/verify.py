@@ -43,7 +43,8 @@ class Pooled(NamedTuple):
 
 
 def accuracy(problem: Problem, completion: Completion) -> float:
-    """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more. NaN without a verifier.
+    """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more. NaN without a
+    verifier.
 
     It runs here, however long that takes; ``Scorer`` runs the pooled verifiers where they can be killed.
 
@@ -64,8 +65,10 @@ def verdict(problem: Problem, completion: Completion) -> float | Pooled:
     if problem.verifier in INLINE:
         return INLINE[problem.verifier](answer, problem)
     if problem.verifier not in POOLED:
-        raise InputError(f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
-                         f"choose one of {', '.join((*INLINE, *POOLED))}")
+        raise InputError(
+            f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
+            f"choose one of {', '.join((*INLINE, *POOLED))}"
+        )
     return Pooled(POOLED[problem.verifier], answer)
 
 

@@ -1,8 +1,9 @@
-"""The sampler: prompts in, completions with their log-probabilities out."""
+"""Groups from prompts; and, for those who call it from here, the engine that samples them."""
 
+from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.lazy import attach
-from jaxrl_llm.rollout.settings import Collect, Repetition, Rollout, Sampling
+from jaxrl_llm.rollout.settings import Collect, Rollout
 
 __all__ = ["Collect", "Engine", "Repetition", "Rollout", "Sampling", "first_tokens", "with_tokens"]
 
-__getattr__ = attach(__name__, {"Engine": "engine", "first_tokens": "requests", "with_tokens": "requests"})
+__getattr__ = attach("jaxrl_llm.engine", {"Engine": "engine", "first_tokens": "requests", "with_tokens": "requests"})

@@ -1,4 +1,4 @@
-"""Groups from their place in the stream of prompts: what is asked, what is left unfinished, what it scores."""
+"""Groups from their number in the stream of prompts: what is asked, what is left unfinished, what it scores."""
 
 import dataclasses
 import math
@@ -9,16 +9,17 @@ import numpy as np
 
 from jaxrl_llm.rewards import Failures, Scorer
 from jaxrl_llm.rewards.group_shaping import GroupShaping
-from jaxrl_llm.tasks import Task, encode, problem_index
+from jaxrl_llm.tasks import PromptStream, Task, encode
+from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Unfinished:
+class PartialGroup:
     """A group under way.
 
     Attributes:
-      place: of its prompt in the stream.
+      number: of its prompt in the stream, which decides its random numbers.
       completions: G of them; None where no token has been sampled yet.
       problem: what was asked; None where nothing was asked yet, and in checkpoints of old.
       prompt: int32 token ids that the completions follow, kept from the moment they are asked: templates may read the
@@ -26,7 +27,7 @@ class Unfinished:
       age: steps since the one that sampled its first token.
     """
 
-    place: int
+    number: int
     completions: tuple[Completion | None, ...]
     problem: Problem | None = None
     prompt: np.ndarray | None = None
@@ -39,32 +40,34 @@ class Unfinished:
 
 
 @dataclasses.dataclass(frozen=True)
-class Backlog:
+class Carryover:
     """What one step leaves to the next.
 
     Attributes:
       cursor: prompts consumed.
       carried: surplus groups, scored, in the order in which they are learned from.
-      unfinished: groups to go on with, by place.
+      unfinished: groups to go on with, by number.
       good: informative groups among the last ones scored.
       seen: how many those are; both fade (see ``remember``).
+      stream: what the stream of prompts remembers.
     """
 
     cursor: int = 0
     carried: tuple[Group, ...] = ()
-    unfinished: tuple[Unfinished, ...] = ()
+    unfinished: tuple[PartialGroup, ...] = ()
     good: float = 0.0
     seen: float = 0.0
+    stream: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Collected:
+class RolloutBatch:
     """One step's groups.
 
     Attributes:
       groups: what the step learns from; each token knows the version of the policy that sampled it.
-      sampled: every group finished in this step, kept or not, by place.
-      backlog: what is left to the next step.
+      sampled: every group finished in this step, kept or not, by number.
+      left: what is left to the next step.
       tokens: sampled in this step.
       version: of the policy that sampled them.
       metrics: seconds and counts, and what the groups sampled were like.
@@ -72,44 +75,55 @@ class Collected:
 
     groups: list[Group]
     sampled: list[Group]
-    backlog: Backlog
+    left: Carryover
     tokens: int
     version: int
     metrics: dict[str, float]
 
+    def __len__(self) -> int:
+        """Groups to learn from."""
+        return len(self.groups)
+
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class GroupSource:
     """What it takes to ask for a group and to score it.
 
     Attributes:
       tokenizer: encodes prompts, decodes completions.
       task: how prompts are templated.
-      problems: the training prompts.
+      stream: the training prompts, in their order.
       scorer: rewards.
       group: G.
-      seed: the run's; with the prompt's place in the stream it decides every random number.
+      seed: the run's; with a prompt's number in the stream it decides every random number.
       shaping: changes of a group's rewards, in order.
     """
 
     tokenizer: Any
     task: Task
-    problems: Sequence[Problem]
+    stream: PromptStream
     scorer: Scorer
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
 
-    def ask(self, place: int) -> tuple[Problem, np.ndarray, list[int]]:
-        """The problem at a place of the stream, its prompt (token ids), and the seeds of its G completions."""
-        problem = self.problems[problem_index(self.seed, place, len(self.problems))]
-        return problem, np.asarray(encode(problem, self.task, self.tokenizer), np.int32), self.seeds(place)
+    def ask(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
+        """The group of this number, not begun yet, and what the stream remembers then."""
+        problem, memory = self.stream.next(number, memory)
+        prompt = np.asarray(encode(problem, self.task, self.tokenizer), np.int32)
+        return PartialGroup(number, (None,) * self.group, problem, prompt), memory
 
-    def seeds(self, place: int) -> list[int]:
-        """The seeds of the G completions at a place of the stream."""
-        return [request_seed(self.seed, place * self.group + g) for g in range(self.group)]
+    def seeds(self, number: int) -> list[int]:
+        """The seeds of the G completions of a prompt."""
+        return [request_seed(self.seed, number * self.group + g) for g in range(self.group)]
 
-    def finish(self, whole: Sequence[Unfinished], version: int, budget: int) -> tuple[list[Group], Failures]:
+    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
+        """What the stream remembers once these groups are scored."""
+        for group in groups:
+            memory = self.stream.told(memory, group)
+        return memory
+
+    def finish(self, whole: Sequence[PartialGroup], version: int, budget: int) -> tuple[list[Group], Failures]:
         """Groups whose completions are all there, with texts and scores of what was asked; and what failed.
 
         ``version``: optimiser updates so far; ``budget``: the longest completion. Schedules of rewards read both.
@@ -118,11 +132,13 @@ class Source:
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
         scores = self.scorer.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
-        groups = [
-            Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], {k: v[at] for k, v in scores.parts.items()})
-            for i, asked in enumerate(whole)
-            for at in [slice(i * self.group, (i + 1) * self.group)]
-        ]
+        groups = []
+        for index, asked in enumerate(whole):
+            at = slice(index * self.group, (index + 1) * self.group)
+            parts = {name: values[at] for name, values in scores.parts.items()}
+            groups.append(
+                Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], parts)
+            )
         for shape in self.shaping:
             groups = [shape(group, version, budget) for group in groups]
         return groups, scores.failures
@@ -136,8 +152,8 @@ def request_seed(run_seed: int, number: int) -> int:
 def informative(group: Group, reads: str = "accuracy") -> bool:
     """Whether a group can teach, by what a filter reads of the members that could be scored.
 
-    "accuracy": some but not all of them are correct (DAPO, arXiv 2503.14476, eq. 11). "reward": not all of their rewards are
-    equal, in the precision that advantages are computed in.
+    "accuracy": some but not all of them are correct (DAPO, arXiv 2503.14476, eq. 11). "reward": not all of their
+    rewards are equal, in the precision that advantages are computed in.
     """
     scored = ~np.isnan(group.rewards)
     if reads == "reward":
@@ -146,13 +162,15 @@ def informative(group: Group, reads: str = "accuracy") -> bool:
 
 
 def whole(completion: Completion | None, longest: int) -> bool:
-    """Whether sampling it came to its end; if not it was interrupted, or reached the budget of a step below ``longest``."""
+    """Whether sampling it came to its end; if not it was interrupted, or reached the budget of a step below
+    ``longest``.
+    """
     if completion is None or completion.finish_reason == "aborted":
         return False
     return completion.finish_reason != "length" or len(completion.tokens) >= longest
 
 
-def tokens_in(groups: Sequence[Group | Unfinished]) -> int:
+def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
     """Tokens of all their completions."""
     return sum(len(c.tokens) for g in groups for c in g.completions if c is not None)
 
@@ -171,7 +189,9 @@ def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, flo
     scores = np.stack([g.rewards for g in groups])
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
-    parts = {f"reward/{name}": _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts}
+    parts = {
+        f"reward/{name}": _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts
+    }
     return parts | {
         "reward/mean": _known(np.nanmean, scores),
         "reward/std": _known(np.nanstd, scores),

@@ -6,6 +6,18 @@ from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing
 from jaxrl_llm.rules.resets import OnSchedule, OnStall, Resets, rules_of
 
 __all__ = [
-    "DONE", "GUARD", "Controlled", "Decision", "Memory", "NotANumber", "OnSchedule", "OnStall", "Resets",
-    "RewardFails", "Rule", "TeachesNothing", "decide", "rules_of",
+    "DONE",
+    "GUARD",
+    "Controlled",
+    "Decision",
+    "Memory",
+    "NotANumber",
+    "OnSchedule",
+    "OnStall",
+    "Resets",
+    "RewardFails",
+    "Rule",
+    "TeachesNothing",
+    "decide",
+    "rules_of",
 ]

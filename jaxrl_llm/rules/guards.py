@@ -43,9 +43,9 @@ class RewardFails:
 class TeachesNothing:
     """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
 
-    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. A step in which no
-    group was finished only waits: it neither counts nor ends the row. Where all that was sampled last is correct, the task is
-    solved, and the run is done.
+    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. A step in
+    which no group was finished only waits: it neither counts nor ends the row. Where all that was sampled last is
+    correct, the task is solved, and the run is done.
 
     Attributes:
       patience: steps; 0 never stops.
@@ -83,12 +83,16 @@ class TeachesNothing:
                 return ""
             return "all advantages are 0, since the rewards of each group are equal"
         kept = row.get("dynamic_sampling/kept_fraction", 0.0)
-        if not self.filter_reads or row.get("completions") or math.isnan(kept):  # nothing went through the filter, or it kept some
+        if (
+            not self.filter_reads or row.get("completions") or math.isnan(kept)
+        ):  # nothing went through the filter, or it kept some
             return "no token is in the loss"
         varies = row.get("reward/zero_std_fraction", 1.0) < 1
         if varies and self.filter_reads == "accuracy":
             return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
-        return f"{100 * kept:.0f} % of groups kept: within each group {self.filter_reads} is the same for all completions"
+        return (
+            f"{100 * kept:.0f} % of groups kept: within each group {self.filter_reads} is the same for all completions"
+        )
 
 
 def _told(reason: str) -> Decision:

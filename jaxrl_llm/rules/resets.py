@@ -75,7 +75,9 @@ class OnStall:
 
 
 def evaluated(row: Row) -> float | None:
-    """The share of problems solved in the step's evaluation, or the mean reward where nothing is verified; None without one."""
+    """The share of problems solved in the step's evaluation, or the mean reward where nothing is verified; None without
+    one.
+    """
     for ending in ("/pass@1", "/reward"):
         for name, value in row.items():
             if name.startswith("eval/") and name.endswith(ending):
@@ -86,5 +88,7 @@ def evaluated(row: Row) -> float | None:
 def _reset(reference: bool, optimiser: bool) -> Decision:
     events = {"event/reference_reset": reference, "event/optimiser_reset": optimiser}
     return Decision(
-        reset_reference=reference, reset_optimiser=optimiser, events={name: True for name, made in events.items() if made}
+        reset_reference=reference,
+        reset_optimiser=optimiser,
+        events={name: True for name, made in events.items() if made},
     )

@@ -1,7 +1,16 @@
 """The mesh and the layout of every array on it."""
 
 from jaxrl_llm.sharding.arrays import Part, abstract, from_parts, held_parts, laid_out
-from jaxrl_llm.sharding.mesh import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, replicated, rollout_mesh
+from jaxrl_llm.sharding.mesh import (
+    BATCH,
+    MeshShape,
+    batch_parts,
+    constrain,
+    fitting,
+    make_mesh,
+    replicated,
+    rollout_mesh,
+)
 from jaxrl_llm.sharding.rules import activation, layout_of, sampling_shardings, shardings
 
 __all__ = [

@@ -11,7 +11,9 @@ Part = tuple[slice, ...]
 """A slice with a start and a stop for each dimension of an array."""
 
 
-def from_parts(shape: tuple[int, ...], dtype: Any, layout: NamedSharding, read: Callable[[Part], np.ndarray]) -> jax.Array:
+def from_parts(
+    shape: tuple[int, ...], dtype: Any, layout: NamedSharding, read: Callable[[Part], np.ndarray]
+) -> jax.Array:
     """The global array whose parts ``read`` gives, one at a time.
 
     Each process reads only the parts that its own devices hold; a part that several of them hold is read once.
@@ -42,7 +44,10 @@ def laid_out(tree: Any, layout: Any) -> Any:
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, layout)
-    put = lambda x, layout: jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
+
+    def put(x: Any, layout: Any) -> jax.Array:
+        return jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
+
     return jax.tree.map(put, tree, jax.tree.broadcast(layout, tree))
 
 

@@ -78,7 +78,10 @@ def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """How JAX is to find the other processes where a launcher started several."""
-    several = lambda name: int(environment.get(name, "1")) > 1
+
+    def several(name: str) -> bool:
+        return int(environment.get(name, "1")) > 1
+
     if "OMPI_MCA_orte_hnp_uri" in environment and several("OMPI_COMM_WORLD_SIZE"):
         return {"cluster_detection_method": "ompi"}
     if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment and several("SLURM_NTASKS"):
@@ -126,8 +129,11 @@ class Peers:
     """
 
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
-        self.index, self.count, self._client = index, count, client
-        self._rounds, self._leaving = itertools.count(), threading.Lock()
+        self.index = index
+        self.count = count
+        self._client = client
+        self._rounds = itertools.count()
+        self._leaving = threading.Lock()
         self._watch = threading.Thread(target=self._hear, daemon=True)
         if client is not None:
             self._witness = witness(KILLED)

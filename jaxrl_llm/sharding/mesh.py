@@ -1,7 +1,7 @@
 """The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights.
 
-Several slices (groups of devices with a fast network of their own) lie along ``data``: each holds whole copies of the weights,
-and only sums of gradients cross the slow network between them.
+Several slices (groups of devices with a fast network of their own) lie along ``data``: each holds whole copies of the
+weights, and only sums of gradients cross the slow network between them.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ class MeshShape:
       fsdp: parts of the weights, gathered when used; also divides the batch.
       tensor: parts of every matrix product (heads, MLP width).
       rollout: devices that only sample, the last ones; 0 samples where it learns.
-      slices: groups of devices that only a slow network joins (TPU slices, or GPU nodes); no weight is divided across them.
+      slices: groups of devices that only a slow network joins (TPU slices, or GPU nodes); no weight is divided across
+        them.
     """
 
     data: int = 1
@@ -83,7 +84,9 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """The sampler's mesh: the devices set aside for it, or else the learner's. Its heads are divided as the learner's are."""
+    """The sampler's mesh: the devices set aside for it, or else the learner's. Its heads are divided as the learner's
+    are.
+    """
     if not shape.rollout:
         return make_mesh(shape, devices)
     devices = list(jax.devices() if devices is None else devices)
@@ -96,8 +99,11 @@ def _mesh(sizes: tuple[int, int, int], devices: list[Any], slices: int) -> Mesh:
     """A mesh whose first axis goes from slice to slice, and whose others stay inside of one."""
     found = _by_slice(devices)
     if len(found) > 1 and (len(found) != slices or len({len(part) for part in found}) > 1):
-        raise InputError(f"the devices are in slices of {', '.join(str(len(part)) for part in found)}: set mesh.slices to "
-                         f"{len(found)}, and mesh.rollout so that as many of each slice learn")  # fmt: skip
+        sizes_found = ", ".join(str(len(part)) for part in found)
+        raise InputError(
+            f"the devices are in slices of {sizes_found}: set mesh.slices to {len(found)}, and mesh.rollout so that as "
+            "many of each slice learn"
+        )
     size = len(devices) // slices
     parts = found if len(found) > 1 else [devices[i : i + size] for i in range(0, len(devices), size)]
     inside = (sizes[0] // slices, *sizes[1:])
@@ -140,7 +146,9 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
 
 
 def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
-    """``spec`` without the axes that do not divide their dimension of ``shape`` (9 heads on 2 devices), last ones first."""
+    """``spec`` without the axes that do not divide their dimension of ``shape`` (9 heads on 2 devices), last ones
+    first.
+    """
     return PartitionSpec(*(_dividing(size, axis, mesh) for size, axis in zip(shape, spec, strict=False)))
 
 

@@ -40,19 +40,23 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 """Mesh axis of each dimension, by parameter path; what is not listed (norms) is on every device."""
 
 ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
-    # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass keeps
-    # of a layer, shrink by it. The sums after a product are scattered and gathered again before the next one, which moves as
-    # much as making them whole everywhere would (Korthikanti et al., arXiv 2205.05198).
+    # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass
+    # keeps of a layer, shrink by it. The sums after a product are scattered and gathered again before the next one,
+    # which moves as much as making them whole everywhere would (Korthikanti et al., arXiv 2205.05198).
     "residual": (BATCH, "tensor", None),
     "hidden": (BATCH, None, None),
     "heads": (BATCH, None, "tensor", None),
     "mlp": (BATCH, None, "tensor"),
 }
-"""Mesh axes of what flows through a layer: residual stream and hidden states [B, S, D], heads [B, S, N, H], MLP [B, S, F]."""
+"""Mesh axes of what flows through a layer: residual stream and hidden states [B, S, D], heads [B, S, N, H], MLP [B, S,
+F].
+"""
 
 
 def activation(x: jax.Array, name: str) -> jax.Array:
-    """``x`` laid out as ``ACTIVATIONS`` says, inside jit on the mesh set by ``jax.set_mesh``; as it is where there is none."""
+    """``x`` laid out as ``ACTIVATIONS`` says, inside jit on the mesh set by ``jax.set_mesh``; as it is where there is
+    none.
+    """
     return constrain(x, *ACTIVATIONS[name])
 
 
@@ -64,7 +68,11 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
         layout = layout_of(parameter_path(path), x.shape, mesh)
-        return layout.with_memory_kind("pinned_host") if any(getattr(key, "name", "") == "on_host" for key in path) else layout
+        return (
+            layout.with_memory_kind("pinned_host")
+            if any(getattr(key, "name", "") == "on_host" for key in path)
+            else layout
+        )
 
     return jax.tree.map_with_path(leaf, tree)
 
@@ -80,7 +88,9 @@ def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
-    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all of them."""
+    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all of
+    them.
+    """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
         spec = [_without_fsdp(axis) for axis in RULES.get(parameter_path(path), ())]

@@ -5,12 +5,32 @@ from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Table
-from jaxrl_llm.tasks.stream import problem_index
+from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
 from jaxrl_llm.tasks.template import CHATML, encode
 
 __all__ = [
-    "CHATML", "Fingerprint", "HubDataset", "Loaded", "ReasoningGym", "Rows", "Source", "Table", "Task", "check",
-    "dated", "difference", "encode", "extract", "fingerprint", "integer", "load", "number", "problem_index",
-    "prompt_key", "resolve",
+    "CHATML",
+    "Fingerprint",
+    "HubDataset",
+    "Loaded",
+    "PromptStream",
+    "ReasoningGym",
+    "Rows",
+    "Shuffled",
+    "Source",
+    "Table",
+    "Task",
+    "check",
+    "dated",
+    "difference",
+    "encode",
+    "extract",
+    "fingerprint",
+    "integer",
+    "load",
+    "number",
+    "problem_index",
+    "prompt_key",
+    "resolve",
 ]

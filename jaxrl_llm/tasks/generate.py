@@ -18,8 +18,10 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.signals import run_child
 
-_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from jaxrl_llm.tasks.generate import main; sys.exit(main(*json.loads(sys.argv[2])))")
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from jaxrl_llm.tasks.generate import main; sys.exit(main(*json.loads(sys.argv[2])))"
+)
 _REFUSED = 2
 
 
@@ -32,7 +34,9 @@ def entries(name: str, options: dict[str, Any], size: int, seed: int) -> list[di
     """
     path = json.dumps([str(folder) for folder in sys.path])
     command = [sys.executable, "-c", _PROGRAM, path, json.dumps([name, options, size, seed])]
-    done = run_child(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"})
+    done = run_child(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"}
+    )
     if done.returncode == _REFUSED:
         raise InputError(done.stdout.decode())
     if done.returncode:
@@ -61,8 +65,9 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
     except (AssertionError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"reasoning-gym's {name} refuses size {size}, seed {seed}, options {options} ({reason}); "
-                         f"change them") from error
+        raise InputError(
+            f"reasoning-gym's {name} refuses size {size}, seed {seed}, options {options} ({reason}); change them"
+        ) from error
     return [_plain(dataset[index]) for index in range(size)]
 
 

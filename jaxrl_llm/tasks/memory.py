@@ -38,8 +38,10 @@ class Memory:
     def __iter__(self) -> Iterator[Any]:
         if self._missing:
             reason = self._missing.removeprefix(MISSING)
-            raise InputError(f"config.json does not hold this run's problems ({reason}): give them again, in Python or "
-                             f"by a configuration that has them (--config)")
+            raise InputError(
+                f"config.json does not hold this run's problems ({reason}): give them again, in Python or "
+                f"by a configuration that has them (--config)"
+            )
         return iter(self._rows)
 
     def __eq__(self, other: object) -> bool:
@@ -55,7 +57,8 @@ class Memory:
         """The rows as JSON text, exact; or, where they are too many or not plain values, a sentence that says so."""
         if self._missing:
             return self._missing
-        parts, size = [], 0
+        parts = []
+        size = 0
         for index, row in enumerate(self._rows):
             try:
                 parts.append(json.dumps(codec.to_json(row)))
@@ -70,5 +73,7 @@ class Memory:
 def _refuse_others(rows: Any) -> None:
     table = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes | dict)
     if not table:
-        raise InputError(f"a task's source is a {type(rows).__name__}: give a list of dictionaries, a datasets.Dataset "
-                         f"(one split of it), a Table, a HubDataset, a ReasoningGym, or a dataclass with problems()")
+        raise InputError(
+            f"a task's source is a {type(rows).__name__}: give a list of dictionaries, a datasets.Dataset "
+            f"(one split of it), a Table, a HubDataset, a ReasoningGym, or a dataclass with problems()"
+        )

@@ -40,5 +40,7 @@ def _import(module_name: str, path: str) -> Any:
         return importlib.import_module(module_name)
     except Exception as error:  # whatever a person's module raises at import
         reason = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be imported ({type(error).__name__}: {reason}); "
-                         f"check the name, and that the module lies in the current folder or is installed") from error
+        raise InputError(
+            f"{path} cannot be imported ({type(error).__name__}: {reason}); "
+            f"check the name, and that the module lies in the current folder or is installed"
+        ) from error

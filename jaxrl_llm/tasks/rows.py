@@ -9,7 +9,6 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract
 from jaxrl_llm.types import Message, Problem
 
-
 CHAT = "prompt_is_chat"
 """In a problem's metadata, where the row's prompt was chat messages and no text."""
 
@@ -67,8 +66,10 @@ def _answer(fields: Fields, row: dict[str, Any], where: str, needed: bool) -> st
         raise InputError(f"{where}: the answer is a {type(answer).__name__}; it must be text or a number")
     reference = extract(str(answer), fields.answer_extractor)
     if reference is None:
-        raise InputError(f"{where}: {fields.answer_extractor} finds no answer in field {fields.answer_field!r}; "
-                         f"change answer_extractor or the row")
+        raise InputError(
+            f"{where}: {fields.answer_extractor} finds no answer in field {fields.answer_field!r}; "
+            f"change answer_extractor or the row"
+        )
     return reference
 
 
@@ -76,8 +77,10 @@ def _field(row: dict[str, Any], name: str, where: str, role: str) -> Any:
     value = _found(row, name)
     if _is_empty(value):
         remedy = ", or take rewards that need no answer (no Accuracy)" if role == "answer" else ""
-        raise InputError(f"{where} has no {role} in field {name!r} (it has {', '.join(row) or 'none'}); "
-                         f"set {role}_field or complete the row{remedy}")
+        raise InputError(
+            f"{where} has no {role} in field {name!r} (it has {', '.join(row) or 'none'}); "
+            f"set {role}_field or complete the row{remedy}"
+        )
     return value
 
 

@@ -15,7 +15,9 @@ from jaxrl_llm.types import Problem
 
 
 class Source(Protocol):
-    """Where problems come from: any frozen dataclass with these two. Equal settings give equal problems, ids included."""
+    """Where problems come from: any frozen dataclass with these two. Equal settings give equal problems, ids
+    included.
+    """
 
     @property
     def label(self) -> str:
@@ -134,8 +136,10 @@ class HubDataset:
         try:
             rows = datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
         except Exception as error:  # the HTTP client's own exceptions come through, and they share no base class
-            raise InputError(f"data set {self.name} (subset {self.subset}, split {self.split}) cannot be loaded "
-                             f"({_one_line(error)}); check the names and the network, or use a Table") from error
+            raise InputError(
+                f"data set {self.name} (subset {self.subset}, split {self.split}) cannot be loaded "
+                f"({_one_line(error)}); check the names and the network, or use a Table"
+            ) from error
         return problems_of(self, ((f"{self.name}:{index}", row) for index, row in enumerate(rows)), answers)
 
 
@@ -178,8 +182,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     yield f"{path}:{count}", json.loads(line)
                 except ValueError as error:
-                    raise InputError(f"{path}:{count} is no JSON ({_one_line(error)}); "
-                                     f"write one object on each line, in UTF-8") from error
+                    raise InputError(
+                        f"{path}:{count} is no JSON ({_one_line(error)}); write one object on each line, in UTF-8"
+                    ) from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

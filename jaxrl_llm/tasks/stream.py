@@ -1,10 +1,48 @@
-"""An endless shuffled stream of problems as a pure function of its position."""
+"""Which problem is asked next: an endless stream, whose order is a function of the seed and of what came back."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.types import Group, Problem
+
+Memory = dict[str, Any]
+"""What a stream remembers: JSON values, saved with the run."""
+
+
+class PromptStream(Protocol):
+    """The order of the problems. Pure: what it remembers is handed in and out, so that a resumed run asks the same."""
+
+    def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
+        """The problem that is asked as number ``number`` of the run, counted from 0, and what is remembered then."""
+
+    def told(self, memory: Memory, group: Group) -> Memory:
+        """What is remembered once the answers to a problem are scored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+    """Epochs, each a fresh permutation of all problems; what came back changes nothing.
+
+    Attributes:
+      problems: all of them.
+      seed: of the permutations.
+    """
+
+    problems: Sequence[Problem]
+    seed: int
+
+    def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
+        """The problem at that position of the stream."""
+        return self.problems[problem_index(self.seed, number, len(self.problems))], memory
+
+    def told(self, memory: Memory, group: Group) -> Memory:
+        """The same."""
+        return memory
 
 
 def problem_index(seed: int, cursor: int, size: int) -> int:

@@ -85,7 +85,8 @@ def check(task: Task) -> None:
     """Refuses a task that cannot work, before anything is loaded.
 
     Raises:
-      InputError: unknown extractor or verifier, a holdout outside [0, 1), a bad date, a ``keep`` that names no function.
+      InputError: unknown extractor or verifier, a holdout outside [0, 1), a bad date, a ``keep`` that names no
+        function.
     """
     extract("", task.extractor)
     if task.verifier not in VERIFIERS:
@@ -124,8 +125,10 @@ def load(task: Task, answers: bool = True) -> Loaded:
     kept = _savable(_checkable(_filtered(rows, task, notes), verifier, notes), notes)
     train, held_out = _split(_without_duplicates(kept, notes), task.holdout)
     if not train:
-        raise InputError(f"task {task.label} has no problem left to train on: {len(rows)} from the source, "
-                         f"{len(held_out)} held out{''.join('; ' + note for note in notes)}; give it more problems")
+        raise InputError(
+            f"task {task.label} has no problem left to train on: {len(rows)} from the source, "
+            f"{len(held_out)} held out{''.join('; ' + note for note in notes)}; give it more problems"
+        )
     return Loaded(train, held_out, tuple(notes))
 
 
@@ -161,8 +164,10 @@ def _verifier(task: Task, problems: list[Problem], answers: bool, notes: list[st
         return task.verifier
     if answers or len(without) < len(problems):
         _read(task, True)  # a table knows better what the row lacks, and says so
-        raise InputError(f"{_place(without[0])} has no answer, as {len(without)} of {len(problems)} problems of "
-                         f"{task.label}: give all one, or take rewards that need none (no Accuracy) and verifier none")
+        raise InputError(
+            f"{_place(without[0])} has no answer, as {len(without)} of {len(problems)} problems of "
+            f"{task.label}: give all one, or take rewards that need none (no Accuracy) and verifier none"
+        )
     notes.append(f"no problem of {task.label} has a reference answer: nothing is verified, only the reward is reported")
     return "none"
 
@@ -208,8 +213,7 @@ def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list
         return problems
     dropped = [problem for problem in problems if integer(problem.answer) is None]
     if dropped:
-        named = ", ".join(f"{_place(problem)} ({problem.answer[:40]!r})"
-                          for problem in dropped[:_NAMED])
+        named = ", ".join(f"{_place(problem)} ({problem.answer[:40]!r})" for problem in dropped[:_NAMED])
         more = ", ..." if len(dropped) > _NAMED else ""
         notes.append(f"{len(dropped)} of {len(problems)} dropped because the answer is no integer: {named}{more}")
     return [problem for problem in problems if integer(problem.answer) is not None]

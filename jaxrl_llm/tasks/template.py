@@ -38,7 +38,8 @@ def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
         text = "\n\n".join(message["content"] for message in messages)
         start = _bos(text, tokenizer)
     else:
-        text, start = _render(messages, _on_the_day(_template(task, tokenizer), task.date), tokenizer), []
+        text = _render(messages, _on_the_day(_template(task, tokenizer), task.date), tokenizer)
+        start = []
     return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
@@ -68,11 +69,13 @@ def _render(messages: list[Message], template: str, tokenizer: Any) -> str:
     import jinja2
 
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
-                                             add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
     except jinja2.TemplateError as error:
-        raise InputError(f"the chat template refuses the messages ({error}); change --task.system or --task.template") \
-            from error
+        raise InputError(
+            f"the chat template refuses the messages ({error}); change --task.system or --task.template"
+        ) from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,8 +86,10 @@ def _on_the_day(template: str, day: str | None) -> str:
     today = datetime.datetime.fromisoformat(day)
     told = _CLOCK.sub(lambda asked: json.dumps(today.strftime(asked["format"]), ensure_ascii=False), template)
     if "strftime_now(" in told:
-        raise InputError("the chat template reads the clock by a format that it computes, so that no date can be set "
-                         "for it; give another with --task.template")
+        raise InputError(
+            "the chat template reads the clock by a format that it computes, so that no date can be set "
+            "for it; give another with --task.template"
+        )
     return told
 
 

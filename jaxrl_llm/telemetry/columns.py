@@ -29,7 +29,8 @@ def seconds(value: float) -> str:
     """A duration: ``8.2 s``, ``3m05``, ``2h07``, ``4d03h``."""
     if value < 99.95:
         return f"{value:.1f} s"
-    minutes, hours = int(value // 60), int(value // 3600)
+    minutes = int(value // 60)
+    hours = int(value // 3600)
     if hours < 1:
         return f"{minutes}m{int(value % 60):02d}"
     if hours < 48:
@@ -68,7 +69,7 @@ STEP_WIDTH, LEFT_WIDTH = 9, 7
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Columns:
     """The columns that are shown, and the characters between them."""
 
     columns: tuple[Column, ...] = COLUMNS
@@ -86,23 +87,23 @@ class Layout:
         return (" " * self.gap).join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
 
 
-def fitting(width: int) -> Layout:
+def columns_for(width: int) -> Columns:
     """The widest layout within ``width`` characters: narrow gaps first, then without columns of high rank."""
-    layout = Layout()
+    layout = Columns()
     if layout.width > width:
-        layout = Layout(gap=1)
+        layout = Columns(gap=1)
     while layout.width > width and layout.columns:
         least = max(layout.columns, key=lambda column: column.rank)
-        layout = Layout(tuple(column for column in layout.columns if column is not least), gap=1)
+        layout = Columns(tuple(column for column in layout.columns if column is not least), gap=1)
     return layout
 
 
-def heading(layout: Layout) -> str:
+def heading(layout: Columns) -> str:
     """The titles, each over its column."""
     return layout.join("step", [column.title for column in layout.columns], "left")
 
 
-def line(layout: Layout, step: str, left: str, metrics: dict[str, Any]) -> str:
+def line(layout: Columns, step: str, left: str, metrics: dict[str, Any]) -> str:
     """A step's values under ``heading``."""
     return layout.join(step, [cell(column, metrics) for column in layout.columns], left)
 

@@ -42,6 +42,6 @@ class Header:
         updates = "one update" if self.updates == 1 else f"{self.updates} updates"
         return [
             f"{self.model}: {count(self.parameters)} parameters{trained}, on {devices} ({self.device})",
-            f"{self.task}: {self.problems:,} problems, {self.held_out:,} to test on; each step {self.prompts} x {self.group} "
-            f"completions, {updates}",
+            f"{self.task}: {self.problems:,} problems, {self.held_out:,} to test on; each step {self.prompts} x "
+            f"{self.group} completions, {updates}",
         ]

@@ -32,7 +32,9 @@ class Schedule:
         return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def ahead(self, step: int) -> dict[str, int]:
-        """How much of each kind is to be done once ``step`` has learned: its own evaluation and save, and all after it."""
+        """How much of each kind is to be done once ``step`` has learned: its own evaluation and save, and all after
+        it.
+        """
         return {
             STEP: self.steps - step,
             EVALUATION: self._due(step, self.evaluate_every),
@@ -49,8 +51,8 @@ class Schedule:
 def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]) -> float | None:
     """Seconds for what is ``ahead`` at the mean pace of each kind's ``durations``; None before the first step.
 
-    A first time takes longer than the others (files, workers), so it is left out as soon as there is another. What was never
-    done counts nothing.
+    A first time takes longer than the others (files, workers), so it is left out as soon as there is another. What was
+    never done counts nothing.
     """
     if not durations.get(STEP):
         return None
@@ -76,7 +78,8 @@ class Pace:
 
     def begin(self) -> None:
         """Work begins now: what came before is no part of the pace."""
-        self._told, self._before = time.monotonic(), self._compiled()
+        self._told = time.monotonic()
+        self._before = self._compiled()
 
     def took(self, kind: str) -> None:
         """The time since the last call, or since ``begin``, was this kind's."""

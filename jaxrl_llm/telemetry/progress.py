@@ -41,9 +41,12 @@ class Progress:
 
     def __init__(self, schedule: Schedule, first_step: int = 1, console: Console | None = None):
         console = console or Console(stderr=True, highlight=False)
-        self._schedule, self._next_step = schedule, first_step
-        self._status, self._since = "starting", time.monotonic()
-        self._block, self._compiling = contextlib.ExitStack(), Compiling()
+        self._schedule = schedule
+        self._next_step = first_step
+        self._status = "starting"
+        self._since = time.monotonic()
+        self._block = contextlib.ExitStack()
+        self._compiling = Compiling()
         self.pace = Pace(lambda: self._compiling.seconds)
         live = console.is_terminal and not console.is_dumb_terminal
         self._screen = _Terminal(console, self.describe) if live else _LogFile(console, self)
@@ -124,7 +127,8 @@ class _Terminal:
     """Finished steps scroll by as a table; below them one live line says what is being done."""
 
     def __init__(self, console: Console, describe: Callable[[], str]):
-        self._console, self._describe = console, describe
+        self._console = console
+        self._describe = describe
         self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
         self._rows = 0
@@ -140,7 +144,7 @@ class _Terminal:
         return self._spinner
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
-        layout = columns.fitting(self._console.width)
+        layout = columns.columns_for(self._console.width)
         if self._rows % HEADING_EVERY == 0:
             self._console.print(Text(columns.heading(layout), style="bold"))
         self._rows += 1
@@ -154,10 +158,12 @@ class _LogFile:
     """One line for each finished step, and a line where a phase goes on for long: no bars, no escape codes."""
 
     def __init__(self, console: Console, progress: Progress):
-        self._console, self._progress = console, progress
+        self._console = console
+        self._progress = progress
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self._break_silence, daemon=True)
-        self._last, self._repeats = time.monotonic(), 0
+        self._last = time.monotonic()
+        self._repeats = 0
 
     def start(self) -> None:
         self._watch.start()
@@ -179,4 +185,5 @@ class _LogFile:
 
     def line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
-        self._last, self._repeats = time.monotonic(), 0
+        self._last = time.monotonic()
+        self._repeats = 0

@@ -17,9 +17,17 @@ def record(
     if writer is None:
         return
     lines = [
-        {"kind": "training", "prompt": g.problem.prompt[-1]["content"], "completion": c.text, "reward": float(g.rewards[i]),
-         "parts": {name: float(part[i]) for name, part in g.parts.items()}, "finish_reason": c.finish_reason, "tokens": len(c.tokens)}
-        for g in groups for i, c in enumerate(g.completions)
+        {
+            "kind": "training",
+            "prompt": g.problem.prompt[-1]["content"],
+            "completion": c.text,
+            "reward": float(g.rewards[i]),
+            "parts": {name: float(part[i]) for name, part in g.parts.items()},
+            "finish_reason": c.finish_reason,
+            "tokens": len(c.tokens),
+        }
+        for g in groups
+        for i, c in enumerate(g.completions)
     ]
     lines += _answers(found, LOGGED_ANSWERS - len(lines)) if found else []
     writer.samples(step, lines)

@@ -15,7 +15,8 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     tested = [(row["step"], name, value) for row in rows for name, value in row.items() if _tells(name)]
     if not tested:
         return RunSummary(str(run_dir), "", steps, seconds)
-    (first, name, before), (last, _, after) = tested[0], tested[-1]
+    (first, name, before) = tested[0]
+    (last, _, after) = tested[-1]
     task, _, kind = name.removeprefix("eval/").rpartition("/")
     measure = "accuracy" if kind == "pass@1" else "reward"
     if first == last:

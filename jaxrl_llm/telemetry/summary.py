@@ -65,8 +65,11 @@ Answered = tuple[str, str, float]
 def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple[SamplePair, ...]:
     """Pairs by prompt, in the order of ``after``; a prompt that stands on one side only is left out."""
     first = {prompt: (text, score) for prompt, text, score in before}
-    return tuple(SamplePair(prompt, first[prompt][0], text, first[prompt][1], score)
-                 for prompt, text, score in after if prompt in first)
+    return tuple(
+        SamplePair(prompt, first[prompt][0], text, first[prompt][1], score)
+        for prompt, text, score in after
+        if prompt in first
+    )
 
 
 def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list[SamplePair]:
@@ -75,7 +78,9 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print the accuracy (or reward) before and after, samples, the run's directory and the next commands; to stdout if None."""
+    """Print the accuracy (or reward) before and after, samples, the run's directory and the next commands; to stdout if
+    None.
+    """
     console = console or Console(highlight=False)
     console.print()
     for line in (*_results(summary), *_samples(summary, console), Text(""), *_next(summary)):
@@ -96,8 +101,9 @@ def _results(summary: RunSummary) -> list[Text]:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
         better, worse = WORDS[measure]
-        lines.append(_field("of the problems", f"{gained} {better}, {lost} {worse}, "
-                                               f"{len(summary.pairs) - gained - lost} stayed"))
+        lines.append(
+            _field("of the problems", f"{gained} {better}, {lost} {worse}, {len(summary.pairs) - gained - lost} stayed")
+        )
     return lines
 
 
@@ -138,20 +144,26 @@ def abridge(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2
-    head, tail = text[:half], text[-half:]
+    head = text[:half]
+    tail = text[-half:]
     # Whole words, where there are any.
     return f"{head.rsplit(' ', 1)[0]} … {tail.split(' ', 1)[-1]}"
 
 
 def _next(summary: RunSummary) -> list[Text]:
-    run, ask = shlex.quote(summary.run_dir), "What is 3 + 5?"
+    run = shlex.quote(summary.run_dir)
+    ask = "What is 3 + 5?"
     # The run's own configuration: it may have been begun with flags beside the one that was named.
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
     more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.steps}"
     if not summary.reloads:
-        more = f"train again for {2 * summary.steps} steps from the file or notebook that began it: config.json lacks its own parts"
+        begun = "from the file or notebook that began it: config.json lacks its own parts"
+        more = f"train again for {2 * summary.steps} steps {begun}"
     commands = (f"jaxrl-llm eval {run}", f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}", more)
-    return [_field("the run lies in", summary.run_dir), _field("try next", ""),
-            *(Text(f"  {command}") for command in commands)]
+    return [
+        _field("the run lies in", summary.run_dir),
+        _field("try next", ""),
+        *(Text(f"  {command}") for command in commands),
+    ]

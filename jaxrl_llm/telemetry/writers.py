@@ -27,11 +27,18 @@ class RunWriter:
       InputError: a new run's directory holds metrics already; a row is no JSON; wandb is asked for and not installed.
     """
 
-    def __init__(self, run_dir: str | Path, resumed_at: int | None, tensorboard: bool = True,
-                 wandb: str | None = None, config: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        resumed_at: int | None,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        config: dict[str, Any] | None = None,
+    ):
         self._run_dir = Path(run_dir)
         wandb_module = import_extra("wandb", "wandb") if wandb else None
-        metrics, samples = self._run_dir / "metrics.jsonl", self._run_dir / "samples.jsonl"
+        metrics = self._run_dir / "metrics.jsonl"
+        samples = self._run_dir / "samples.jsonl"
         _prepare(metrics, samples, resumed_at)
         self._last_step = max((row["step"] for row in read_rows(metrics)), default=-1)
         self._metrics = open(metrics, "ab")
@@ -103,8 +110,12 @@ def _tensorboard(run_dir: Path, resumed_at: int | None) -> Any:
     if resumed_at is None:
         return SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
     # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_at + 1, flush_secs=10,
-                         filename_suffix=f".from{resumed_at + 1:09d}")
+    return SummaryWriter(
+        str(run_dir / "tensorboard"),
+        purge_step=resumed_at + 1,
+        flush_secs=10,
+        filename_suffix=f".from{resumed_at + 1:09d}",
+    )
 
 
 def _add_curves(curves: Any, step: int, values: dict[str, Scalar]) -> None:
@@ -119,8 +130,14 @@ def _wandb_run(wandb: ModuleType, run_dir: Path, project: str, config: dict[str,
     run_id = run_dir / "wandb_id.txt"
     if not run_id.exists():
         run_id.write_text(uuid.uuid4().hex)
-    run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), config=jsonable(config),
-                     id=run_id.read_text().strip(), resume="allow")
+    run = wandb.init(
+        project=project,
+        name=run_dir.name,
+        dir=str(run_dir),
+        config=jsonable(config),
+        id=run_id.read_text().strip(),
+        resume="allow",
+    )
     # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

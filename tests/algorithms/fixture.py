@@ -4,9 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from oracles import FIXTURE, fixture_logp
 
 from jaxrl_llm.algorithms import AdvantageContext, PolicyBatch, policy_loss
-from oracles import FIXTURE, fixture_logp
 
 
 def policy(name, dtype):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import NUMBERS
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore, LeaveOneOut
-from oracles import NUMBERS
 
 ADV = NUMBERS["ADV"]
 REWARDS = np.array([NUMBERS["F"]["R"]])

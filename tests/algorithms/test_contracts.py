@@ -291,7 +291,8 @@ def test_mixes_that_contradict_themselves_are_refused_with_the_reason(name, chan
     ("dapo", {"surrogate": PenaltyKL(), "kl_coef": 0.1}), ("gspo", {"surrogate": Unclipped()}),
     ("gspo", {"ratio": SequenceToken()}),
     ("dapo", {"correction": MaskedIS(), "sequence_filter": OffPolicySequenceMask()}),
-    ("grpo", {"kl_in": "reward"}), ("rloo", {"kl_in": "loss", "kl_coef": 0.1}), ("ppo", {"kl": K1(), "kl_in": "reward"}),
+    ("grpo", {"kl_in": "reward"}), ("rloo", {"kl_in": "loss", "kl_coef": 0.1}),
+    ("ppo", {"kl": K1(), "kl_in": "reward"}),
     ("grpo", {"ratio": Sequence()}),
 ])  # fmt: skip
 def test_mixes_that_make_sense_are_not(name, changes):

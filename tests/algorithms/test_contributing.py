@@ -1,21 +1,25 @@
 """The example of CONTRIBUTING.md is true: its three pieces, run as they stand, agree with each other."""
 
 import ast
+import dataclasses
 import re
 import textwrap
+import unittest
 from pathlib import Path
 
+import chex
+import jax
 import numpy as np
-
 from algorithms.batches import ragged
-from jaxrl_llm.algorithms import policy_loss, presets, surrogates
 from oracles import SEQUENCE_MEANS
+
+from jaxrl_llm.algorithms import PolicyBatch, policy_loss, presets, surrogates
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def test_the_example_of_a_new_surrogate_works_as_printed():
-    surrogate, preset, oracle = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:3]
+    surrogate, preset, oracle, test = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:4]
     names = vars(surrogates) | vars(presets)
     exec(surrogate, names)
     algorithm = eval("{" + preset + "}", names)["spo"]
@@ -30,3 +34,9 @@ def test_the_example_of_a_new_surrogate_works_as_printed():
         if valid.any():
             wanted.append(np.mean(by_hand["terms"]("spo", ratios, float(batch.advantages[row]))))
     np.testing.assert_allclose(policy_loss(algorithm, logp, batch)[0], np.mean(wanted), rtol=2e-5)
+    given = {"chex": chex, "dataclasses": dataclasses, "jax": jax, "np": np, "policy_loss": policy_loss}
+    given |= {"PRESETS": presets.PRESETS, "PolicyBatch": PolicyBatch, "SPO": names["SPO"]}
+    exec(test, given)
+    outcome = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(given["OwnLoss"]).run(outcome)
+    assert outcome.testsRun == 2 and outcome.wasSuccessful(), outcome

@@ -10,9 +10,9 @@ import math
 import jax
 import numpy as np
 import pytest
-
 from algorithms import enumeration as exact
 from algorithms.enumeration import Drawn, expected, grow, probability, reached, slope, worth
+
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.algorithms.advantages import GAE, Estimator, GroupMean, GroupZScore, LeaveOneOut
 from jaxrl_llm.algorithms.kl import K1, K2, K3, K3Plus, UnbiasedK3

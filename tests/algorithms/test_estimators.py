@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from algorithms.batches import B, T, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.batches import B, T, scored
 from jaxrl_llm.algorithms.advantages import (
     GAE,
     GDPO,

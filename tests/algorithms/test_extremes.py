@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from algorithms.batches import LENGTHS, NAMES, B, T, plain, presets, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.batches import LENGTHS, NAMES, B, T, plain, presets, ragged
 from jaxrl_llm.algorithms import PRESETS
 
 ARRAYS = ("logp", "old_logp", "ref_logp", "sampler_logp")

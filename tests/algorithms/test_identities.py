@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from algorithms.batches import B, T, each, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.batches import B, T, each, ragged
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.advantages import GroupMean
 from jaxrl_llm.algorithms.kl import K2, K3, K3Plus, UnbiasedK3

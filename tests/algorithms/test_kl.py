@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import FIXTURE, NUMBERS, fixture_logp
 
 from jaxrl_llm.algorithms.kl import K1, K2, K3
-from oracles import FIXTURE, NUMBERS, fixture_logp
 
 TOKENS, EXPECT = NUMBERS["KL_tokens"], NUMBERS["KL_expect"]
 ESTIMATORS = {"k1": K1(), "k2": K2(), "k3": K3()}

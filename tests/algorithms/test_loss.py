@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from algorithms.batches import B, T, graded, presets, ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import NUMBERS, loop_loss
 
-from algorithms.batches import B, T, graded, presets, ragged
 from jaxrl_llm.algorithms import PRESETS, Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GroupZScore
 from jaxrl_llm.algorithms.ratios import Sequence, SequenceToken, Token
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, PPOClip
 from jaxrl_llm.algorithms.tokens import Tokens
-from oracles import NUMBERS, loop_loss
 
 SMOOTH = [name for name in PRESETS if name not in ("cispo", "gspo_token", "minirl")]
 """Presets without a stop-gradient inside: their gradient is that of their value."""

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import NUMBERS, check, number
+from tiny import logprob_and_entropy
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
 from jaxrl_llm.algorithms.advantages import GAE
-from oracles import NUMBERS, check, number
-from tiny import logprob_and_entropy
 
 
 def row(path, dtype):

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from algorithms.fixture import advantages_of, evaluate, policy
+from oracles import FIXTURE, NUMBERS, check, fixture_logp, number
+
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext, Algorithm
 from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore, ProcessSupervised
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, SequenceMask, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, MirrorDescent, PPOClip
-from oracles import FIXTURE, NUMBERS, check, fixture_logp, number
 
 Z, POPULATION = GroupZScore(eps=0.0), GroupZScore(ddof=0, eps=0.0)
 WIDE = PPOClip(0.2, 0.2)
@@ -66,7 +66,9 @@ CASES = {
     "TIS/loss_mis": (variant("dapo", surrogate=WIDE, correction=MaskedIS(0.5, 2.0)), None),
     "TIS/loss_seqtis": (variant("dapo", surrogate=WIDE, correction=TruncatedIS(2.0, "sequence")), None),
     # A published description of GSPO that is not GSPO: CISPO with two bounds, averaged by sequence.
-    "GSPO_seed_wrong/loss": (variant("cispo", surrogate=CISPO(1.2, 0.8), reduce=SequenceMean()), "GSPO_seed_wrong/grad"),
+    "GSPO_seed_wrong/loss": (
+        variant("cispo", surrogate=CISPO(1.2, 0.8), reduce=SequenceMean()), "GSPO_seed_wrong/grad",
+    ),
 }  # fmt: skip
 
 

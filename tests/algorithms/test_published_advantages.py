@@ -6,8 +6,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from algorithms.fixture import advantages_of
+from oracles import FIXTURE, NUMBERS, check, number
+
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext, values
 from jaxrl_llm.algorithms.advantages import (
     GAE,
@@ -21,7 +22,6 @@ from jaxrl_llm.algorithms.advantages import (
     Whitened,
 )
 from jaxrl_llm.algorithms.kl import K1
-from oracles import FIXTURE, NUMBERS, check, number
 
 BATCH = {
     "centered": GroupMean(),

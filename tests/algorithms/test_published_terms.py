@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from algorithms.fixture import advantages_of, policy
+from oracles import FIXTURE, NUMBERS, check, number
+
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch
 from jaxrl_llm.algorithms.advantages import GroupMean, GroupZScore
-from jaxrl_llm.algorithms.kl import AdaptiveKL, K2, K3, K3Plus, ProportionalKL, UnbiasedK3
+from jaxrl_llm.algorithms.kl import K2, K3, AdaptiveKL, K3Plus, ProportionalKL, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceMask, Token, TruncatedIS
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, MiniRL, MirrorDescent, PenaltyKL
 from jaxrl_llm.algorithms.tokens import clean_tokens
 from jaxrl_llm.rewards import CosineLength, SoftOverlong
 from jaxrl_llm.types import Completion, Problem
-from oracles import FIXTURE, NUMBERS, check, number
 
 
 def tokens(dtype, advantage=GroupZScore(eps=0.0), ratio=Token(), kl_coef=0.0, **policies):

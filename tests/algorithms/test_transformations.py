@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
 from algorithms.batches import NAMES, plain, presets, ragged, scored
 from algorithms.test_estimators import BY_TOKEN, ESTIMATORS, every
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
 from jaxrl_llm.algorithms import PRESETS
 
 LENGTHS = (5, 3, 1, 4, 0, 2, 5, 2)

@@ -1,20 +1,44 @@
 """Samples as training sees them, from a real engine and a tiny model, and the unpacked loss that packing must equal."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from tiny import logprob_and_entropy, tiny
 
 from jaxrl_llm.algorithms import PolicyBatch, policy_loss
-from jaxrl_llm.learner import Sample
+from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling
-from tiny import logprob_and_entropy, tiny
+from jaxrl_llm.types import Role
 
 PROMPTS, G, T, WIDTH = ([1, 2, 3], [7] * 9, [5, 6]), 4, 10, 20
 TEMPERATURE = 0.8
+
+
+def sample(prompt, tokens, mask, sampler_logp, advantage, fresh=True, kept=None):
+    """A sample of reinforcement learning; ``fresh``: of all tokens, or of each."""
+    arrays = {"sampler_logp": sampler_logp, "fresh": np.broadcast_to(fresh, len(tokens))}
+    if kept is not None:
+        arrays["kept"] = kept
+    return Sample(np.asarray(prompt, np.int32), tokens, mask, {"advantages": advantage}, arrays)
+
+
+def changed(sample, **arrays):
+    """The sample with other arrays, or without those that are None; a number is every token's."""
+    given = {
+        name: np.broadcast_to(x, len(sample.tokens)) if np.ndim(x) == 0 else x
+        for name, x in arrays.items()
+        if x is not None
+    }
+    kept = {name: x for name, x in sample.arrays.items() if name not in arrays}
+    return dataclasses.replace(sample, arrays=kept | given)
 
 
 @functools.cache
@@ -31,12 +55,8 @@ def rollout(kind="windows", seed=0, **rules):
     samples = []
     for index, c in enumerate(found):
         mask = c.mask & (random.random(len(c.tokens)) > 0.1) & (index != 5)
-        samples.append(
-            Sample(
-                np.asarray(PROMPTS[index // G], np.int32), c.tokens, mask, c.sampler_logp, float(random.normal()),
-                kept=c.extras.get("kept"),
-            )
-        )  # fmt: skip
+        advantage, kept = float(random.normal()), c.extras.get("kept")
+        samples.append(sample(PROMPTS[index // G], c.tokens, mask, c.sampler_logp, advantage, kept=kept))
     return tuple(samples)
 
 
@@ -65,18 +85,20 @@ def padded(samples, name):
     """A per-token field as [B, T]."""
     out = np.zeros((len(samples), T), np.float32)
     for row, s in enumerate(samples):
-        out[row, : len(s.tokens)] = getattr(s, name)
+        out[row, : len(s.tokens)] = s.arrays[name] if name in s.arrays else getattr(s, name)
     return out
 
 
 def unpacked_loss(algorithm, model, samples, old_logp=None, ref_logp=None):
-    """The step's loss without packing and microbatches; other tokens than fresh ones take ``sampler_logp`` as their old policy."""
+    """The step's loss without packing and microbatches; other tokens than fresh ones take ``sampler_logp`` as their old
+    policy.
+    """
     logp = unpacked_logp(model, samples)
     fresh = padded(samples, "fresh").astype(bool)
     old = jnp.where(
         fresh, jax.lax.stop_gradient(logp) if old_logp is None else old_logp, padded(samples, "sampler_logp")
     )
-    advantages = np.array([s.advantage for s in samples], np.float32)
+    advantages = np.array([s.scalars["advantages"] for s in samples], np.float32)
     return policy_loss(algorithm, logp, PolicyBatch(advantages, padded(samples, "mask"), old, ref_logp))
 
 
@@ -85,3 +107,34 @@ def one_device():
     return jax.make_mesh(
         (1, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1]
     )
+
+
+def objective_gradient(params, packed, objectives, **coefficients):
+    """Gradient and metrics of an optimiser step of a role with these parameters."""
+    role = Role(params, None, jnp.int32(0))
+    given = {"temperature": jnp.float32(TEMPERATURE)} | coefficients
+    return jax.jit(lambda role: accumulate(role, packed, objectives, given, Compute(remat="full")))(role)
+
+
+def policy_gradient(params, packed, algorithm, compute=Compute(remat="full"), base=None, **coefficients):
+    """Gradient and metrics of an optimiser step of a policy's parameters."""
+    objective = PolicyGradient(algorithm, "old_logp" in packed.by_token)
+    given = {"temperature": jnp.float32(TEMPERATURE)} | coefficients
+    return accumulate(Role(params, None, jnp.int32(0), base), packed, (objective,), given, compute)
+
+
+def policy_training(algorithm, optimiser, compute=Compute(remat="full"), several=False):
+    """How a policy is trained by an algorithm."""
+    objectives = (PolicyGradient(algorithm, several),)
+    return Training(objectives, make_update(objectives, build(optimiser), learning_rate(optimiser), compute))
+
+
+def policy_update(algorithm, optimiser, compute=Compute(remat="full"), several=False):
+    """``(state, packed) -> (state, metrics)``: an update at the temperature of the rollout, or another one."""
+    update = policy_training(algorithm, optimiser, compute, several).update
+    return lambda state, packed, temperature=TEMPERATURE: update(state, packed, {"temperature": temperature})
+
+
+def forward_on(mesh, layout, compute=Compute(remat="full")):
+    """How the learner runs models there."""
+    return Forward(layout, compute, TEMPERATURE, mesh)

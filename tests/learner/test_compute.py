@@ -4,14 +4,14 @@ import dataclasses
 
 import jax
 import pytest
+from learner.rollouts import one_device
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
-from jaxrl_llm.learner.compute import compute_for, layout_for, platform_of
+from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from learner.rollouts import one_device
 
 MODEL = ModelConfig("llama", 50, 64, 2, 64, Attention(4, 2, 64))
 CAPPED = dataclasses.replace(MODEL, attention=Attention(4, 2, 64, softcap=50.0))
@@ -21,7 +21,8 @@ HALF = Learner(compute_dtype="bfloat16")
 
 @pytest.mark.parametrize(("settings", "model", "platform", "wanted"), [
     (HALF, MODEL, "tpu", "splash"), (HALF, CAPPED, "tpu", "splash"), (Learner(row_tokens=200), MODEL, "tpu", "xla"),
-    (HALF, MODEL, "gpu", "cudnn"), (Learner(), MODEL, "gpu", "xla"), (HALF, CAPPED, "gpu", "xla"), (HALF, WIDE, "gpu", "xla"),
+    (HALF, MODEL, "gpu", "cudnn"), (Learner(), MODEL, "gpu", "xla"), (HALF, CAPPED, "gpu", "xla"),
+    (HALF, WIDE, "gpu", "xla"),
     (HALF, MODEL, "cpu", "xla"), (Learner(attention="xla"), MODEL, "tpu", "xla"),
 ])  # fmt: skip
 def test_the_attention_that_can_serve_is_taken(settings, model, platform, wanted):
@@ -29,11 +30,13 @@ def test_the_attention_that_can_serve_is_taken(settings, model, platform, wanted
 
 
 @pytest.mark.parametrize(("settings", "model", "platform", "message"), [
-    (Learner(attention="splash"), MODEL, "cpu", "learner.attention 'splash' is for tpu, and this is cpu: set it to 'auto'"),
+    (Learner(attention="splash"), MODEL, "cpu",
+     "learner.attention 'splash' is for tpu, and this is cpu: set it to 'auto'"),
     (Learner(attention="cudnn"), MODEL, "tpu", "'cudnn' is for gpu, and this is tpu"),
     (Learner(attention="cudnn"), MODEL, "gpu", "needs learner.compute_dtype 'bfloat16', got 'float32'"),
     (dataclasses.replace(HALF, attention="cudnn"), CAPPED, "gpu", "has no soft cap"),
-    (dataclasses.replace(HALF, attention="cudnn"), WIDE, "gpu", "heads of at most 128, a multiple of 8, and this model's have 256"),
+    (dataclasses.replace(HALF, attention="cudnn"), WIDE, "gpu",
+     "heads of at most 128, a multiple of 8, and this model's have 256"),
     (Learner(attention="splash", row_tokens=200), MODEL, "tpu", "learner.row_tokens to be a multiple of 128, got 200"),
 ])  # fmt: skip
 def test_what_cannot_serve_is_refused(settings, model, platform, message):

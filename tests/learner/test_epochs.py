@@ -6,17 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn, make_update
-from jaxrl_llm.learner.epochs import _split
-from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.models.compute import Compute
-from learner.rollouts import PROMPTS, TEMPERATURE, G, T, groups, one_device, padded, rollout, unpacked_logp
+from learner.rollouts import (
+    PROMPTS,
+    G,
+    T,
+    changed,
+    forward_on,
+    groups,
+    one_device,
+    padded,
+    policy_training,
+    rollout,
+    unpacked_logp,
+)  # fmt: skip
 from tiny import Compilations, largest_difference, tiny
 
-LAYOUT, COMPUTE = Layout(2, 40, T), Compute(remat="full")
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.learner import Layout, Learner, Optimiser, PolicyGradient, Training, create_state, learn
+from jaxrl_llm.learner.epochs import _split
+from jaxrl_llm.learner.optimiser import build, learning_rate
+
 MESH = one_device()
+FORWARD = forward_on(MESH, Layout(2, 40, T))
 
 
 class Record:
@@ -25,28 +36,45 @@ class Record:
     def __init__(self, kl=()):
         self.seen, self.limits, self.kl = [], [], list(kl)
 
-    def __call__(self, state, packed, temperature, target_kl=np.inf):
+    def __call__(self, state, packed, coefficients):
+        target_kl = coefficients.get("target_kl", np.inf)
         self.seen.append(packed)
         self.limits.append(target_kl)
         count = len(self.seen)
         kl = self.kl[count - 1] if self.kl else 0.0
         metrics = {"policy_kl": kl, "sampler/logp_abs_diff_max": count, "loss": count}
-        refused = {"refused/empty": packed.totals.tokens == 0, "refused/not_finite": np.isnan(kl), "refused/far": kl > target_kl}
+        refused = {
+            "refused/empty": packed.totals.counts["policy"].tokens == 0,
+            "refused/not_finite": np.isnan(kl),
+            "refused/far": kl > target_kl,
+        }
         return state, {name: jnp.float32(value) for name, value in (metrics | refused).items()}
 
     def advantages(self):
         """The set of advantages of each update's samples."""
-        return [frozenset(np.asarray(p.advantages)[np.asarray(p.advantages) != 0].tolist()) for p in self.seen]
+        return [frozenset(advantages_of(p)) for p in self.seen]
 
 
-def run(settings, update, held=False, seed=3, samples=None, **given):
+def advantages_of(packed):
+    """Those of its samples."""
+    found = np.asarray(packed.by_sequence["advantages"])
+    return found[found != 0].tolist()
+
+
+def run(settings, update, held=False, seed=3, samples=None, algorithm=PRESETS["dapo"], **given):
     """Learn from the rollout; ``held``: the state has a reference."""
     state = create_state(tiny("windows"), build(settings.optimiser), held, MESH)
-    return learn(state, groups(samples or rollout()), settings, LAYOUT, COMPUTE, update, TEMPERATURE, seed, MESH, **given)
+    training = (Training((PolicyGradient(algorithm, settings.updates > 1),), update),)
+    return learn(state, groups(samples or rollout()), settings, FORWARD, training, {}, seed, **given)
+
+
+def computed(packed):
+    """What was computed before the first update and given to the loss."""
+    return {"old_logp", "ref_logp"} & set(packed.by_token)
 
 
 def whole():
-    return [frozenset(np.float32(s.advantage).item() for s in group) for group in groups(rollout())]
+    return [frozenset(np.float32(s.scalars["advantages"]).item() for s in group) for group in groups(rollout())]
 
 
 def test_epochs_go_over_the_whole_batch_again_and_again():
@@ -78,36 +106,36 @@ def test_each_update_divides_by_its_own_counts():
     record = Record()
     run(Learner(minibatches=3), record)
     for packed, group in zip(record.seen, groups(rollout()), strict=True):
-        assert float(packed.totals.tokens) == sum(s.mask.sum() for s in group)
-        assert float(packed.totals.sequences) == sum(s.mask.any() for s in group)
+        assert float(packed.totals.counts["policy"].tokens) == sum(s.mask.sum() for s in group)
+        assert float(packed.totals.counts["policy"].sequences) == sum(s.mask.any() for s in group)
 
 
 def test_one_update_needs_no_old_policy_and_no_coefficient_no_reference():
     record = Record()
     run(Learner(), record)
-    assert record.seen[0].old_logp is None and record.seen[0].ref_logp is None
+    assert not computed(record.seen[0])
     for settings in (Learner(epochs=2), Learner(minibatches=2)):
         record = Record()
         run(settings, record)
-        assert all(p.old_logp is not None and p.ref_logp is None for p in record.seen)
+        assert all(computed(p) == {"old_logp"} for p in record.seen)
 
 
 def test_old_and_reference_are_scored_before_the_first_update():
     settings = Learner(optimiser=Optimiser(learning_rate=1e-2), epochs=2)
-    real = make_update(PRESETS["grpo"], build(settings.optimiser), learning_rate(settings.optimiser), COMPUTE)
+    real = policy_training(PRESETS["grpo"], settings.optimiser, several=True).update
     record = Record()
 
-    def update(state, packed, temperature):
-        record(None, packed, temperature)
-        return real(state, packed, temperature)
+    def update(state, packed, coefficients):
+        record(None, packed, coefficients)
+        return real(state, packed, coefficients)
 
-    run(settings, update, held=True)
+    run(settings, update, held=True, algorithm=PRESETS["grpo"])
     first, second = record.seen
     for name in ("old_logp", "ref_logp"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+        np.testing.assert_array_equal(first.by_token[name], second.by_token[name])
     wanted = sorted(np.asarray(unpacked_logp(tiny("windows"), rollout()))[:, 0].tolist())
     for name in ("old_logp", "ref_logp"):
-        found = np.asarray(getattr(first, name))[np.asarray(first.advantages) != 0]
+        found = np.asarray(first.by_token[name])[np.asarray(first.by_sequence["advantages"]) != 0]
         np.testing.assert_allclose(sorted(found[:, 0].tolist()), wanted, atol=1e-5)
 
 
@@ -134,7 +162,8 @@ def test_a_gradient_that_is_not_finite_ends_the_passes():
 def masked(samples, groups=range(len(PROMPTS))):
     """No token of these groups is in the loss."""
     return [
-        dataclasses.replace(s, mask=np.zeros_like(s.mask)) if index // G in groups else s for index, s in enumerate(samples)
+        dataclasses.replace(s, mask=np.zeros_like(s.mask)) if index // G in groups else s
+        for index, s in enumerate(samples)
     ]
 
 
@@ -157,10 +186,18 @@ def test_metrics_are_means_and_those_of_the_sampler_are_on_policy():
 OTHER = jax.tree.map(lambda a, b: a + 0.05 * b, tiny("windows"), tiny("windows", 5))
 
 
-def jump(state, packed, temperature):
+def jump(state, packed, coefficients):
     """An update to another policy."""
-    policy = jax.tree.map(jnp.copy, OTHER)
-    return state._replace(policy=policy), {name: jnp.float32(0) for name in ("policy_kl", "refused/empty", "refused/not_finite")}
+    moved = state.with_role("policy", params=jax.tree.map(jnp.copy, OTHER))
+    return moved, {name: jnp.float32(0) for name in ("policy_kl", "refused/empty", "refused/not_finite")}
+
+
+HELD_IN = {
+    "loss": PRESETS["grpo"],
+    "reward": dataclasses.replace(PRESETS["grpo"], kl_in="reward"),
+    None: PRESETS["dapo"],
+}
+"""Algorithms whose KL to a reference is there."""
 
 
 @pytest.mark.parametrize("where", ["loss", "reward", None])
@@ -169,11 +206,16 @@ def test_a_controller_is_told_how_far_the_new_policy_is(where, minibatches):
     # Were the sampler taken for the old policy, or another policy's tokens for the new one's, this gap would show.
     stale = [index % 3 == 0 for index in range(len(rollout()))]
     samples = [
-        dataclasses.replace(s, sampler_logp=s.sampler_logp - np.float32(0.3), fresh=not old)
+        changed(s, sampler_logp=s.arrays["sampler_logp"] - np.float32(0.3), fresh=not old)
         for s, old in zip(rollout(), stale, strict=True)
     ]
     _, metrics = run(
-        Learner(minibatches=minibatches), jump, held=where is not None, samples=samples, reference=where == "loss", judge=True
+        Learner(minibatches=minibatches),
+        jump,
+        held=where is not None,
+        samples=samples,
+        algorithm=HELD_IN[where],
+        judge=True,
     )
     old, new = (np.float64(unpacked_logp(model, samples)) for model in (tiny("windows"), OTHER))
     sampler, mask = (padded(samples, name) for name in ("sampler_logp", "mask"))
@@ -190,20 +232,20 @@ def test_a_controller_is_told_how_far_the_new_policy_is(where, minibatches):
 def test_nothing_is_measured_for_a_controller_that_is_not_there():
     record = Record()
     _, metrics = run(Learner(), record, judge=True)
-    assert record.seen[0].old_logp is None and metrics["controller/kl"] == 0 == metrics["controller/kl_sequence"]
+    assert not computed(record.seen[0]) and metrics["controller/kl"] == 0 == metrics["controller/kl_sequence"]
     record = Record()
-    run(Learner(), record, held=True, reference=False, judge=True)
-    assert record.seen[0].old_logp is None and record.seen[0].ref_logp is None, "what is judged by is not in the loss"
+    run(Learner(), record, held=True, algorithm=HELD_IN["reward"], judge=True)
+    assert not computed(record.seen[0]), "what is judged by is not in the loss"
     assert not any(name.startswith("controller/") for name in run(Learner(), Record())[1])
 
 
 def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():
     settings = Learner(optimiser=Optimiser(learning_rate=3e-3, weight_decay=0.1), epochs=3, target_kl=1e9)
-    real = make_update(PRESETS["dapo"], build(settings.optimiser), learning_rate(settings.optimiser), COMPUTE)
+    real = policy_training(PRESETS["dapo"], settings.optimiser, several=True).update
     seen, states = [], []
 
-    def update(state, packed, temperature, target_kl):
-        state, metrics = real(state, packed, temperature, target_kl=target_kl)
+    def update(state, packed, coefficients):
+        state, metrics = real(state, packed, coefficients)
         seen.append(jax.device_get(metrics))
         states.append(jax.device_get(jax.tree.map(np.array, state)))
         return state, metrics
@@ -211,15 +253,15 @@ def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():
     state, metrics = run(settings, update)
     np.testing.assert_allclose(seen[0]["ratio"], 1.0, rtol=1e-6)
     assert seen[0]["policy_kl"] < 1e-9 and seen[1]["policy_kl"] > 1e-6
-    assert seen[1]["loss"] < seen[0]["loss"] and int(state.updates) == 3 == metrics["updates"]
-    assert largest_difference(state.policy, tiny("windows")) > 1e-3
+    assert seen[1]["loss"] < seen[0]["loss"] and int(state.policy.updates) == 3 == metrics["updates"]
+    assert largest_difference(state.policy.params, tiny("windows")) > 1e-3
     # Each target is passed by the update after those that it lets through.
     for target, applied in ((1e-12, 1), ((seen[1]["policy_kl"] + seen[2]["policy_kl"]) / 2, 2)):
         with Compilations() as compilations:
             state, metrics = run(dataclasses.replace(settings, target_kl=float(target)), update)
         assert "jit(update)" not in compilations.heard
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[applied - 1])
-        assert metrics["updates"] == applied == int(state.updates) and metrics["target_kl/early_stops"] == 1
+        assert metrics["updates"] == applied == int(state.policy.updates) and metrics["target_kl/early_stops"] == 1
         np.testing.assert_allclose(metrics["loss"], np.mean([one["loss"] for one in seen[:applied]]), rtol=1e-6)
     assert seen[1]["policy_kl"] < seen[2]["policy_kl"]
 
@@ -230,8 +272,10 @@ def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():
     (Optimiser(learning_rate=1.0, warmup=1), {0: 1.0, 1: 1.0}),
     (Optimiser(learning_rate=1.0, schedule="cosine", decay=(0, 10)), {0: 1.0, 5: 0.5, 10: 0.0, 20: 0.0}),
     (Optimiser(learning_rate=1.0, warmup=2, schedule="cosine", decay=(0, 12)), {0: 0.5, 1: 1.0, 7: 0.5, 12: 0.0}),
-    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(0, 12)), {0: 0.5, 2: 1.0, 7: 0.5, 12: 0.0, 99: 0.0}),
-    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(8, 12)), {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.75, 12: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(0, 12)),
+     {0: 0.5, 2: 1.0, 7: 0.5, 12: 0.0, 99: 0.0}),
+    (Optimiser(learning_rate=1.0, warmup=2, schedule="linear", decay=(8, 12)),
+     {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.75, 12: 0.0}),
     (Optimiser(learning_rate=1.0, schedule="cosine", decay=(8, 12)), {0: 1.0, 8: 1.0, 10: 0.5, 11: 0.146447, 12: 0.0}),
 ])  # fmt: skip
 def test_learning_rates(optimiser, wanted):

@@ -6,37 +6,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.rollouts import T, forward_on, groups, one_device, policy_training, rollout
+from tiny import VOCAB, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, create_state, learn, make_update, pack
+from jaxrl_llm.learner import Layout, Learner, Training, create_state, learn, pack
 from jaxrl_llm.learner.epochs import judged
-from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import causal_rows, forward
-from learner.rollouts import TEMPERATURE, T, groups, one_device, rollout
-from tiny import VOCAB, equations, tiny
 
 MODEL, MESH = tiny("windows"), one_device()
 
 
 def embeddings(function, *given):
-    """How often the traced program looks tokens up in the embedding: each forward pass does so once, no backward pass does."""
+    """How often the traced program looks tokens up in the embedding: each forward pass does so once, no backward pass
+    does.
+    """
     traced = jax.make_jaxpr(function)(*given)
     tables = [e.invars[0].aval.shape for e in equations(traced.jaxpr) if e.primitive.name == "gather"]
     return tables.count((VOCAB, MODEL.config.width))
 
 
-def step(settings, algorithm, in_loss=True):
+def step(settings, algorithm):
     """Forward passes of every update of one rollout, scoring included; all microbatches of a call count once."""
     samples = groups(rollout())
-    real = make_update(algorithm, build(settings.optimiser), learning_rate(settings.optimiser), Compute(remat="full"))
+    real = policy_training(algorithm, settings.optimiser, several=settings.updates > 1)
 
-    def update(state, packed, temperature):
-        return real(state, packed, temperature)[0], {"policy_kl": np.float32(0), "refused/not_finite": np.float32(0)}
+    def update(state, packed, coefficients):
+        return real.update(state, packed, coefficients)[0], {
+            "policy_kl": np.float32(0),
+            "refused/not_finite": np.float32(0),
+        }
 
     def whole(state):
-        layout = Layout(2, 40, T)
-        return learn(state, samples, settings, layout, Compute(), update, TEMPERATURE, 0, MESH, in_loss)[0]
+        training = (Training(real.objectives, update),)
+        return learn(state, samples, settings, forward_on(MESH, Layout(2, 40, T), Compute()), training, {}, 0)[0]
 
     state = create_state(tiny("windows"), build(settings.optimiser), algorithm.needs_reference, MESH)
     return embeddings(whole, state)
@@ -56,14 +61,18 @@ def test_forward_passes_of_a_step(settings, name, wanted):
 
 def test_a_reference_that_the_loss_does_not_read_is_not_scored():
     in_reward = dataclasses.replace(PRESETS["grpo"], kl_in="reward")
-    assert in_reward.needs_reference and step(Learner(), in_reward, in_loss=False) == 1
+    assert in_reward.needs_reference and step(Learner(), in_reward) == 1
 
 
 def test_a_controller_costs_one_pass_over_each_minibatch():
     batches = [pack(samples, Layout(2, 40, T)) for samples in groups(rollout())]
-    batches = [batch._replace(old_logp=np.zeros(batch.mask.shape, np.float32)) for batch in batches]
+    batches = [batch.with_tokens(old_logp=np.zeros(batch.mask.shape, np.float32)) for batch in batches]
     state = create_state(tiny("windows"), build(Learner().optimiser), False, MESH)
-    assert embeddings(lambda state: judged(state, batches, Compute(), TEMPERATURE), state) == len(batches) == 3
+    assert (
+        embeddings(lambda state: judged(state, batches, forward_on(MESH, Layout(2, 40, T), Compute())), state)
+        == len(batches)
+        == 3
+    )
 
 
 def test_the_count_counts():

@@ -6,25 +6,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.rollouts import (
+    TEMPERATURE,
+    WIDTH,
+    T,
+    one_device,
+    policy_gradient,
+    policy_training,
+    policy_update,
+    rollout,
+    sample,
+)
+from tiny import KINDS, compiled, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoint import Checkpoints, flatten, restore_policy
+from jaxrl_llm.engine.weight_transfer import weights_for_sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, Optimiser, Sample, create_state, make_update, pack
-from jaxrl_llm.learner.epochs import abstract_state, place
-from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import accumulate, score
+from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, logits, to_parameters
 from jaxrl_llm.models.fingerprint import fingerprint
-from jaxrl_llm.models.lora import attached, create, merge, policy_model, reference_model
+from jaxrl_llm.models.lora import attached, create, merge, model_of, policy_model
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.rollout.weights import weights_for_sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path
-from learner.rollouts import TEMPERATURE, WIDTH, T, one_device, rollout
-from tiny import KINDS, largest_difference, tiny
 
 LORA = Lora(rank=2, alpha=3.0)
 LAYOUT, COMPUTE = Layout(8, 22, T), Compute(remat="full")
@@ -41,18 +51,18 @@ def adapter(seed=1, lora=LORA, kind="windows"):
 
 def state_on(mesh, reference=True, **given):
     state = create_state(jax.tree.map(jnp.copy, MODEL), build(OPTIMISER), reference, mesh, LORA, seed=5)
-    policy = jax.device_put(given.get("policy", state.policy), shardings(state.policy, mesh))
-    return state._replace(policy=policy)
+    params = jax.device_put(given.get("policy", state.policy.params), shardings(state.policy.params, mesh))
+    return state.with_role("policy", params=params)
 
 
 @jax.jit
 def gradient(policy, packed, base=None):
-    return accumulate(policy, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], COMPUTE, base=base)
+    return policy_gradient(policy, packed, PRESETS["dapo"], COMPUTE, base)
 
 
 @functools.cache
 def updater():
-    return make_update(PRESETS["dapo"], build(OPTIMISER), learning_rate(OPTIMISER), COMPUTE)
+    return policy_update(PRESETS["dapo"], OPTIMISER, COMPUTE)
 
 
 def leaves(tree):
@@ -96,17 +106,20 @@ def test_weights_and_gradients_are_those_of_the_sum_written_out():
 
 def test_an_update_moves_the_adapter_alone():
     state = state_on(one_device(), policy=adapter())
-    before, pointers = leaves(state.base), [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.base)]
-    old, reference = leaves(state.policy), leaves(state.reference)
-    assert {x.size for x in jax.tree.leaves(state.opt_state)} == {1} | {x.size for x in old.values()}
-    data = place(pack(rollout(), LAYOUT), one_device())
+    before, pointers = (
+        leaves(state.policy.base),
+        [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.policy.base)],
+    )
+    old, reference = leaves(state.policy.params), leaves(state.reference)
+    assert {x.size for x in jax.tree.leaves(state.policy.opt_state)} == {1} | {x.size for x in old.values()}
+    data = on_mesh(pack(rollout(), LAYOUT), one_device())
     for _ in range(2):
-        state, metrics = updater()(state, data, TEMPERATURE)
-    assert metrics["grad_norm"] > 0 and int(state.updates) == 2
-    assert all(np.abs(x - old[path]).max() > 1e-3 for path, x in leaves(state.policy).items())
-    for path, x in leaves(state.base).items():
+        state, metrics = updater()(state, data)
+    assert metrics["grad_norm"] > 0 and int(state.policy.updates) == 2
+    assert all(np.abs(x - old[path]).max() > 1e-3 for path, x in leaves(state.policy.params).items())
+    for path, x in leaves(state.policy.base).items():
         assert x.tobytes() == before[path].tobytes() == leaves(MODEL)[path].tobytes(), path
-    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.base)] == pointers, "the base was copied"
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.policy.base)] == pointers, "the base was copied"
     jax.tree.map(np.testing.assert_array_equal, leaves(state.reference), reference)
 
 
@@ -114,10 +127,11 @@ def test_the_reference_is_the_base():
     state = state_on(one_device(), policy=adapter())
     packed = pack(rollout(), LAYOUT)
     scored = lambda model: np.asarray(score(model, packed, jnp.float32(TEMPERATURE), COMPUTE))
-    np.testing.assert_array_equal(scored(reference_model(state)), scored(MODEL))
+    np.testing.assert_array_equal(scored(model_of(state, "reference")), scored(MODEL))
     assert np.abs(scored(policy_model(state)) - scored(MODEL)).max() > 1e-2
-    assert reference_model(state._replace(reference=None)) is None
-    assert sum(x.size for x in jax.tree.leaves(state.reference)) == sum(x.size for x in jax.tree.leaves(state.policy))
+    assert sum(x.size for x in jax.tree.leaves(state.reference)) == sum(
+        x.size for x in jax.tree.leaves(state.policy.params)
+    )
 
 
 def test_sampler_and_learner_agree():
@@ -127,10 +141,8 @@ def test_sampler_and_learner_agree():
     rules = Sampling(TEMPERATURE, max_new_tokens=T)
     prompts = [list(s.prompt) for s in rollout()]
     found = Engine(MODEL, 8, WIDTH, 4).generate(weights, prompts, range(len(prompts)), rules)
-    samples = [
-        Sample(s.prompt, c.tokens, c.mask, c.sampler_logp, 1.0) for s, c in zip(rollout(), found, strict=True)
-    ]
-    _, metrics = gradient(state.policy, pack(samples, LAYOUT), state.base)
+    samples = [sample(s.prompt, c.tokens, c.mask, c.sampler_logp, 1.0) for s, c in zip(rollout(), found, strict=True)]
+    _, metrics = gradient(state.policy.params, pack(samples, LAYOUT), state.policy.base)
     assert 0 <= metrics["sampler/logp_abs_diff_mean"] <= metrics["sampler/logp_abs_diff_max"] < 1e-5
     _, base = gradient(create(MODEL.config, LORA, jax.random.key(0)), pack(samples, LAYOUT), MODEL)
     assert base["sampler/logp_abs_diff_max"] > 1e-2
@@ -142,9 +154,10 @@ def test_in_bfloat16_both_round_the_same_sum():
     tokens = np.arange(24).reshape(2, 12)
     inside = logits(attached(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
     np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)
-    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
     packed = pack(rollout(), LAYOUT)
-    grads, _ = jax.eval_shape(lambda p, b: compute(p, packed, jnp.float32(1), base=b), policy, base)
+    grads, _ = jax.eval_shape(
+        lambda p, b: policy_gradient(p, packed, PRESETS["dapo"], Compute("bfloat16"), b), policy, base
+    )
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
@@ -155,9 +168,11 @@ def memory(lora):
     model = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
     state = abstract_state(model, build(OPTIMISER), False, lora)
     packed = pack(rollout(), Layout(1, 20, T))
-    compiled = updater().lower(state, packed, TEMPERATURE).compile()
+    update = policy_training(PRESETS["dapo"], OPTIMISER, COMPUTE).update
+    with compiled(optimised=True):
+        made = update.lower(state, packed, {"temperature": TEMPERATURE}).compile()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    return compiled.memory_analysis().temp_size_in_bytes, size(model), size(state.policy)
+    return made.memory_analysis().temp_size_in_bytes, size(model), size(state.policy.params)
 
 
 def test_no_gradient_of_the_base_is_ever_held():
@@ -174,8 +189,8 @@ def test_the_mesh_changes_nothing():
     for where in (alone, mesh):
         with jax.set_mesh(where):
             state = jax.block_until_ready(state_on(where, policy=adapter()))
-            state, _ = jax.block_until_ready(updater()(state, place(pack(rollout(), LAYOUT), where), TEMPERATURE))
-        moments.append(jax.device_get(state.opt_state[1].mu))
+            state, _ = jax.block_until_ready(updater()(state, on_mesh(pack(rollout(), LAYOUT), where)))
+        moments.append(jax.device_get(state.policy.opt_state[1].mu))
         for (path, leaf), layout in zip(
             jax.tree.leaves_with_path(state), jax.tree.leaves(shardings(state, where)), strict=True
         ):
@@ -240,10 +255,10 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(tmp_path):
         assert "\n" not in str(refused.value)
         with pytest.raises(InputError, match="start over with --fresh"):
             store.restore(3, abstract_state(MODEL, build(OPTIMISER), True), mesh)
-    alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy), other, MODEL)
-    jax.tree.map(np.testing.assert_array_equal, leaves(alone), leaves(state.policy))
+    alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, MODEL)
+    jax.tree.map(np.testing.assert_array_equal, leaves(alone), leaves(state.policy.params))
     with pytest.raises(InputError, match="trained beside another model"):
-        restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy), other, other_base())
+        restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, other_base())
 
 
 def other_base():

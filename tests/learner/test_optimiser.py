@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.rollouts import T, one_device, policy_update, rollout
+from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
-from jaxrl_llm.learner.epochs import abstract_state, place, reset_optimiser
-from jaxrl_llm.learner.optimiser import as_before, build, learning_rate, on_device
+from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner.forward import on_mesh
+from jaxrl_llm.learner.optimiser import as_before, build, on_device
+from jaxrl_llm.learner.state import abstract_state, reset_optimiser
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from learner.rollouts import TEMPERATURE, T, one_device, rollout
-from tiny import tiny
 
 KINDS = {
     "adamw": Optimiser(learning_rate=1e-2, weight_decay=0.1),
@@ -62,7 +63,12 @@ def directions(config):
     update = jax.jit(chain.update)
     for step in range(1, STEPS + 1):
         out, state = update(nested(arrays(step)), state, nested(arrays(0)))
-        found.append({path: np.asarray(functools.reduce(dict.__getitem__, ["weights", *path.split("/")], out)) for path in SHAPES})
+        found.append(
+            {
+                path: np.asarray(functools.reduce(dict.__getitem__, ["weights", *path.split("/")], out))
+                for path in SHAPES
+            }
+        )
     return found
 
 
@@ -195,8 +201,8 @@ def test_the_mesh_changes_nothing(kind):
 @functools.partial(jax.jit, static_argnums=0)
 def stepped(config, state):
     """The state after an update whose gradients are the weights themselves."""
-    _, after = build(config).update(state.policy, on_device(state.opt_state), state.policy)
-    return state._replace(opt_state=as_before(after, state.opt_state))
+    _, after = build(config).update(state.policy.params, on_device(state.policy.opt_state), state.policy.params)
+    return state.with_role("policy", opt_state=as_before(after, state.policy.opt_state))
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("adafactor", Lora()), ("muon", Lora(rank=2)), ("offloaded", Lora())])
@@ -218,7 +224,7 @@ def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
     again = reset_optimiser(state, build(config))
     same_layout(again, mesh)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, again.opt_state, fresh.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, again.policy.opt_state, fresh.policy.opt_state)
     assert not all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True))
 
 
@@ -226,11 +232,14 @@ def test_where_moments_lie_changes_nothing():
     mesh, states = one_device(), []
     for kind in ("adamw", "offloaded"):
         config = KINDS[kind]
-        update = make_update(PRESETS["dapo"], build(config), learning_rate(config), Compute())
+        update = policy_update(PRESETS["dapo"], config, Compute())
         with jax.set_mesh(mesh):
             state = create_state(tiny("plain"), build(config), False, mesh)
-            states.append(update(state, place(pack(rollout("plain"), Layout(8, 22, T)), mesh), TEMPERATURE)[0])
+            states.append(update(state, on_mesh(pack(rollout("plain"), Layout(8, 22, T)), mesh))[0])
         same_layout(states[-1], mesh)
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert int(states[0].updates) == 1 and float(jnp.abs(states[0].opt_state[1].mu.weights.embed[...]).max()) > 0
+    assert (
+        int(states[0].policy.updates) == 1
+        and float(jnp.abs(states[0].policy.opt_state[1].mu.weights.embed[...]).max()) > 0
+    )

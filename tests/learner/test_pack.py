@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner.rollouts import sample
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, Sample, pack
+from jaxrl_llm.learner import Layout, pack
 
 T, S = 5, 14
 
@@ -25,7 +26,7 @@ def batches(draw):
             random = np.random.default_rng(number)
             counted = random.random(size) < draw(st.sampled_from([0.0, 0.7, 1.1]))
             logp, answer = random.normal(size=size).astype(np.float32), random.integers(10, 99, size).astype(np.int32)
-            samples.append(Sample(tokens, answer, counted, logp, float(number), random.random(size) < 0.5))
+            samples.append(sample(tokens, answer, counted, logp, float(number), random.random(size) < 0.5))
     return samples
 
 
@@ -35,7 +36,7 @@ def read_back(packed, m):
     width = packed.mask.shape[2]
     found = collections.defaultdict(dict)
     part = len(rows[0]) // len(packed.source[m])
-    for (p, n), place in np.ndenumerate(packed.place[m]):
+    for (p, n), place in np.ndenumerate(packed.scatter[m]):
         if place == packed.mask[m].size:
             continue
         source, target = packed.source[m, p, n] + p * part * rows[0].shape[1], packed.target[m, p, n]
@@ -58,23 +59,22 @@ def test_every_completion_is_there_once_behind_its_prompt(samples, rows, parts, 
         found = read_back(packed, m)
         assert (len(found) > 0) == (m < packed.totals.microbatches)
         for b, tokens in found.items():
-            sample = samples[int(packed.advantages[m, b])]
-            numbers.append(int(packed.advantages[m, b]))
-            assert sorted(tokens) == list(range(len(sample.tokens)))
+            one = samples[int(packed.by_sequence["advantages"][m, b])]
+            numbers.append(int(packed.by_sequence["advantages"][m, b]))
+            assert sorted(tokens) == list(range(len(one.tokens)))
             for t, (seen, target) in tokens.items():
-                assert target == sample.tokens[t]
-                assert seen == [*sample.prompt, *sample.tokens[:t]]
+                assert target == one.tokens[t]
+                assert seen == [*one.prompt, *one.tokens[:t]]
             count = len(tokens)
-            np.testing.assert_array_equal(packed.mask[m, b], np.append(sample.mask, np.zeros(T - count, bool)))
-            np.testing.assert_array_equal(
-                packed.sampler_logp[m, b], np.append(sample.sampler_logp, np.zeros(T - count, np.float32))
-            )
-            np.testing.assert_array_equal(packed.fresh[m, b, :count], sample.fresh)
+            np.testing.assert_array_equal(packed.mask[m, b], np.append(one.mask, np.zeros(T - count, bool)))
+            for name in ("sampler_logp", "fresh"):
+                np.testing.assert_array_equal(packed.by_token[name][m, b, :count], one.arrays[name])
+                assert not packed.by_token[name][m, b, count:].any()
         unused = [b for b in range(packed.mask.shape[1]) if b not in found]
         assert not packed.mask[m, unused].any()
     assert sorted(numbers) == list(range(len(samples)))
-    assert packed.totals.tokens == sum(s.mask.sum() for s in samples)
-    assert packed.totals.sequences == sum(s.mask.any() for s in samples)
+    assert packed.totals.counts["policy"].tokens == sum(s.mask.sum() for s in samples)
+    assert packed.totals.counts["policy"].sequences == sum(s.mask.any() for s in samples)
 
 
 @settings(max_examples=30, deadline=None)
@@ -93,7 +93,7 @@ def test_a_prompt_stands_once_in_a_row(samples, rows):
 def test_a_group_that_fits_costs_its_prompt_once():
     prompt = np.arange(1, 7, dtype=np.int32)
     samples = [
-        Sample(prompt, np.full(2, i + 20, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0) for i in range(4)
+        sample(prompt, np.full(2, i + 20, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0) for i in range(4)
     ]
     packed = pack(samples, Layout(1, S, T))
     assert packed.totals.microbatches == 1 and (packed.rows.group > 0).sum() == 6 + 4 * 2
@@ -120,10 +120,8 @@ def test_shapes_are_few(samples, rows):
 
 
 def test_the_longest_that_fits_and_one_more():
-    sample = Sample(
-        np.ones(S - T, np.int32), np.arange(T, dtype=np.int32), np.ones(T, bool), np.zeros(T, np.float32), 1.0
-    )
-    packed = pack([sample], Layout(1, S, T))
+    longest = sample(np.ones(S - T), np.arange(T, dtype=np.int32), np.ones(T, bool), np.zeros(T, np.float32), 1.0)
+    packed = pack([longest], Layout(1, S, T))
     assert (packed.rows.group == 1).all() and packed.mask[0, 0].all()
     with pytest.raises(InputError, match="a prompt of 10 and a completion of 5 tokens exceed learner.row_tokens 14"):
-        pack([dataclasses.replace(sample, prompt=np.ones(S - T + 1, np.int32))], Layout(1, S, T))
+        pack([dataclasses.replace(longest, prompt=np.ones(S - T + 1, np.int32))], Layout(1, S, T))

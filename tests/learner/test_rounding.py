@@ -31,11 +31,15 @@ def test_smaller_steps_leave_weights_where_they_are():
             assert np.all((after != near) == moves)
 
 
-@pytest.mark.parametrize(("name", "least"), [("adamw", LEAST_STEP), ("adafactor", LEAST_STEP), ("muon", 5 * LEAST_STEP)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("adamw", LEAST_STEP), ("adafactor", LEAST_STEP), ("muon", 5 * LEAST_STEP)]
+)
 def test_rates_whose_steps_are_rounded_away_are_refused(name, least):
     checked(dtype="bfloat16", optimiser=Optimiser(name, least * 1.01))
     small = Optimiser(name, least * 0.99)
-    with pytest.raises(InputError, match=r"rounds away steps of .*: set learner.dtype float32 and learner.compute_dtype bfloat16"):
+    with pytest.raises(
+        InputError, match=r"rounds away steps of .*: set learner.dtype float32 and learner.compute_dtype bfloat16"
+    ):
         checked(dtype="bfloat16", optimiser=small)
     checked(compute_dtype="bfloat16", optimiser=small)
     checked(dtype="bfloat16", optimiser=small, lora=Lora(4))
@@ -53,9 +57,13 @@ def test_steps_are_about_as_large_as_is_assumed(name, size):
 
 def test_a_row_that_tensor_does_not_divide_is_refused():
     on = lambda tokens, tensor: dataclasses.replace(
-        RUN, mesh=MeshShape(1, -1, tensor), learner=dataclasses.replace(RUN.learner, row_tokens=tokens, microbatch_rows=4)
+        RUN,
+        mesh=MeshShape(1, -1, tensor),
+        learner=dataclasses.replace(RUN.learner, row_tokens=tokens, microbatch_rows=4),
     )
     configs.validate_on_devices(on(256, 2), 8)
     configs.validate_on_devices(on(0, 2), 8)
-    with pytest.raises(InputError, match="learner.row_tokens 255 does not divide over mesh tensor 2, .*: make it a multiple of 2"):
+    with pytest.raises(
+        InputError, match="learner.row_tokens 255 does not divide over mesh tensor 2, .*: make it a multiple of 2"
+    ):
         configs.validate_on_devices(on(255, 2), 8)

@@ -1,21 +1,22 @@
-"""What each token is worth: advantages of the whole batch, by completion and by token, on their way into packed rows."""
+"""What each token is worth: advantages of the whole batch, by completion and by token, on their way into packed
+rows.
+"""
 
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.rollouts import G, T, changed, forward_on, one_device, padded, policy_gradient, rollout, unpacked_logp
+from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.advantages import GDPO
-from jaxrl_llm.learner import Layout, completion_logps, pack, to_samples
-from jaxrl_llm.learner.batch import places
-from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.learner import Layout, pack, to_samples
+from jaxrl_llm.learner.packing import rows_of
+from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.types import Completion, Group, Problem
-from learner.rollouts import TEMPERATURE, G, T, one_device, padded, rollout, unpacked_logp
-from tiny import largest_difference, tiny
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 MODEL = tiny("windows")
@@ -30,12 +31,16 @@ def versions(group, index, size):
 
 
 def made():
-    """Groups of the tiny model's rollout; one was cut off, one repeated itself. Version 7 sampled all but the second and some first tokens."""
+    """Groups of the tiny model's rollout; one was cut off, one repeated itself. Version 7 sampled all but the second
+    and some first tokens.
+    """
     found = []
     for p, rewards in enumerate(REWARDS):
         members = rollout()[p * G : (p + 1) * G]
         completions = tuple(
-            Completion(s.tokens, s.sampler_logp, ENDED.get(p * G + i, "stop"), s.mask, versions(p, i, len(s.tokens)))
+            Completion(
+                s.tokens, s.arrays["sampler_logp"], ENDED.get(p * G + i, "stop"), s.mask, versions(p, i, len(s.tokens))
+            )
             for i, s in enumerate(members)
         )
         found.append(Group(PROBLEM, members[0].prompt, completions, rewards, rewards))
@@ -43,7 +48,7 @@ def made():
 
 
 def reference(samples):
-    return completion_logps(REFERENCE, samples, LAYOUT, Compute(), TEMPERATURE, one_device())
+    return forward_on(one_device(), LAYOUT, Compute()).by_sample(REFERENCE, samples)
 
 
 def samples_of(algorithm, rewards=REWARDS, drop=(), score=reference, earlier=True):
@@ -58,17 +63,17 @@ def refuse(samples):
 def test_an_outcome_advantage_is_one_number():
     samples, measured = samples_of(PRESETS["dr_grpo"], score=refuse)
     wanted = REWARDS - REWARDS.mean(axis=1, keepdims=True)
-    np.testing.assert_allclose([s.advantage for s in samples], wanted.reshape(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([advantage_of(s) for s in samples], wanted.reshape(-1), rtol=1e-5, atol=1e-6)
     assert not measured
     for number, s in enumerate(samples):
-        np.testing.assert_array_equal(s.fresh, versions(*divmod(number, G), len(s.tokens)) == 7)
+        np.testing.assert_array_equal(s.arrays["fresh"], versions(*divmod(number, G), len(s.tokens)) == 7)
 
 
 def test_tokens_of_earlier_policies_are_counted_unless_they_are_not_to_be():
     counted, left_out = (samples_of(PRESETS["dr_grpo"], earlier=earlier)[0] for earlier in (True, False))
     for s, kept, present in zip(rollout(), counted, left_out, strict=True):
-        assert kept.mask.tobytes() == s.mask.tobytes() and kept.advantage == present.advantage
-        np.testing.assert_array_equal(present.mask, s.mask & present.fresh)
+        assert kept.mask.tobytes() == s.mask.tobytes() and advantage_of(kept) == advantage_of(present)
+        np.testing.assert_array_equal(present.mask, s.mask & present.arrays["fresh"])
     assert sum(s.mask.sum() for s in left_out) < sum(s.mask.sum() for s in counted)
 
 
@@ -77,7 +82,7 @@ def test_what_ended_so_is_not_counted_where_that_is_dropped(reason, number):
     kept, dropped = (samples_of(PRESETS["dr_grpo"], drop=drop)[0] for drop in ((), (reason,)))
     for at, (one, other) in enumerate(zip(kept, dropped, strict=True)):
         assert other.mask.tolist() == ([False] * len(one.mask) if at == number else one.mask.tolist())
-        assert one.advantage == other.advantage
+        assert advantage_of(one) == advantage_of(other)
     assert kept[number].mask.any()
 
 
@@ -87,7 +92,7 @@ def test_several_rewards_reach_their_estimator():
     samples, _ = samples_of(algorithm, rewards)
     z = (rewards - rewards.mean(axis=1, keepdims=True)) / rewards.std(axis=1, ddof=1, keepdims=True)
     total = z.sum(axis=-1)
-    np.testing.assert_allclose([s.advantage for s in samples], (total / total.std(ddof=1)).reshape(-1), rtol=1e-4)
+    np.testing.assert_allclose([advantage_of(s) for s in samples], (total / total.std(ddof=1)).reshape(-1), rtol=1e-4)
 
 
 def test_logps_come_back_in_the_order_of_the_samples():
@@ -96,7 +101,7 @@ def test_logps_come_back_in_the_order_of_the_samples():
     wanted = np.asarray(unpacked_logp(REFERENCE, samples))
     for s, values, row in zip(samples, found, wanted, strict=True):
         np.testing.assert_allclose(values, row[: len(s.tokens)], atol=1e-5)
-    spots = places(samples, LAYOUT)
+    spots = rows_of(samples, LAYOUT)
     assert len(set(spots)) == len(samples) and max(m for m, _ in spots) > 0
 
 
@@ -106,41 +111,43 @@ def test_a_kl_in_the_reward_of_each_token():
     samples, measured = samples_of(algorithm)
     ref, returns, gaps = reference(rollout()), [], []
     for s, r, reward in zip(rollout(), ref, REWARDS.reshape(-1), strict=True):
-        gap = np.where(s.mask, s.sampler_logp - r, 0.0)
+        gap = np.where(s.mask, s.arrays["sampler_logp"] - r, 0.0)
         returns.append(reward - 0.1 * np.cumsum(gap[::-1])[::-1])
         gaps.append(gap[s.mask])
     valid = np.concatenate([x[s.mask] for x, s in zip(returns, samples, strict=True)])
     for s, x in zip(samples, returns, strict=True):
         wanted = np.where(s.mask, (x - valid.mean()) / valid.std(ddof=1), 0.0)
-        np.testing.assert_allclose(s.advantage, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(advantage_of(s), wanted, rtol=1e-4, atol=1e-5)
     assert measured["kl"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)
 
 
 def test_a_kl_in_the_reward_of_a_sequence():
     samples, _ = samples_of(dataclasses.replace(PRESETS["rloo"], kl_coef=0.1))
-    gaps = [np.sum((s.sampler_logp - r)[s.mask]) for s, r in zip(rollout(), reference(rollout()), strict=True)]
+    gaps = [
+        np.sum((s.arrays["sampler_logp"] - r)[s.mask]) for s, r in zip(rollout(), reference(rollout()), strict=True)
+    ]
     rewards = REWARDS - 0.1 * np.reshape(gaps, REWARDS.shape)
     wanted = (rewards - rewards.mean(axis=1, keepdims=True)) * G / (G - 1)
-    np.testing.assert_allclose([s.advantage for s in samples], wanted.reshape(-1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose([advantage_of(s) for s in samples], wanted.reshape(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_advantages_by_token_survive_packing():
     algorithm = PRESETS["prorl_v2"]
     samples, _ = samples_of(dataclasses.replace(algorithm, kl_coef=0.0))
-    samples = [dataclasses.replace(s, fresh=True, advantage=s.advantage * (1 + np.arange(len(s.tokens)))) for s in samples]
+    samples = [changed(s, fresh=True, advantages=advantage_of(s) * (1 + np.arange(len(s.tokens)))) for s in samples]
     packed = pack(samples, LAYOUT)
     ref = np.zeros(packed.mask.shape, np.float32)
-    for (m, b), values in zip(places(samples, LAYOUT), reference(samples), strict=True):
+    for (m, b), values in zip(rows_of(samples, LAYOUT), reference(samples), strict=True):
         ref[m, b, : len(values)] = values
     wide = np.zeros((len(samples), T), np.float32)
     for row, values in zip(wide, reference(samples), strict=True):
         row[: len(values)] = values
-    found, _ = jax.jit(
-        lambda m, p: accumulate(m, p, jnp.float32(TEMPERATURE), algorithm, Compute())
-    )(MODEL, packed._replace(ref_logp=ref))
+    found, _ = jax.jit(lambda m, p: policy_gradient(m, p, algorithm, Compute()))(
+        MODEL, packed.with_tokens(ref_logp=ref)
+    )
 
     def loss(model):
-        batch = PolicyBatch(padded(samples, "advantage"), padded(samples, "mask"), None, wide)
+        batch = PolicyBatch(padded(samples, "advantages"), padded(samples, "mask"), None, wide)
         return policy_loss(algorithm, unpacked_logp(model, samples), batch)[0]
 
     assert largest_difference(found, jax.grad(loss)(MODEL)) < 1e-5

@@ -7,17 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.rollouts import (
+    TEMPERATURE,
+    T,
+    changed,
+    one_device,
+    padded,
+    policy_gradient,
+    policy_update,
+    rollout,
+    unpacked_logp,
+    unpacked_loss,
+)  # fmt: skip
+from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.surrogates import PPOClip
-from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
-from jaxrl_llm.learner.epochs import place
-from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import accumulate, score
+from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner.forward import on_mesh, score
+from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
-from learner.rollouts import TEMPERATURE, T, one_device, padded, rollout, unpacked_logp, unpacked_loss
-from tiny import Compilations, largest_difference, tiny
 
+OPTIMISED = True
 COMPUTE = Compute(remat="full")
 LAYOUTS = {
     "one row": (Layout(1, 20, T), Compute()),
@@ -41,7 +52,7 @@ OLD, REFERENCE = moved(MODEL, 5), moved(MODEL, 6)
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def packed_gradient(model, packed, algorithm, compute=COMPUTE):
-    return accumulate(model, packed, jnp.float32(TEMPERATURE), algorithm, compute)
+    return policy_gradient(model, packed, algorithm, compute)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -53,15 +64,20 @@ def scored(model, packed):
     return score(model, packed, jnp.float32(TEMPERATURE), COMPUTE)
 
 
-@pytest.mark.parametrize("algorithm", [PRESETS["grpo"], PRESETS["dapo"], WIDE_GSPO], ids=["grpo", "dapo", "gspo"])
-def test_packing_and_microbatches_change_nothing_but_rounding(algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "layouts"),
+    [(PRESETS["grpo"], LAYOUTS), (PRESETS["dapo"], ["two rows"]), (WIDE_GSPO, ["one row", "two parts, own prompts"])],
+    ids=["grpo", "dapo", "gspo"],
+)
+def test_packing_and_microbatches_change_nothing_but_rounding(algorithm, layouts):
     wanted, metrics = unpacked_gradient(
         algorithm, MODEL, unpacked_logp(OLD, rollout()), unpacked_logp(REFERENCE, rollout())
     )
     assert 0 < metrics["clip_fraction/high"] + metrics["clip_fraction/low"] < 1
-    for name, (layout, compute) in LAYOUTS.items():
+    for name in layouts:
+        layout, compute = LAYOUTS[name]
         packed = pack(rollout(), layout)
-        packed = packed._replace(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
+        packed = packed.with_tokens(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
         found, others = packed_gradient(MODEL, packed, algorithm, compute)
         assert largest_difference(found, wanted) < 1e-5, name
         for key, value in metrics.items():
@@ -73,18 +89,20 @@ def test_the_layouts_above_really_differ():
     one, two, four, parts = (int(p.totals.microbatches) for p in packed)
     assert one > two > four == 1 == parts
     assert (packed[3].rows.group > 0).sum() > (packed[2].rows.group > 0).sum()
-    assert packed[3].source.shape[1] == 2 and (packed[3].place[0, 1] < packed[3].mask[0].size).any()
+    assert packed[3].source.shape[1] == 2 and (packed[3].scatter[0, 1] < packed[3].mask[0].size).any()
 
 
 def test_scores_of_a_packed_step_are_those_of_single_rows():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
     found = np.asarray(scored(MODEL, packed))
     wanted = np.asarray(unpacked_logp(MODEL, rollout()))
-    numbers = {s.advantage: i for i, s in enumerate(rollout())}
+    numbers = {s.scalars["advantages"]: i for i, s in enumerate(rollout())}
     seen = 0
     for m in range(int(packed.totals.microbatches)):
         for b in range(packed.mask.shape[1]):
-            index = next((i for a, i in numbers.items() if np.float32(a) == packed.advantages[m, b]), None)
+            index = next(
+                (i for a, i in numbers.items() if np.float32(a) == packed.by_sequence["advantages"][m, b]), None
+            )
             if index is not None:
                 count = len(rollout()[index].tokens)
                 np.testing.assert_allclose(found[m, b, :count], wanted[index, :count], atol=1e-5)
@@ -104,7 +122,7 @@ def test_on_policy_the_learner_agrees_with_the_sampler():
 
 def resumed(samples):
     """Four samples are of an earlier policy, others from their third token on are of the present one."""
-    return [dataclasses.replace(s, fresh=(np.arange(len(s.tokens)) >= 2) & (i >= 4)) for i, s in enumerate(samples)]
+    return [changed(s, fresh=(np.arange(len(s.tokens)) >= 2) & (i >= 4)) for i, s in enumerate(samples)]
 
 
 def test_tokens_of_earlier_steps_take_the_sampler_as_their_old_policy():
@@ -114,9 +132,11 @@ def test_tokens_of_earlier_steps_take_the_sampler_as_their_old_policy():
     assert largest_difference(found, wanted) < 1e-5
     assert metrics["policy_kl"] > 0 and abs(metrics["ratio"] - 1) > 1e-4
     np.testing.assert_allclose(metrics["sampler/logp_abs_diff_mean"], fresh_gap(OLD, carried), rtol=1e-4)
-    stale = [dataclasses.replace(s, fresh=False) for s in rollout()]
+    stale = [changed(s, fresh=False) for s in rollout()]
     _, none = packed_gradient(OLD, pack(stale, LAYOUTS["two rows"][0]), PRESETS["dapo"])
-    assert np.isnan(none["sampler/logp_abs_diff_max"]) and np.isnan(none["sampler/logp_abs_diff_mean"]), "nothing was measured"
+    assert np.isnan(none["sampler/logp_abs_diff_max"]) and np.isnan(none["sampler/logp_abs_diff_mean"]), (
+        "nothing was measured"
+    )
 
 
 def fresh_gap(model, samples):
@@ -128,7 +148,7 @@ def fresh_gap(model, samples):
 def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
     samples = resumed(rollout())
     packed = pack(samples, LAYOUTS["two rows"][0])
-    packed = packed._replace(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
+    packed = packed.with_tokens(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
     found, _ = packed_gradient(MODEL, packed, PRESETS["dapo"])
     old = unpacked_logp(OLD, samples)
     wanted, _ = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, samples, old), has_aux=True)(MODEL)
@@ -137,10 +157,8 @@ def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
 
 def test_a_moved_kl_coefficient_is_used_and_compiles_nothing_anew():
     packed = pack(rollout(), LAYOUTS["two rows"][0])
-    packed = packed._replace(ref_logp=scored(REFERENCE, packed))
-    gradient = jax.jit(
-        lambda coef: accumulate(MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["grpo"], COMPUTE, coef)
-    )
+    packed = packed.with_tokens(ref_logp=scored(REFERENCE, packed))
+    gradient = jax.jit(lambda coef: policy_gradient(MODEL, packed, PRESETS["grpo"], COMPUTE, kl_coef=coef))
     for coef in (0.0, 0.04, 0.5):
         found, metrics = gradient(jnp.float32(coef))
         fixed = dataclasses.replace(PRESETS["grpo"], kl_coef=coef or 1e-30)
@@ -170,7 +188,7 @@ def test_nothing_counted_gives_no_gradient():
 def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
     # Rows of several parts: here CPUs refused attention's scores when run.
     packed = pack(rollout(), Layout(2, 160, T))
-    found, metrics = accumulate(MODEL, packed, jnp.float32(TEMPERATURE), PRESETS["dapo"], Compute("bfloat16", "full"))
+    found, metrics = policy_gradient(MODEL, packed, PRESETS["dapo"], Compute("bfloat16", "full"))
     wanted, _ = packed_gradient(MODEL, pack(rollout(), LAYOUTS["two rows"][0]), PRESETS["dapo"])
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)} and metrics[
         "loss"
@@ -181,19 +199,19 @@ def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     narrow = jax.tree.map(lambda x: x.astype("bfloat16"), MODEL)
-    summed = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
-    grads, _ = jax.eval_shape(summed, narrow, pack(rollout(), LAYOUTS["two rows"][0]), jnp.float32(TEMPERATURE))
+    summed = functools.partial(policy_gradient, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
+    grads, _ = jax.eval_shape(summed, narrow, pack(rollout(), LAYOUTS["two rows"][0]))
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
 @functools.cache
 def updater(optimiser, algorithm=PRESETS["dapo"]):
-    return make_update(algorithm, build(optimiser), learning_rate(optimiser), COMPUTE)
+    return policy_update(algorithm, optimiser, COMPUTE)
 
 
 def state_and_data(optimiser, samples=None, reference=False):
     mesh = one_device()
-    data = place(pack(samples or rollout(), LAYOUTS["two rows"][0]), mesh)
+    data = on_mesh(pack(samples or rollout(), LAYOUTS["two rows"][0]), mesh)
     return create_state(jax.tree.map(jnp.copy, MODEL), build(optimiser), reference, mesh), data
 
 
@@ -203,12 +221,12 @@ def test_one_update_is_clipped_adamw_written_out():
     grads = jax.tree.map(np.float64, packed_gradient(MODEL, data, PRESETS["dapo"])[0])
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(grads)))
     assert norm > optimiser.clip_norm
-    new, metrics = updater(optimiser)(state, data, TEMPERATURE)
+    new, metrics = updater(optimiser)(state, data)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     np.testing.assert_allclose(metrics["lr"], 1e-2, rtol=1e-6)
-    assert int(new.updates) == 1
+    assert int(new.policy.updates) == 1
     for (path, w), g, found in zip(
-        jax.tree.leaves_with_path(MODEL), jax.tree.leaves(grads), jax.tree.leaves(new.policy), strict=True
+        jax.tree.leaves_with_path(MODEL), jax.tree.leaves(grads), jax.tree.leaves(new.policy.params), strict=True
     ):
         g = g * optimiser.clip_norm / norm
         decay = 0.0 if "norm" in jax.tree_util.keystr(path) else 0.1
@@ -230,46 +248,53 @@ def test_weight_decay_leaves_norms_and_biases_alone():
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda s: {"advantage": float("nan")}, "refused/not_finite"),
+    (lambda s: {"scalars": {"advantages": float("nan")}}, "refused/not_finite"),
     (lambda s: {"mask": np.zeros_like(s.mask)}, "refused/empty"),
 ])  # fmt: skip
 def test_an_update_that_is_refused_leaves_the_state_as_it_was(change, reason):
     optimiser = Optimiser(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.05)
     state, data = state_and_data(optimiser)
-    refused = place(pack([dataclasses.replace(s, **change(s)) for s in rollout()], LAYOUTS["two rows"][0]), one_device())
-    state, metrics = updater(optimiser)(state, data, TEMPERATURE)  # momentum and decay would now move the weights by themselves
+    refused = on_mesh(
+        pack([dataclasses.replace(s, **change(s)) for s in rollout()], LAYOUTS["two rows"][0]), one_device()
+    )
+    state, metrics = updater(optimiser)(state, data)  # momentum and decay would now move the weights by themselves
     assert metrics["refused/not_finite"] == 0 == metrics["refused/empty"]
     before = jax.device_get(jax.tree.map(np.array, state))
-    new, metrics = updater(optimiser)(state, refused, TEMPERATURE)
+    new, metrics = updater(optimiser)(state, refused)
     assert {name for name in metrics if name.startswith("refused/") and metrics[name] == 1} == {reason}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(new), before)
-    after, metrics = updater(optimiser)(new, data, TEMPERATURE)
-    assert np.isfinite(metrics["grad_norm"]) and int(after.updates) == 2
+    after, metrics = updater(optimiser)(new, data)
+    assert np.isfinite(metrics["grad_norm"]) and int(after.policy.updates) == 2
 
 
 def test_the_reference_outlives_the_donated_policy():
     optimiser = Optimiser(learning_rate=1e-2)
     state, data = state_and_data(optimiser, reference=True)
-    data = data._replace(ref_logp=scored(state.reference, data))
-    policy, reference = state.policy, state.reference
-    new, metrics = updater(optimiser, PRESETS["grpo"])(state, data, TEMPERATURE)
+    data = data.with_tokens(ref_logp=scored(state.reference, data))
+    policy, reference = state.policy.params, state.reference
+    new, metrics = updater(optimiser, PRESETS["grpo"])(state, data)
     assert all(x.is_deleted() for x in jax.tree.leaves(policy))
     jax.tree.map(np.testing.assert_array_equal, new.reference, MODEL)
-    assert largest_difference(new.policy, MODEL) > 1e-3
+    assert largest_difference(new.policy.params, MODEL) > 1e-3
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
     pointers = lambda tree: {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
-    assert not pointers(new.reference) & pointers(new.policy) and reference is not None
+    assert not pointers(new.reference) & pointers(new.policy.params) and reference is not None
+
+
+def shortened(sample):
+    """Without its last token."""
+    arrays = {name: x[:-1] for name, x in sample.arrays.items()}
+    return dataclasses.replace(sample, tokens=sample.tokens[:-1], mask=sample.mask[:-1], arrays=arrays)
 
 
 def test_steps_of_other_lengths_share_one_program():
     optimiser = Optimiser(learning_rate=1e-3)
-    update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), COMPUTE)
+    update = policy_update(PRESETS["dapo"], optimiser, COMPUTE)
     state, data = state_and_data(optimiser)
-    state, _ = update(state, data, TEMPERATURE)
-    shorter = [dataclasses.replace(s, tokens=s.tokens[:-1], mask=s.mask[:-1], sampler_logp=s.sampler_logp[:-1])
-               if len(s.tokens) > 1 else s for s in rollout()]  # fmt: skip
-    other = place(pack(shorter, LAYOUTS["two rows"][0]), one_device())
+    state, _ = update(state, data)
+    shorter = [shortened(s) if len(s.tokens) > 1 else s for s in rollout()]
+    other = on_mesh(pack(shorter, LAYOUTS["two rows"][0]), one_device())
     assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, data)
     with Compilations() as compilations:
         state, _ = update(state, other, 0.5)
-    assert compilations.heard == [] and int(state.updates) == 2
+    assert compilations.heard == [] and int(state.policy.updates) == 2

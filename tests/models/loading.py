@@ -1,4 +1,6 @@
-"""Loads a model in a process of its own and prints what that took, as JSON: ``loading.py memory|count DIRECTORY [RANK PORT]``."""
+"""Loads a model in a process of its own and prints what that took, as JSON: ``loading.py memory|count DIRECTORY [RANK
+PORT]``.
+"""
 
 import dataclasses
 import json

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.attention import MOST, PREFIXES, SHORT, Rows, attention_over
@@ -13,7 +14,6 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Attention
 from jaxrl_llm.models.decoder import forward
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 SPLASH = Compute(attention="splash", interpret=True)
 CUDNN = Compute(attention="cudnn", interpret=True)

@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import KINDS, VOCAB, tiny
 
 from jaxrl_llm.models.cache import (
-    Cache, beginnings, decode, empty_cache, extend, flush, insert, sequence_of, take_rows, with_columns,
+    Cache,
+    beginnings,
+    decode,
+    empty_cache,
+    extend,
+    flush,
+    insert,
+    sequence_of,
+    take_rows,
+    with_columns,
 )  # fmt: skip
 from jaxrl_llm.models.decoder import causal_rows, forward
-from tiny import KINDS, VOCAB, tiny
 
 PROMPTS, LENGTH, CHUNKS = (1, 4, 6), 14, (3, 3)
 """Prompt lengths of the rows, columns of the cache, and decode steps of two calls."""

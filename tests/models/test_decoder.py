@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import (
@@ -19,7 +20,6 @@ from jaxrl_llm.models.decoder import (
     to_parameters,
     unembed,
 )
-from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 TREE = {
     1: ([7, 3, 9, 4], [[5, 6], [11, 2, 30, 8, 1]]),
@@ -128,7 +128,9 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_bfloat16(kind):
     model, rows = tiny(kind, dtype="bfloat16"), packed_row(24)[0]
-    traced = jax.make_jaxpr(lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, Compute(remat="full")))))(m))(model)
+    traced = jax.make_jaxpr(
+        lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, Compute(remat="full")))))(m)
+    )(model)
     products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
     forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)))(model)
     for equation in equations(forward_only.jaxpr):

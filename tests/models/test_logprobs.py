@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from oracles import number
+from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
 from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, unembed
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.sharding import BATCH, MeshShape, make_mesh, shardings
-from oracles import number
-from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
 P, N, D = 2, 23, 16
 HIDDEN = 3 * jax.random.normal(jax.random.key(0), (P, N, D))
@@ -139,7 +139,9 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
 
 def test_a_large_vocabulary_takes_a_third_of_what_all_its_logits_take():
     count, vocab, width = 4096, 152064, 64
-    model = jax.eval_shape(lambda: initialise(ModelConfig("llama", vocab, width, 1, 8, Attention(1, 1, 8)), jax.random.key(0)))
+    model = jax.eval_shape(
+        lambda: initialise(ModelConfig("llama", vocab, width, 1, 8, Attention(1, 1, 8)), jax.random.key(0))
+    )
     inputs = jax.ShapeDtypeStruct((1, count, width), jnp.float32), jax.ShapeDtypeStruct((1, count), jnp.int32)
 
     def peak(function):
@@ -162,7 +164,12 @@ def moved_in_loops(program):
     """The largest array, in entries, that a collective inside a loop of a compiled program moves."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", program))
     inside = [part for part in program.split("\n\n") if re.match(r"\s*%?([\w.\-]*)", part).group(1) in bodies]
-    shapes = [shape for part in inside for found in re.findall(COLLECTIVES, part) for shape in re.findall(r"\[([\d,]+)\]", found)]
+    shapes = [
+        shape
+        for part in inside
+        for found in re.findall(COLLECTIVES, part)
+        for shape in re.findall(r"\[([\d,]+)\]", found)
+    ]
     return max(int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes)
 
 

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import KINDS, tiny
 
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import causal_rows, forward, unembed
 from jaxrl_llm.models.layers import product
 from jaxrl_llm.models.logprobs import token_logprobs
-from tiny import KINDS, tiny
 
 SCORES = "bskgh,bkhz->bkgsz"
 DOT = re.compile(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\) -> tensor<(?:\d+x)*(\w+)>")
@@ -26,7 +26,10 @@ def operands(platform, function, *given):
 
 def numbers(dtype, seed=0):
     random = np.random.default_rng(seed)
-    return (jnp.asarray(random.normal(size=shape).astype(np.float32).astype(dtype)) for shape in ((2, 64, 2, 2, 8), (2, 2, 8, 64)))
+    return (
+        jnp.asarray(random.normal(size=shape).astype(np.float32).astype(dtype))
+        for shape in ((2, 64, 2, 2, 8), (2, 2, 8, 64))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

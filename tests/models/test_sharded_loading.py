@@ -13,7 +13,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from models.loading import load_counted
 from safetensors.numpy import save_file
+from tiny import KINDS
 
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Attention, ModelConfig
@@ -22,8 +24,6 @@ from jaxrl_llm.models.gguf import read_gguf
 from jaxrl_llm.models.hf_config import write_config
 from jaxrl_llm.models.weights import StoredTensor, hf_shape, our_shape, read_part
 from jaxrl_llm.sharding import MeshShape, from_parts, held_parts, layout_of, make_mesh, shardings
-from models.loading import load_counted
-from tiny import KINDS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 SHAPES = [(1, 8, 1), (2, 2, 2), (1, 1, 8), (1, 2, 4)]
@@ -61,7 +61,9 @@ def test_a_gguf_file_gives_the_same_bits_on_every_mesh(name, shape):
 
 def test_a_built_in_model_too():
     mesh = mesh_of((1, 2, 4))
-    assert_born_on(mesh, load_pretrained("tiny-random", "bfloat16", mesh)[0], load_pretrained("tiny-random", "bfloat16")[0])
+    assert_born_on(
+        mesh, load_pretrained("tiny-random", "bfloat16", mesh)[0], load_pretrained("tiny-random", "bfloat16")[0]
+    )
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.glob("*.gguf")))

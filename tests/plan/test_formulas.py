@@ -6,20 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jax.extend.core import jaxprs_in_params
+from plan.tinyrun import CONFIG, tiny_run, with_learner
 
 from jaxrl_llm import learner
+from jaxrl_llm.engine.sampling import asked
+from jaxrl_llm.engine.slots import as_rules, empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.plan.arrays import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import attention_share, counts, forward_flops, update_flops, visible_pairs, work
-from jaxrl_llm.plan.layout import abstract_mesh, arrays, bytes_per_device
-from jaxrl_llm.plan.programs import Subject, compile_one, subject
+from jaxrl_llm.plan.programs import compile_one, subject
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.rollout.slots import as_rules, empty_slots, run_chunk
-from jaxrl_llm.rollout.sampling import asked
-from plan.tinyrun import CONFIG, tiny_run, with_learner
+from jaxrl_llm.stages.programs import coefficients_of
 
 MESHES = [(1, 8, 1), (2, 2, 2)]
 
@@ -44,8 +43,10 @@ def test_an_update_runs_the_products_that_the_formula_says(remat, attention):
     one = subject(run, CONFIG, jax.devices()[:1])
     held = one.arrays
     assert held.microbatches == 1 and held.packed.target.shape[-1] <= 512  # both loops whose bounds are data run once
-    jaxpr = jax.make_jaxpr(one.programs.update)(held.state, held.packed, jax.ShapeDtypeStruct((), np.float32))
-    todo = work(run, CONFIG, one.programs.layout)
+    (policy,) = one.programs.training
+    given = dict.fromkeys(coefficients_of(run), jax.ShapeDtypeStruct((), np.float32))
+    jaxpr = jax.make_jaxpr(policy.update)(held.state, held.packed, given)
+    todo = work(run, CONFIG, one.programs.forward.layout)
     predicted = update_flops(CONFIG, todo, remat, attention)
     # What is padded to a quarter of a row among the predictions is computed too.
     padding = held.packed.target.size - todo.sampled
@@ -58,7 +59,9 @@ def test_a_decode_step_runs_the_products_that_the_formula_says():
     one = subject(run, CONFIG, jax.devices()[:1])
     a = one.arrays
     rules = jax.eval_shape(lambda: as_rules(a.sampling))
-    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampling), a.slot_shape.group))(model, a.slots, rules)
+    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampling), a.slot_shape.group))(
+        model, a.slots, rules
+    )
     slots, columns = run.rollout.slots, a.slot_shape.columns + 1
     lanes = a.slot_shape.blocks * a.slot_shape.group * a.slot_shape.prompt_columns
     pairs = CONFIG.layers * (slots * columns + lanes)
@@ -98,7 +101,7 @@ def test_six_n_per_token_is_the_known_count():
 def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
     run = tiny_run(mesh)
     one = subject(run, CONFIG, jax.devices())
-    held = arrays(run, CONFIG, one.programs.layout, abstract_mesh(mesh), abstract_mesh(mesh))
+    held = arrays(run, CONFIG, one.programs.forward.layout, abstract_mesh(mesh), abstract_mesh(mesh))
     model = initialise(CONFIG, jax.random.key(0))
     state = learner.create_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, one.mesh)
     slots = empty_slots(CONFIG, held.slot_shape, jnp.float32, one.where)
@@ -113,21 +116,31 @@ def test_the_compiler_is_given_as_many_bytes_as_planned(mesh):
     size = bytes_per_device
     done = compile_one(one, "update")
     given = size(one.arrays.state) + size(one.arrays.packed) + 4  # and the temperature
-    unused = size(one.arrays.packed.totals.sequences) + size(one.arrays.packed.sampler_logp)
+    packed = one.arrays.packed
+    unused = size(packed.totals.counts["policy"].sequences) + size(packed.by_token["sampler_logp"])
     assert given - unused <= done.arguments <= given and done.outputs < 0.01 * given
-    assert done.temporary > size(one.arrays.state.policy)  # the gradient at least
+    assert done.temporary > size(one.arrays.state.policy.params)  # the gradient at least
 
 
 def test_slots_are_planned_at_the_largest_that_an_engine_takes():
     run = tiny_run((1, 1, 1), prompts=9, group=4)
     one = subject(run, CONFIG, jax.devices()[:1])
-    engine, weights = Engine(one.arrays.sampled, 32, run.rollout.max_length, 8, None, group=4), initialise(CONFIG, jax.random.key(1))
+    engine, weights = (
+        Engine(one.arrays.sampled, 32, run.rollout.max_length, 8, None, group=4),
+        initialise(CONFIG, jax.random.key(1)),
+    )
     engine.start(one.arrays.sampling)
     prompts = [[i // 4 + 1] * run.rollout.max_prompt_tokens for i in range(36)]
     engine.submit(prompts, range(36))
     while engine.busy:
         engine.step(weights)
-    seen = [[int(word.strip(",")) for word in shape.split() if word.strip(",").isdigit()] for shape in engine.shapes if "decode" in shape]
+    seen = [
+        [int(word.strip(",")) for word in shape.split() if word.strip(",").isdigit()]
+        for shape in engine.shapes
+        if "decode" in shape
+    ]
     planned = one.arrays.slot_shape
     most = [max(sizes[i] for sizes in seen) for i in range(4)]
-    assert most[:2] == [planned.rows, planned.columns] and most[2] <= planned.blocks and most[3] == planned.prompt_columns
+    assert (
+        most[:2] == [planned.rows, planned.columns] and most[2] <= planned.blocks and most[3] == planned.prompt_columns
+    )

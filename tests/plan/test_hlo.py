@@ -17,13 +17,15 @@ TPU_LIKE = """HloModule jit_f, is_scheduled=true
 
 %fused_computation.1 (p: bf16[4,8]) -> (bf16[4,8], bf16[64,8]) {
   %p = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=7, replica_groups=mesh['a'=16,'b'=1] {'a'}, dimensions={0}
-  ROOT %custom-call.1 = (bf16[4,8]{1,0}, bf16[64,8]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+  %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=7, replica_groups=mesh['a'=16,'b'=1]
+  {'a'}, dimensions={0} ROOT %custom-call.1 = (bf16[4,8]{1,0}, bf16[64,8]{1,0}) custom-call(%all-gather.1),
+  custom_call_target="AsyncCollectiveStart"
 }
 
 %fused_computation.2 (p: bf16[4,8]) -> bf16[64,8] {
   %p.2 = bf16[4,8]{1,0} parameter(0)
-  ROOT %all-gather.2 = bf16[64,8]{1,0} all-gather(%p.2), channel_id=7, replica_groups=mesh['a'=16,'b'=1] {'a'}, dimensions={0}
+  ROOT %all-gather.2 = bf16[64,8]{1,0} all-gather(%p.2), channel_id=7, replica_groups=mesh['a'=16,'b'=1] {'a'},
+  dimensions={0}
 }
 
 %all-reduce-scatter.3 (p: f32[32,8]) -> f32[16,8] {
@@ -37,8 +39,8 @@ TPU_LIKE = """HloModule jit_f, is_scheduled=true
   %i = u32[]{:T(128)} get-tuple-element(%t), index=1
   %two = u32[] constant(2)
   %x = f32[32,8]{1,0} get-tuple-element(%t), index=0
-  %start = (f32[32,8]{1,0}, f32[32,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=11, source_target_pairs={{0,1},{1,0}}
-  %done = f32[32,8]{1,0} collective-permute-done(%start)
+  %start = (f32[32,8]{1,0}, f32[32,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=11,
+  source_target_pairs={{0,1},{1,0}} %done = f32[32,8]{1,0} collective-permute-done(%start)
   %next = u32[]{:T(128)} add(%i, %two)
   ROOT %tuple.9 = (f32[32,8]{1,0}, u32[]{:T(128)}) tuple(%done, %next)
 }
@@ -83,7 +85,11 @@ def test_loops_channels_and_fusions_of_a_tpu_program():
     found = {c.kind: c for c in hlo.collectives(hlo.parse(TPU_LIKE, 16), (3.0,))}
     assert set(found) == {"all-gather", "reduce-scatter", "collective-permute"}
     gather, scatter, permute = found["all-gather"], found["reduce-scatter"], found["collective-permute"]
-    assert (gather.times, gather.size, gather.groups.shape) == (1, 64 * 8 * 2, (1, 16))  # once, though two fusions bear it
+    assert (gather.times, gather.size, gather.groups.shape) == (
+        1,
+        64 * 8 * 2,
+        (1, 16),
+    )  # once, though two fusions bear it
     assert (scatter.times, scatter.size, scatter.groups.tolist()[1]) == (3, 32 * 8 * 4, [1, 9])
     assert (permute.times, permute.size) == (3 * 4, 32 * 8 * 4)  # from 1 to 9 by 2 is four times
     assert gather.moved == 64 * 8 * 2 * 15 / 16 and scatter.moved == 32 * 8 * 4 / 2
@@ -93,7 +99,9 @@ def test_a_real_program_sends_what_it_was_written_to_send():
     mesh = make_mesh(MeshShape(1, 4, 2))
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("fsdp", "tensor"), out_specs=P(None, "tensor"), check_vma=False)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("fsdp", "tensor"), out_specs=P(None, "tensor"), check_vma=False
+    )
     def program(x):
         def body(carry, _):
             return jax.lax.psum(carry * 2, "tensor"), None
@@ -105,13 +113,19 @@ def test_a_real_program_sends_what_it_was_written_to_send():
     text = program.lower(jnp.zeros((8, 16))).compile().as_text()
     found = {c.kind: c for c in hlo.collectives(hlo.parse(text, 8))}
     assert {kind: c.times for kind, c in found.items()} == {"all-reduce": 5, "collective-permute": 1, "all-gather": 1}
-    assert {kind: c.size for kind, c in found.items()} == {"all-reduce": 64, "collective-permute": 64, "all-gather": 256}
+    assert {kind: c.size for kind, c in found.items()} == {
+        "all-reduce": 64,
+        "collective-permute": 64,
+        "all-gather": 256,
+    }
     assert sorted(map(sorted, found["all-reduce"].groups.tolist())) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sorted(map(sorted, found["all-gather"].groups.tolist())) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found["all-reduce"].moved == 64 and found["all-gather"].moved == 192
 
 
-@pytest.mark.parametrize("text, size", [("bf16[2,3]{1,0}", 12), ("(f32[4], pred[3], u32[])", 23), ("f8e4m3fn[16]", 16), ("s4[8]", 4)])
+@pytest.mark.parametrize(
+    "text, size", [("bf16[2,3]{1,0}", 12), ("(f32[4], pred[3], u32[])", 23), ("f8e4m3fn[16]", 16), ("s4[8]", 4)]
+)
 def test_bytes_of_shapes(text, size):
     assert hlo.bytes_of(text) == size
 
@@ -127,7 +141,9 @@ def test_a_ring_on_a_closed_axis_sends_both_ways():
     one, two = collective("all-gather", [[0, 1, 2, 3]]), collective("all-gather", [list(range(16))])
     assert traffic(one, where).ici_s == pytest.approx(750 / (2 * machine.chip.link))
     assert traffic(two, where).ici_s == pytest.approx(937.5 / (4 * machine.chip.link))
-    open_ended = Places(parse_topology("v5e:4x4"), np.zeros(16, int), np.stack(np.unravel_index(np.arange(16), (4, 4)), axis=1))
+    open_ended = Places(
+        parse_topology("v5e:4x4"), np.zeros(16, int), np.stack(np.unravel_index(np.arange(16), (4, 4)), axis=1)
+    )
     assert traffic(one, open_ended).ici_s == pytest.approx(750 / CHIP_LINK)
 
 

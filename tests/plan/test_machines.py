@@ -25,8 +25,10 @@ def test_slices_multiply_devices():
 
 
 @pytest.mark.parametrize("text, remedy", [
-    ("v5litepod-16", "write v5e:4x4"), ("v6e-8", "write v6e:2x4"), ("v5p-128", "write v5p:4x4x4"), ("h100-8", "write h100:8"),
-    ("v5e:16", "2 sizes, as in v5e:4x4"), ("v5p:4x4", "3 sizes"), ("h200:2x4", "a number of devices"), ("v9:2x2", "there are v4")])  # fmt: skip
+    ("v5litepod-16", "write v5e:4x4"), ("v6e-8", "write v6e:2x4"), ("v5p-128", "write v5p:4x4x4"),
+    ("h100-8", "write h100:8"),
+    ("v5e:16", "2 sizes, as in v5e:4x4"), ("v5p:4x4", "3 sizes"), ("h200:2x4", "a number of devices"),
+    ("v9:2x2", "there are v4")])  # fmt: skip
 def test_another_name_is_refused_with_the_right_one(text, remedy):
     with pytest.raises(InputError, match=remedy):
         parse_topology(text)
@@ -39,15 +41,22 @@ def test_slices_that_make_no_sense_are_refused(text, slices):
 
 
 def test_every_chip_has_an_example_and_sound_peaks():
-    assert set(EXAMPLES) == set(CHIPS) and all(parse_topology(text).chip.name == name for name, text in EXAMPLES.items())
+    assert set(EXAMPLES) == set(CHIPS) and all(
+        parse_topology(text).chip.name == name for name, text in EXAMPLES.items()
+    )
     for chip in CHIPS.values():
-        assert all(value > 0 for name, value in dataclasses.asdict(chip).items() if name in ("flops", "bandwidth", "memory", "link", "network"))
+        assert all(
+            value > 0
+            for name, value in dataclasses.asdict(chip).items()
+            if name in ("flops", "bandwidth", "memory", "link", "network")
+        )
         # What a chip computes while it reads one number: the machine balance of every accelerator of these years.
         assert 80 < chip.flops / chip.bandwidth < 700 and chip.network < chip.link
 
 
 @pytest.mark.parametrize("name, parameters", [
-    ("Qwen/Qwen2.5-0.5B", 494_032_768), ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304), ("Qwen/Qwen2.5-7B", 7_615_616_512),
+    ("Qwen/Qwen2.5-0.5B", 494_032_768), ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304),
+    ("Qwen/Qwen2.5-7B", 7_615_616_512),
     ("Qwen/Qwen2.5-32B", 32_763_876_352), ("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-8B", 8_190_735_360),
     ("meta-llama/Llama-3.1-8B", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400)])  # fmt: skip
 def test_published_shapes_have_the_published_number_of_parameters(name, parameters):

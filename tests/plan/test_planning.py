@@ -4,8 +4,9 @@ import dataclasses
 import json
 
 import pytest
-
 from commands import command, commands
+from plan.tinyrun import CONFIG, tiny_run, with_learner
+
 from jaxrl_llm.plan.machines import parse_topology
 from jaxrl_llm.plan.picture import draw
 from jaxrl_llm.plan.planning import plan
@@ -13,7 +14,6 @@ from jaxrl_llm.plan.programs import compile_one, needed, subject
 from jaxrl_llm.plan.report import lines, write
 from jaxrl_llm.plan.search import best, candidates, table
 from jaxrl_llm.plan.topology import describe
-from plan.tinyrun import CONFIG, tiny_run, with_learner
 
 GPUS = parse_topology("h100:8")
 SLICE = parse_topology("v5e:2x2")
@@ -31,7 +31,9 @@ def test_the_real_programs_compile_for_a_tpu_slice(compiled):
     by_name = {p.name: p for p in compiled.phases}
     assert set(by_name) == {"weights", "prompts", "decode", "score", "update"}
     kinds = {t.kind for t in by_name["update"].traffic}
-    assert kinds and sum(t.ici for t in by_name["update"].traffic) > 0 == sum(t.dcn for p in compiled.phases for t in p.traffic)
+    assert kinds and sum(t.ici for t in by_name["update"].traffic) > 0 == sum(
+        t.dcn for p in compiled.phases for t in p.traffic
+    )
     # No device sends its part of the cache away when it grows: only weights are gathered for sampling.
     assert sum(t.ici for t in by_name["weights"].traffic) > 0
 
@@ -42,7 +44,11 @@ def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_pa
         assert word in text
     write(tmp_path / "plan.json", [(compiled, "built in")])
     value = json.loads((tmp_path / "plan.json").read_text())
-    assert value["memory"]["learning"]["total"] == compiled.learning.total and value["fits"] and value["mesh"]["tensor"] == 2
+    assert (
+        value["memory"]["learning"]["total"] == compiled.learning.total
+        and value["fits"]
+        and value["mesh"]["tensor"] == 2
+    )
     draw([value], tmp_path / "plan.svg")
     assert "tiny-random" in (tmp_path / "plan.svg").read_text()
 
@@ -56,7 +62,10 @@ def test_a_program_that_needs_too_much_is_a_number_and_no_traceback():
 
 
 def test_the_number_is_read_from_the_refusal():
-    text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 36.50G of 15.75G hbm."
+    text = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+        "Used 36.50G of 15.75G hbm."
+    )
     assert needed(text) == 36.5 * 2**30
 
 
@@ -108,7 +117,12 @@ def test_a_search_ranks_meshes_that_fit():
 
 def test_the_command_plans(tmp_path):
     done = command("plan", "smoke", "--topology", "h100:2", "--json", "plan.json", folder=tmp_path)
-    assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out and (tmp_path / "plan.json").exists()
+    assert (
+        done.code == 0
+        and "tiny-random: 90,624 parameters" in done.out
+        and "FITS" in done.out
+        and (tmp_path / "plan.json").exists()
+    )
 
 
 def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):

@@ -34,7 +34,10 @@ def trl(completions, **kwargs):
 
 
 def trl_chat(prompts, completions):
-    return [len(p) + len(c[0]["content"]) + 10 * (c[0]["role"] == "assistant") for p, c in zip(prompts, completions, strict=True)]
+    return [
+        len(p) + len(c[0]["content"]) + 10 * (c[0]["role"] == "assistant")
+        for p, c in zip(prompts, completions, strict=True)
+    ]
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):

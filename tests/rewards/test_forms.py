@@ -28,7 +28,9 @@ def asked(function, items, batch=None, seconds=5.0):
     form = form_of(function, batch)
     shares = [items] if form.batch or form.waits else [[one] for one in items]
     with Runner() as runner:
-        return [outcome for share in shares for outcome in perform(function, Call("f", share, form, seconds), runner.run)]
+        return [
+            outcome for share in shares for outcome in perform(function, Call("f", share, form, seconds), runner.run)
+        ]
 
 
 def values(function, items=ITEMS, batch=None):
@@ -93,7 +95,11 @@ def test_a_call_of_many_that_wait_has_time_for_all_of_them_in_turn():
     waiting = form_of(forms.judge)
     limits = [Call("f", [None] * count, waiting, 2.0).limit_s for count in (1, AT_ONCE, AT_ONCE + 1)]
     assert limits == [4.0, 4.0, 6.0]
-    assert Call("f", [None] * 100, form_of(forms.judge_batch), 2.0).limit_s == Call("f", [None], timeout_s=2.0).limit_s == 2.0
+    assert (
+        Call("f", [None] * 100, form_of(forms.judge_batch), 2.0).limit_s
+        == Call("f", [None], timeout_s=2.0).limit_s
+        == 2.0
+    )
 
 
 def test_a_column_that_only_some_rows_have_is_none_in_the_others_of_a_batch():
@@ -110,7 +116,10 @@ def test_a_column_that_only_some_rows_have_is_none_in_the_others_of_a_batch():
 def test_the_answer_is_the_rows_column_where_it_has_one():
     problem, completion = item("1")
     solved = dataclasses.replace(problem, metadata={"answer": "6 + 1 #### 7"})
-    assert values(lambda problem, completion, answer: len(answer), [(problem, completion), (solved, completion)]) == [1.0, 12.0]
+    assert values(lambda problem, completion, answer: len(answer), [(problem, completion), (solved, completion)]) == [
+        1.0,
+        12.0,
+    ]
 
 
 def test_a_column_that_the_row_has_not_is_named():
@@ -146,7 +155,10 @@ def test_none_in_a_batch_cannot_be_scored_and_what_is_no_number_fails_alone():
         (forms.too_few, "ValueError: returned 1 scores for 2 completions"),
         (forms.whole_batch_fails, "ZeroDivisionError: division by zero"),
         (lambda problems, completions: 1.0, "TypeError: returned 1.0, which is no list of scores"),
-        (lambda problems, completions: {"score": 1.0}, "TypeError: returned {'score': 1.0}, which is no list of scores"),
+        (
+            lambda problems, completions: {"score": 1.0},
+            "TypeError: returned {'score': 1.0}, which is no list of scores",
+        ),
     ],
 )
 def test_a_batch_without_a_score_for_each_fails_as_a_whole(function, message):

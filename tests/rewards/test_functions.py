@@ -1,4 +1,6 @@
-"""Functions of your own as rewards: by name in a worker, as they are in this process, and what a configuration keeps."""
+"""Functions of your own as rewards: by name in a worker, as they are in this process, and what a configuration
+keeps.
+"""
 
 import dataclasses
 import functools
@@ -59,7 +61,14 @@ def test_whatever_can_be_called_is_a_reward():
     def closure(problem, completion):
         return offset + float(completion.text)
 
-    rewards = (closure, lambda p, c: os.getpid(), functools.partial(forms.by_any_name, missing=0), Times(3.0, 0.5), Object(), Accuracy())
+    rewards = (
+        closure,
+        lambda p, c: os.getpid(),
+        functools.partial(forms.by_any_name, missing=0),
+        Times(3.0, 0.5),
+        Object(),
+        Accuracy(),
+    )
     scores = scored(rewards, ["2", "7"])
     assert list(scores.parts) == ["closure", "lambda", "by_any_name", "times", "Object", "accuracy"]
     assert [part.tolist() for part in scores.parts.values()] == [
@@ -76,7 +85,14 @@ def test_the_verifier_alone_calls_no_reward():
 
 
 def test_what_others_can_import_runs_in_a_worker_in_every_form():
-    rewards = (forms.process, forms.single, forms.trl, forms.judge, Function(f"{SAMPLES}:batch", 0.5), Function(forms.completion_only, 2.0))
+    rewards = (
+        forms.process,
+        forms.single,
+        forms.trl,
+        forms.judge,
+        Function(f"{SAMPLES}:batch", 0.5),
+        Function(forms.completion_only, 2.0),
+    )
     scores = scored(rewards, ["2", "4", "6"], workers=1)
     assert scores.failures.message == ""
     assert len(set(scores.parts["process"])) == 1 and scores.parts["process"][0] != os.getpid()
@@ -125,7 +141,9 @@ def test_a_name_of_the_program_that_runs_is_called_in_it():
         assert scored((Function("__main__:brevity", weight=0.5),), ["two"]).reward.tolist() == [-1.5]
     finally:
         del sys.modules["__main__"].brevity
-    with pytest.raises(InputError, match="__main__:brevity: the notebook or script that runs has no brevity; define it"):
+    with pytest.raises(
+        InputError, match="__main__:brevity: the notebook or script that runs has no brevity; define it"
+    ):
         check(as_reward(Function("__main__:brevity")))
 
 
@@ -160,7 +178,15 @@ def test_no_two_columns_have_one_name():
     def accuracy(problem, completion):
         return 1.0
 
-    rewards = [Format("a"), Format("b"), Local(accuracy), Accuracy(), Function("m:mean"), Function("m:format_2"), Format("c")]
+    rewards = [
+        Format("a"),
+        Format("b"),
+        Local(accuracy),
+        Accuracy(),
+        Function("m:mean"),
+        Function("m:format_2"),
+        Format("c"),
+    ]
     assert list(named(rewards)) == ["format", "format_2", "accuracy_2", "accuracy", "mean_2", "format_2_2", "format_3"]
     assert list(named(rewards).values()) == rewards
 
@@ -179,7 +205,9 @@ def test_a_configuration_keeps_names_and_says_what_it_cannot_keep():
     assert configs.to_json(again) == saved  # who goes on with the run from its source is not told of a change
     for reward in (again.rewards[0], again.rewards[2]):
         check(reward)
-    with pytest.raises(InputError, match="^reward lambda is not in config.json, since it is a lambda: train from the Python"):
+    with pytest.raises(
+        InputError, match="^reward lambda is not in config.json, since it is a lambda: train from the Python"
+    ):
         check(again.rewards[1])
 
 
@@ -198,6 +226,8 @@ def test_rewards_of_ones_own_have_flags_and_no_warnings():
     run = configs.Run("m", Task([{"prompt": "?", "answer": "!"}]), configs.Scoring((Times(2.0), lambda p, c: 1.0)))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        found = parse(configs.Run, ["--scoring.rewards.0.factor", "3", "--scoring.rewards.1.weight", "0.5"], "p", "", run)
+        found = parse(
+            configs.Run, ["--scoring.rewards.0.factor", "3", "--scoring.rewards.1.weight", "0.5"], "p", "", run
+        )
     assert found.scoring.rewards == (Times(3.0), dataclasses.replace(run.scoring.rewards[1], weight=0.5))
     assert not [warning for warning in heard if warning.category is not DeprecationWarning]

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from oracles import NUMBERS
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.group_shaping import LengthCycle, RelativeLength, StopProperly, check
 from jaxrl_llm.types import Completion, Group, Problem
-from oracles import NUMBERS
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 
@@ -19,7 +19,9 @@ def group(lengths, rewards, reasons=None, accuracy=None):
         for n, reason in zip(lengths, reasons or ["stop"] * len(lengths), strict=True)
     )
     rewards = np.asarray(rewards, np.float64)
-    return Group(PROBLEM, np.zeros(2, np.int32), completions, rewards, rewards if accuracy is None else np.asarray(accuracy))
+    return Group(
+        PROBLEM, np.zeros(2, np.int32), completions, rewards, rewards if accuracy is None else np.asarray(accuracy)
+    )
 
 
 def test_the_relative_length_is_kimis():
@@ -66,7 +68,10 @@ def test_a_part_that_is_added_leaves_a_reward_of_its_name_alone():
     once = RelativeLength()(given, 0, 10)
     twice = RelativeLength()(once, 0, 10)
     assert list(twice.parts) == ["relative_length", "relative_length_2", "relative_length_3"]
-    assert twice.parts["relative_length"].tolist() == [7, 8] and twice.parts["relative_length_2"].tolist() == [0.5, -0.5]
+    assert twice.parts["relative_length"].tolist() == [7, 8] and twice.parts["relative_length_2"].tolist() == [
+        0.5,
+        -0.5,
+    ]
 
 
 def test_the_cosine_comes_and_goes_with_the_updates():

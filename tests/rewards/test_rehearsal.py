@@ -27,7 +27,9 @@ def test_the_invented_completion_is_right_and_looks_sampled(tokenizer, extractor
     assert accuracy(asked, made) == 1.0 and made.finish_reason == "stop"
     assert tokenizer.decode(made.tokens, skip_special_tokens=True) == made.text
     assert made.tokens.dtype == np.int32 and made.sampler_logp.dtype == np.float32 and made.mask.all()
-    assert len(made.tokens) == len(made.sampler_logp) == len(made.mask) and made.version.tolist() == [-1] * len(made.tokens)
+    assert len(made.tokens) == len(made.sampler_logp) == len(made.mask) and made.version.tolist() == [-1] * len(
+        made.tokens
+    )
 
 
 def test_a_reward_that_fails_is_refused_and_its_traceback_kept_until_it_does_not(tokenizer, tmp_path):
@@ -47,7 +49,9 @@ def test_a_reward_that_fails_is_refused_and_its_traceback_kept_until_it_does_not
         scorer.rehearse(problem(""), tokenizer)
         assert not list(tmp_path.iterdir())
         broken = None
-        with pytest.raises(InputError, match=r"test_rehearsal.py:\d+: TypeError: returned \[1.0\], which is no number$"):
+        with pytest.raises(
+            InputError, match=r"test_rehearsal.py:\d+: TypeError: returned \[1.0\], which is no number$"
+        ):
             scorer.rehearse(problem("12"), tokenizer)
 
 

@@ -85,8 +85,25 @@ def test_nothing_to_score():
 
 
 def test_only_the_stuck_and_the_broken_items_are_lost_and_the_order_is_kept():
-    texts = ["0", "hang", "1", "die", "2", "segfault", "3", "raise", "exit", "end of file", "None", "text", "infinite",
-             "hang with the lock", "4", "true", "5"]
+    texts = [
+        "0",
+        "hang",
+        "1",
+        "die",
+        "2",
+        "segfault",
+        "3",
+        "raise",
+        "exit",
+        "end of file",
+        "None",
+        "text",
+        "infinite",
+        "hang with the lock",
+        "4",
+        "true",
+        "5",
+    ]
     with Scorer((Function("sample_rewards:obey", weight=2.0, timeout_s=0.6),), on_error=-9.0) as scorer:
         scores = scorer.score([item(text) for text in texts])
         again = scorer.score([item("7")])
@@ -131,7 +148,8 @@ def test_what_failed_is_counted_over_all_scorings_of_a_step(obeying):
     none, some = obeying.score([item("1")]).failures, obeying.score([item("raise"), item("1"), item("x")]).failures
     both = none + some + none
     assert both.metrics() == {
-        "reward/errors": 2, "reward/timeouts": 0, "reward/obey/failed_fraction": 0.4, "event/reward_failed": some.message,
+        "reward/errors": 2, "reward/timeouts": 0, "reward/obey/failed_fraction": 0.4,
+        "event/reward_failed": some.message,
     }  # fmt: skip
     assert none.metrics() == {"reward/errors": 0, "reward/timeouts": 0}
     assert (some + both).message == some.message == (none + some).message
@@ -209,7 +227,9 @@ def test_a_function_that_only_the_parent_can_import_is_an_error_of_the_item():
     pool = Pool(1)
     ((outcome, same),) = pool.map([Call("no_such_module:reward", ((), ()))])
     pool.close()
-    assert same == outcome and outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message
+    assert (
+        same == outcome and outcome.status == "error" and "no_such_module:reward cannot be imported" in outcome.message
+    )
 
 
 # A script without an "if __name__" guard: its top level must run once, not once for each worker.

@@ -8,7 +8,14 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import (
-    Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty, Scorer, SoftOverlong,
+    Accuracy,
+    CosineLength,
+    Format,
+    Function,
+    LengthPenalty,
+    RepetitionPenalty,
+    Scorer,
+    SoftOverlong,
 )  # fmt: skip
 from jaxrl_llm.types import Completion, Problem
 
@@ -27,9 +34,7 @@ def test_soft_overlong_is_dapos_equation_13(length, value):
     assert SoftOverlong()(PROBLEM, completion(length, "short text")) == value
 
 
-@pytest.mark.parametrize(
-    ("length", "value"), [(0, 0.0), (2048, -0.146447), (4096, -0.5), (8192, -1.0), (9000, -1.0)]
-)
+@pytest.mark.parametrize(("length", "value"), [(0, 0.0), (2048, -0.146447), (4096, -0.5), (8192, -1.0), (9000, -1.0)])
 def test_cosine_length_is_prorls(length, value):
     assert CosineLength(8192)(PROBLEM, completion(length)) == pytest.approx(value, abs=1e-6)
 
@@ -39,8 +44,14 @@ def test_lengths_are_counted_in_tokens_and_not_in_characters():
 
 
 def test_only_a_completion_that_was_ended_for_repetition_is_punished_for_it():
-    ended = {reason: dataclasses.replace(completion(), finish_reason=reason) for reason in ("repetition", "length", "stop")}
-    assert {reason: RepetitionPenalty()(PROBLEM, c) for reason, c in ended.items()} == {"repetition": -1, "length": 0, "stop": 0}
+    ended = {
+        reason: dataclasses.replace(completion(), finish_reason=reason) for reason in ("repetition", "length", "stop")
+    }
+    assert {reason: RepetitionPenalty()(PROBLEM, c) for reason, c in ended.items()} == {
+        "repetition": -1,
+        "length": 0,
+        "stop": 0,
+    }
 
 
 def test_format_matches_the_whole_text():
@@ -66,8 +77,9 @@ def test_a_reward_that_cannot_work_is_refused_before_anything_runs(reward, messa
         Scorer((reward,))
 
 
-@pytest.mark.parametrize("numbers", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": math.nan},
-                                     {"on_error": math.inf}])
+@pytest.mark.parametrize(
+    "numbers", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": math.nan}, {"on_error": math.inf}]
+)
 def test_scorer_numbers_out_of_range_are_refused(numbers):
     with pytest.raises(InputError, match="at least 1 worker"):
         Scorer((Accuracy(),), **numbers)

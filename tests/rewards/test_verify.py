@@ -80,8 +80,10 @@ def test_math_finds_the_expression_in_a_whole_text():
 def test_reasoning_gym_scores_the_extracted_answer():
     source = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=50)
     generated = next(row for row in source.problems() if row.answer == "3")
-    extracted, raw = (dataclasses.replace(generated, verifier="reasoning_gym", extractor=extractor)
-                      for extractor in ("last_number", "whole"))
+    extracted, raw = (
+        dataclasses.replace(generated, verifier="reasoning_gym", extractor=extractor)
+        for extractor in ("last_number", "whole")
+    )
     assert accuracy(extracted, completion("The answer is 3.")) == 1.0
     assert accuracy(raw, completion("The answer is 3")) == pytest.approx(0.067, abs=1e-3)
     assert accuracy(extracted, completion("13")) == 0.5  # partial credit for a wrong number stays below 1

@@ -1,4 +1,6 @@
-"""A sampler without a model, for what depends on lengths and luck alone: slots, refill, resumption, abort, as the engine has."""
+"""A sampler without a model, for what depends on lengths and luck alone: slots, refill, resumption, abort, as the
+engine has.
+"""
 
 import dataclasses
 
@@ -6,9 +8,9 @@ import numpy as np
 
 from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout import Collect, Sampling
+from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
-from jaxrl_llm.rollout.demand import Demand
-from jaxrl_llm.rollout.groups import Backlog, request_seed
+from jaxrl_llm.rollout.groups import Carryover, PartialGroup, request_seed
 from jaxrl_llm.types import Completion, Group, Problem
 
 LONGEST = 128
@@ -107,39 +109,42 @@ class ToySource:
     degenerate: float
     solved: bool = True
 
-    def informative(self, place):
-        return drawn(place, 7, 1000) >= 1000 * self.degenerate
+    def informative(self, number):
+        return drawn(number, 7, 1000) >= 1000 * self.degenerate
 
-    def ask(self, place):
-        problem = Problem(str(place), ({"role": "user", "content": "?"},), "1", "toy")
-        return problem, np.asarray([1 + place], np.int32), self.seeds(place)
+    def ask(self, number, memory):
+        problem = Problem(str(number), ({"role": "user", "content": "?"},), "1", "toy")
+        return PartialGroup(number, (None,) * self.group, problem, np.asarray([1 + number], np.int32)), memory
 
-    def seeds(self, place):
-        return [request_seed(1, place * self.group + g) for g in range(self.group)]
+    def seeds(self, number):
+        return [request_seed(1, number * self.group + g) for g in range(self.group)]
+
+    def told(self, memory, groups):
+        return memory
 
     def finish(self, whole, version, budget):
         found = []
         for group in whole:
             right = np.ones(self.group)
-            right[0] = not self.informative(group.place)
+            right[0] = not self.informative(group.number)
             found.append(Group(group.problem, group.prompt, group.completions, right, right * self.solved))
-        return found, Failures(1, 0, {"toy": (len(found), 1)}, {"toy": f"failed after {whole[0].place}"})
+        return found, Failures(1, 0, {"toy": (len(found), 1)}, {"toy": f"failed after {whole[0].number}"})
 
 
 def sampler(needed, slots, degenerate=0.0, group=4, filter_groups=True, engine=None, **settings):
     """The toys, ready for ``collect``."""
     settings = Collect(**settings)
-    demand = Demand(needed, slots, LONGEST, filter_groups, settings)
+    admission = AdmissionPolicy(needed, slots, LONGEST, filter_groups, settings)
     rules = Sampling(max_new_tokens=LONGEST)
-    return Sampler(engine or ToyEngine(slots), ToySource(group, degenerate), rules, demand, lambda text: None)
+    return Sampler(engine or ToyEngine(slots), ToySource(group, degenerate), rules, admission, lambda text: None)
 
 
-def steps(made, count, backlog=Backlog()):
+def steps(made, count, left=Carryover()):
     """``count`` steps one after the other; the version grows by one with each."""
     out = []
     for version in range(count):
-        out.append(collect(made, None, version, backlog))
-        backlog = out[-1].backlog
+        out.append(collect(made, None, version, left))
+        left = out[-1].left
     return out
 
 

@@ -1,4 +1,6 @@
-"""A step filled with groups, simulated: order, surplus, interruption, budgets, what is wasted and how busy the slots are."""
+"""A step filled with groups, simulated: order, surplus, interruption, budgets, what is wasted and how busy the slots
+are.
+"""
 
 import dataclasses
 import json
@@ -6,12 +8,12 @@ import math
 
 import numpy as np
 import pytest
+from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
 
-from jaxrl_llm.checkpoint import backlog_from_json, backlog_to_json
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rollout.collect import collect
-from jaxrl_llm.rollout.groups import Backlog, tokens_in
-from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
+from jaxrl_llm.rollout.groups import Carryover, tokens_in
+from jaxrl_llm.rollout.saved import carryover_from_json, carryover_to_json
 
 
 def versions(group):
@@ -25,14 +27,18 @@ def learned(found):
 
 def begun(found):
     """Prompts begun, and not among those that are still under way or carried."""
-    left = found[-1].backlog
+    left = found[-1].left
     return left.cursor - len(left.unfinished) - len(left.carried)
 
 
 def test_without_the_filter_the_prompts_needed_are_taken_as_they_are():
     found = steps(sampler(3, 8, 0.5, filter_groups=False), 2)
     assert [places(step.groups) for step in found] == [[0, 1, 2], [3, 4, 5]]
-    assert found[0].groups == found[0].sampled and (found[1].backlog.cursor, found[1].backlog.carried, found[1].backlog.unfinished) == (6, (), ())
+    assert found[0].groups == found[0].sampled and (
+        found[1].left.cursor,
+        found[1].left.carried,
+        found[1].left.unfinished,
+    ) == (6, (), ())
     assert found[0].metrics["reward/errors"] >= 1 and "dynamic_sampling/rounds" not in found[0].metrics
     assert found[0].tokens == tokens_in(found[0].groups) and found[0].metrics["prompts"] == 3
 
@@ -46,17 +52,19 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
         assert places(step.groups)[carried:] == sorted(places(step.groups)[carried:])
         assert places(step.sampled) == sorted(places(step.sampled))
         assert step.metrics["dynamic_sampling/missing"] == 0 == step.metrics["rollout/interrupted"]
-        assert step.metrics["reward/mean"] == pytest.approx(np.mean([g.rewards for g in step.sampled]))  # before the filter
+        assert step.metrics["reward/mean"] == pytest.approx(
+            np.mean([g.rewards for g in step.sampled])
+        )  # before the filter
         assert math.isnan(step.metrics["completions/repetition_fraction"])  # nothing looks for any
     every = [n for step in found for n in places(step.groups)]
     assert len(set(every)) == len(every)
     seen = [n for step in found for n in places(step.sampled)]
-    assert (found[-1].backlog.seen, found[-1].backlog.good) == (len(seen), sum(made.source.informative(n) for n in seen))
+    assert (found[-1].left.seen, found[-1].left.good) == (len(seen), sum(made.source.informative(n) for n in seen))
 
 
 def test_a_step_that_finishes_nothing_measures_nothing_and_leaves_the_engine_empty():
     made = sampler(2, 8, token_budget=1, group=8)
-    found = collect(made, None, 0, Backlog())
+    found = collect(made, None, 0, Carryover())
     assert found.tokens and not found.sampled and found.metrics["rollout/utilisation"] == 1
     unmeasured = ("rollout/useful_fraction", "dynamic_sampling/kept_fraction", "reward/mean", "completions/mean_length")
     assert np.isnan([found.metrics[name] for name in unmeasured]).all()
@@ -66,7 +74,12 @@ def test_a_step_that_finishes_nothing_measures_nothing_and_leaves_the_engine_emp
 def test_repetition_is_measured_where_it_is_looked_for():
     made = sampler(2, 8)
     rules = dataclasses.replace(made.sampling, repetition=Repetition(4, 3))
-    assert collect(dataclasses.replace(made, sampling=rules), None, 0, Backlog()).metrics["completions/repetition_fraction"] == 0
+    assert (
+        collect(dataclasses.replace(made, sampling=rules), None, 0, Carryover()).metrics[
+            "completions/repetition_fraction"
+        ]
+        == 0
+    )
 
 
 def test_a_filter_of_the_reward_keeps_groups_that_nobody_solves():
@@ -80,26 +93,33 @@ def test_a_filter_of_the_reward_keeps_groups_that_nobody_solves():
 def test_surplus_comes_first_in_the_next_step_and_is_dropped_after_that():
     made = sampler(2, 64)  # all sixteen groups that slots have room for would be informative; two are begun
     surplus = steps(sampler(8, 64), 1)[0].groups
-    first = collect(made, None, 5, Backlog(40, tuple(surplus)))
+    first = collect(made, None, 5, Carryover(40, tuple(surplus)))
     assert places(first.groups) == [0, 1] and first.sampled == [] and first.tokens == 0
-    assert first.metrics["dynamic_sampling/expired"] == 6 and first.backlog == Backlog(40)
+    assert first.metrics["dynamic_sampling/expired"] == 6 and first.left == Carryover(40)
     assert first.metrics["reward/mean"] == 0.75  # of what it learned from, since nothing was finished
-    assert math.isnan(first.metrics["rollout/utilisation"]) and math.isnan(first.metrics["dynamic_sampling/kept_fraction"])
+    assert math.isnan(first.metrics["rollout/utilisation"]) and math.isnan(
+        first.metrics["dynamic_sampling/kept_fraction"]
+    )
     assert math.isnan(first.metrics["throughput/sampled_tokens_per_s"])
     assert 0 < first.metrics["rollout/useful_fraction"] < 1
-    second = collect(made, None, 5, Backlog(40, tuple(surplus[:1])))
+    second = collect(made, None, 5, Carryover(40, tuple(surplus[:1])))
     assert places(second.groups) == [0, 40] and [versions(g) for g in second.groups] == [{0}, {5}]
 
 
 def test_a_step_that_finds_too_little_learns_from_that():
     made = sampler(4, 16, 0.9, max_rounds=2)
     found = steps(made, 4)
-    assert [step.backlog.cursor for step in found] == [8, 16, 24, 32]
+    assert [step.left.cursor for step in found] == [8, 16, 24, 32]
     assert [step.metrics["dynamic_sampling/rounds"] for step in found] == [2] * 4
     informative = sum(made.source.informative(n) for n in range(32))
-    assert learned(found) == informative and sum(s.metrics["dynamic_sampling/missing"] for s in found) == 16 - informative
+    assert (
+        learned(found) == informative and sum(s.metrics["dynamic_sampling/missing"] for s in found) == 16 - informative
+    )
     nothing = steps(sampler(4, 16, 1.0, max_rounds=2), 1)[0]
-    assert nothing.groups == [] and nothing.metrics["rollout/useful_fraction"] == 0 == nothing.metrics["dynamic_sampling/kept_fraction"]
+    assert (
+        nothing.groups == []
+        and nothing.metrics["rollout/useful_fraction"] == 0 == nothing.metrics["dynamic_sampling/kept_fraction"]
+    )
 
 
 def discarding(needed, degenerate, count):
@@ -119,8 +139,9 @@ def test_hardly_a_group_is_generated_in_vain(degenerate, interrupt):
     made, count = sampler(16, 64, degenerate, interrupt=interrupt), 40
     found = steps(made, count)
     useful = learned(found) / begun(found)
-    # The bound of what these very prompts allow: luck made the share of informative ones differ from the law's a little.
-    share = np.mean([made.source.informative(n) for n in range(found[-1].backlog.cursor)])
+    # The bound of what these very prompts allow: luck made the share of informative ones differ from the law's a
+    # little.
+    share = np.mean([made.source.informative(n) for n in range(found[-1].left.cursor)])
     assert learned(found) == 16 * count and share == pytest.approx(1 - degenerate, abs=0.03)
     assert useful >= 0.95 * (1 - degenerate) and useful >= 0.97 * share
     naive, generated = discarding(16, degenerate, count)
@@ -131,7 +152,7 @@ def test_every_token_is_accounted_for():
     found = steps(sampler(6, 32, 0.5, interrupt=True, token_budget=40), 12)
     account = lambda step: [g for g in step.sampled if 0 < np.mean(g.accuracy) < 1]
     thrown = sum(tokens_in(step.sampled) - tokens_in(account(step)) for step in found)
-    left = found[-1].backlog
+    left = found[-1].left
     open_tokens = sum(len(c.tokens) for u in left.unfinished for c in u.completions if c)
     used = sum(tokens_in(step.groups) for step in found)
     assert sum(step.metrics["dynamic_sampling/expired"] for step in found) == 0
@@ -160,7 +181,10 @@ def test_while_a_step_is_short_no_slot_idles_unless_enough_is_under_way():
     made = sampler(8, 32, 0.6)
     heard, engine = [], made.engine
     step = engine.step
-    engine.step = lambda model, version: (heard.append(len(engine.waiting) + len(engine.running)), step(model, version))[1]
+    engine.step = lambda model, version: (
+        heard.append(len(engine.waiting) + len(engine.running)),
+        step(model, version),
+    )[1]
     steps(made, 5)
     assert min(heard) > 0 and np.mean(np.asarray(heard) >= 32) > 0.3
 
@@ -170,11 +194,11 @@ def test_an_interrupted_completion_goes_on_as_if_nobody_had_stopped_it():
     groups = [g for step in found for g in step.groups]
     assert sum(len(versions(g)) > 1 for g in groups) > 10 and sum(s.metrics["rollout/interrupted"] for s in found) > 10
     assert [s.metrics["rollout/resumed"] for s in found[1:]] == [s.metrics["rollout/interrupted"] for s in found[:-1]]
-    left = [c for step in found for u in step.backlog.unfinished for c in u.completions]
+    left = [c for step in found for u in step.left.unfinished for c in u.completions]
     assert None in left and all(len(c.tokens) for c in left if c is not None)
     source = ToySource(4, 0.3)
     for group in groups:
-        seeds = source.ask(int(group.problem.id))[2]
+        seeds = source.seeds(int(group.problem.id))
         for seed, c in zip(seeds, group.completions, strict=True):
             assert c.tokens.tolist() == [(seed + 7 * i) % 1000 for i in range(long_tailed(seed))]
             assert (np.diff(c.version) >= 0).all() and len(c.sampler_logp) == len(c.mask) == len(c.tokens)
@@ -187,40 +211,44 @@ def test_no_group_waits_for_ever():
 
 def test_a_group_that_grows_too_old_is_dropped():
     free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 20) for age in (0, 6, 1))
-    assert json.dumps(backlog_to_json(free[-1].backlog)) == json.dumps(backlog_to_json(bound[-1].backlog))  # none is older
+    assert json.dumps(carryover_to_json(free[-1].left)) == json.dumps(
+        carryover_to_json(bound[-1].left)
+    )  # none is older
     assert not sum(step.metrics["rollout/expired"] for step in free)
     for version, step in enumerate(strict):
         oldest = lambda group: min(int(v) for c in group.completions if c is not None for v in c.version)
-        assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.backlog.unfinished)
-        assert all(version - oldest(g) <= 1 + (g in strict[version - 1].backlog.carried) for g in step.groups)
+        assert all(u.age == (version + 1 - oldest(u) if u.begun else 0) <= 1 for u in step.left.unfinished)
+        assert all(version - oldest(g) <= 1 + (g in strict[version - 1].left.carried) for g in step.groups)
     assert sum(step.metrics["rollout/expired"] for step in strict) > 5
     used = [tokens_in(step.groups) for step in strict]
     thrown = sum(n / step.metrics["rollout/useful_fraction"] - n for n, step in zip(used, strict, strict=True))
-    left = strict[-1].backlog
-    assert sum(step.tokens for step in strict) == pytest.approx(sum(used) + thrown + tokens_in([*left.carried, *left.unfinished]))
+    left = strict[-1].left
+    assert sum(step.tokens for step in strict) == pytest.approx(
+        sum(used) + thrown + tokens_in([*left.carried, *left.unfinished])
+    )
 
 
 def test_the_longest_completion_is_finished_under_any_age_limit():
     found = steps(sampler(4, 16, 0.3, token_budget=30, max_age=1), 12)
     assert max(len(c.tokens) for step in found for g in step.groups for c in g.completions) == LONGEST
-    assert max(u.age for step in found for u in step.backlog.unfinished) <= 5
+    assert max(u.age for step in found for u in step.left.unfinished) <= 5
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
 def test_what_is_under_way_waits_where_surplus_is_enough(interrupt):
     before = steps(sampler(4, 24, 0.3, interrupt=True), 1)[0]
-    backlog = dataclasses.replace(before.backlog, carried=(*before.backlog.carried, *before.groups))
-    found = collect(sampler(4, 24, 0.3, interrupt=interrupt), None, 1, backlog)
+    left = dataclasses.replace(before.left, carried=(*before.left.carried, *before.groups))
+    found = collect(sampler(4, 24, 0.3, interrupt=interrupt), None, 1, left)
     assert found.tokens == 0 == found.metrics["rollout/resumed"] and len(found.groups) == 4
-    assert any(u.begun for u in backlog.unfinished) and found.metrics["rollout/interrupted"] > 0
-    assert [u.place for u in found.backlog.unfinished] == [u.place for u in backlog.unfinished]
-    count = lambda backlog: [[len(c.tokens) if c else 0 for c in u.completions] for u in backlog.unfinished]
-    assert count(found.backlog) == count(backlog)
+    assert any(u.begun for u in left.unfinished) and found.metrics["rollout/interrupted"] > 0
+    assert [u.number for u in found.left.unfinished] == [u.number for u in left.unfinished]
+    count = lambda left: [[len(c.tokens) if c else 0 for c in u.completions] for u in left.unfinished]
+    assert count(found.left) == count(left)
 
 
 def test_a_completion_samples_no_more_in_a_step_than_its_budget():
     found = steps(sampler(4, 16, 0.3, token_budget=30), 12)
-    assert all([u.place for u in s.backlog.unfinished] == sorted(u.place for u in s.backlog.unfinished) for s in found)
+    assert all([u.number for u in s.left.unfinished] == sorted(u.number for u in s.left.unfinished) for s in found)
     counts = [np.bincount(c.version).max() for step in found for g in step.groups for c in g.completions]
     assert max(counts) == 30
     whole = [c for step in found for g in step.groups for c in g.completions]
@@ -231,22 +259,22 @@ def test_a_completion_samples_no_more_in_a_step_than_its_budget():
 
 def test_where_earlier_tokens_are_not_learned_from_nothing_finished_is_carried():
     found = steps(sampler(4, 32, 0.5, interrupt=True, learn_earlier=False), 12)
-    assert not any(step.backlog.carried for step in found) and any(s.metrics["dynamic_sampling/expired"] for s in found)
+    assert not any(step.left.carried for step in found) and any(s.metrics["dynamic_sampling/expired"] for s in found)
     assert all(version in versions(g) for version, step in enumerate(found) for g in step.groups)
 
 
 @pytest.mark.parametrize("settings", [{}, {"interrupt": True}, {"interrupt": True, "token_budget": 25}])
 def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(settings):
     whole = steps(sampler(5, 32, 0.5, **settings), 8)
-    start = max(range(7), key=lambda n: len(whole[n].backlog.carried) + len(whole[n].backlog.unfinished))
-    saved = json.loads(json.dumps(backlog_to_json(whole[start].backlog)))
+    start = max(range(7), key=lambda n: len(whole[n].left.carried) + len(whole[n].left.unfinished))
+    saved = json.loads(json.dumps(carryover_to_json(whole[start].left)))
     assert saved["carried"] or saved["unfinished"]
-    backlog = backlog_from_json(saved)
-    assert [u.age for u in backlog.unfinished] == [u.age for u in whole[start].backlog.unfinished]
+    left = carryover_from_json(saved)
+    assert [u.age for u in left.unfinished] == [u.age for u in whole[start].left.unfinished]
     for version in range(start + 1, 8):
-        found = collect(sampler(5, 32, 0.5, **settings), None, version, backlog)
-        backlog = found.backlog
-        assert json.dumps(backlog_to_json(backlog)) == json.dumps(backlog_to_json(whole[version].backlog))
+        found = collect(sampler(5, 32, 0.5, **settings), None, version, left)
+        left = found.left
+        assert json.dumps(carryover_to_json(left)) == json.dumps(carryover_to_json(whole[version].left))
         assert places(found.groups) == places(whole[version].groups)
         spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(("time/", "throughput/"))}
         assert spared(found) == spared(whole[version])

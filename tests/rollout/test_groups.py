@@ -1,4 +1,6 @@
-"""Groups from their place in the stream: prompts, seeds, texts and scores by the real engine; what is whole, what teaches."""
+"""Groups from their place in the stream: prompts, seeds, texts and scores by the real engine; what is whole, what
+teaches.
+"""
 
 import dataclasses
 import json
@@ -9,10 +11,10 @@ import pytest
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
+from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
-from jaxrl_llm.rollout.demand import Demand
-from jaxrl_llm.rollout.groups import Backlog, Source, describe, informative, request_seed, share_correct, whole
-from jaxrl_llm.tasks import Table, Task, load
+from jaxrl_llm.rollout.groups import Carryover, GroupSource, describe, informative, request_seed, share_correct, whole
+from jaxrl_llm.tasks import Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
 LONGEST = 5
@@ -32,7 +34,9 @@ def test_the_filter_looks_at_accuracy_and_not_at_the_reward():
 
 
 def test_a_filter_of_the_reward_takes_whatever_the_estimator_can_tell_apart():
-    assert informative(group([0, 0], rewards=[0.5, 0.0]), "reward") and informative(group([1, 1], rewards=[1.0, 0.4]), "reward")
+    assert informative(group([0, 0], rewards=[0.5, 0.0]), "reward") and informative(
+        group([1, 1], rewards=[1.0, 0.4]), "reward"
+    )
     assert not informative(group([1, 0], rewards=[0.5, 0.5]), "reward")
     assert not informative(group([0, 0], rewards=[0.1 + 0.2, 0.3]), "reward")  # as float32 they are equal
 
@@ -73,7 +77,9 @@ def ended(*reasons):
 def test_what_was_not_measured_is_not_a_number():
     nothing = describe([], True)
     assert nothing.keys() == describe([ended("stop")]).keys() and np.isnan(list(nothing.values())).all()
-    unscored = describe([dataclasses.replace(ended("stop"), rewards=np.array([np.nan]), parts={"part": np.array([np.nan])})])
+    unscored = describe(
+        [dataclasses.replace(ended("stop"), rewards=np.array([np.nan]), parts={"part": np.array([np.nan])})]
+    )
     assert np.isnan([unscored["reward/mean"], unscored["reward/std"], unscored["reward/part"]]).all()
     assert unscored["reward/zero_std_fraction"] == 1
 
@@ -86,7 +92,11 @@ def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
 
 def test_completions_that_repeat_themselves_are_counted_where_repetition_is_looked_for():
     groups = [ended("stop", "repetition"), ended("length", "stop")]
-    assert describe(groups, True)["completions/repetition_fraction"] == 0.25 == describe(groups, True)["completions/truncated_fraction"]
+    assert (
+        describe(groups, True)["completions/repetition_fraction"]
+        == 0.25
+        == describe(groups, True)["completions/truncated_fraction"]
+    )
     assert np.isnan(describe(groups, False)["completions/repetition_fraction"])
 
 
@@ -99,21 +109,21 @@ def sampler(tmp_path_factory):
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     quiet = lambda text: None
     with Scorer((Accuracy(),), 1) as scorer:
-        source = Source(tokenizer, task, load(task).train, scorer, 3, 7, ())
-        demand = Demand(4, 4, LONGEST, False, Collect())
-        yield model, Sampler(engine, source, Sampling(max_new_tokens=LONGEST), demand, quiet)
+        source = GroupSource(tokenizer, task, Shuffled(load(task).train, 7), scorer, 3, 7, ())
+        admission = AdmissionPolicy(4, 4, LONGEST, False, Collect())
+        yield model, Sampler(engine, source, Sampling(max_new_tokens=LONGEST), admission, quiet)
 
 
 def needing(made, needed, collect=Collect(), **source):
     """The sampler for steps of another size."""
-    demand = dataclasses.replace(made.demand, needed=needed, collect=collect)
-    return dataclasses.replace(made, demand=demand, source=dataclasses.replace(made.source, **source))
+    admission = dataclasses.replace(made.admission, needed=needed, collect=collect)
+    return dataclasses.replace(made, admission=admission, source=dataclasses.replace(made.source, **source))
 
 
 def test_groups_depend_on_their_place_in_the_stream_only(sampler):
     model, made = sampler
-    together = collect(made, model, 2, Backlog(5)).groups
-    apart = [g for cursor in (5, 7) for g in collect(needing(made, 2), model, 2, Backlog(cursor)).groups]
+    together = collect(made, model, 2, Carryover(5)).groups
+    apart = [g for cursor in (5, 7) for g in collect(needing(made, 2), model, 2, Carryover(cursor)).groups]
     assert [g.problem.id for g in together] == [g.problem.id for g in apart]
     for a, b in zip(together, apart, strict=True):
         for x, y in zip(a.completions, b.completions, strict=True):
@@ -123,31 +133,35 @@ def test_groups_depend_on_their_place_in_the_stream_only(sampler):
 
 def test_groups_hold_their_prompts_completions_and_scores(sampler):
     model, made = sampler
-    found = collect(made, model, 0, Backlog())
+    found = collect(made, model, 0, Carryover())
     assert len(found.groups) == 4 and {len(g.completions) for g in found.groups} == {3}
     for g in found.groups:
         assert g.rewards.shape == g.accuracy.shape == g.parts["accuracy"].shape == (3,)
         assert len({c.tokens.tobytes() for c in g.completions}) == 3
         assert g.problem.prompt[-1]["content"] in bytes(g.prompt[g.prompt < 256].astype(np.uint8)).decode()
-        assert {c.text for c in g.completions} == set(made.source.tokenizer.batch_decode([c.tokens for c in g.completions], skip_special_tokens=True))
+        assert {c.text for c in g.completions} == set(
+            made.source.tokenizer.batch_decode([c.tokens for c in g.completions], skip_special_tokens=True)
+        )
     assert found.metrics["time/rollout_s"] > 0 and found.metrics["reward/errors"] == 0
     assert 0.5 < found.metrics["rollout/utilisation"] <= 1 and found.metrics["rollout/useful_fraction"] == 1
 
 
 def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sampler):
     model, made = sampler
-    wanted, backlog = collect(needing(made, 2), model, 0, Backlog()).groups, Backlog()
+    wanted, left = collect(needing(made, 2), model, 0, Carryover()).groups, Carryover()
     short = needing(made, 2, Collect(token_budget=2))
     for version in (5, 6, 7):
-        found = collect(short, model, version, backlog)
-        backlog = found.backlog
+        found = collect(short, model, version, left)
+        left = found.left
         assert len(found.groups) == (2 if version == 7 else 0)
     assert [g.problem.id for g in found.groups] == [g.problem.id for g in wanted]
     for a, b in zip(found.groups, wanted, strict=True):
         for x, y in zip(a.completions, b.completions, strict=True):
             assert x.tokens.tolist() == y.tokens.tolist() and x.text == y.text
             np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
-            assert x.version.tolist() == [5, 5, 6, 6, 7][: len(x.tokens)] and x.extras["entropy"].shape == x.tokens.shape
+            assert (
+                x.version.tolist() == [5, 5, 6, 6, 7][: len(x.tokens)] and x.extras["entropy"].shape == x.tokens.shape
+            )
 
 
 def test_accuracy_is_the_share_of_what_is_verified():
@@ -158,16 +172,16 @@ def test_accuracy_is_the_share_of_what_is_verified():
 
 def test_what_was_asked_is_scored_and_learned_from_whatever_changes_between_two_steps(sampler):
     model, made = sampler
-    left = collect(needing(made, 2, Collect(token_budget=2)), model, 5, Backlog()).backlog
+    left = collect(needing(made, 2, Collect(token_budget=2)), model, 5, Carryover()).left
     assert all(len(u.prompt) for u in left.unfinished) and len(left.unfinished) >= 2
-    answers = tuple(dataclasses.replace(p, id="edited", answer=p.answer * 2) for p in made.source.problems[::-1])
+    answers = tuple(dataclasses.replace(p, id="edited", answer=p.answer * 2) for p in made.source.stream.problems[::-1])
     task = dataclasses.replace(made.source.task, suffix=" Now.")
-    edited = needing(made, 2, problems=answers, task=task)
-    wanted = collect(needing(made, 2), model, 5, Backlog()).groups
+    edited = needing(made, 2, stream=Shuffled(answers, 7), task=task)
+    wanted = collect(needing(made, 2), model, 5, Carryover()).groups
     for found, before in zip(collect(edited, model, 5, left).groups, wanted, strict=True):
         assert found.problem == before.problem and found.prompt.tolist() == before.prompt.tolist()
         assert [c.tokens.tolist() for c in found.completions] == [c.tokens.tolist() for c in before.completions]
-    assert collect(edited, model, 5, Backlog()).groups[0].problem.id == "edited"
+    assert collect(edited, model, 5, Carryover()).groups[0].problem.id == "edited"
 
 
 def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sampler):
@@ -181,7 +195,7 @@ def test_rewards_are_shaped_in_order_with_the_updates_and_the_budget_at_hand(sam
 
         return shape
 
-    shaped = collect(needing(made, 1, shaping=(note("first"), note("second"))), model, 7, Backlog()).groups
-    plain = collect(needing(made, 1), model, 7, Backlog()).groups
+    shaped = collect(needing(made, 1, shaping=(note("first"), note("second"))), model, 7, Carryover()).groups
+    plain = collect(needing(made, 1), model, 7, Carryover()).groups
     assert seen == [("first", 7, LONGEST), ("second", 7, LONGEST)]
     np.testing.assert_array_equal(shaped[0].rewards, plain[0].rewards * 4 + 1)

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from commands import environment
-from jaxrl_llm.rollout import Engine
 from rollout.two_processes import LENGTH, sampled
 from tiny import tiny
+
+from jaxrl_llm.rollout import Engine
 
 PROGRAM = Path(__file__).parent / "two_processes.py"
 
@@ -31,6 +31,8 @@ def test_two_processes_sample_what_one_does():
     assert [process.returncode for process in processes] == [0, 0], said
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
     assert first == second
-    for (tokens, logp, reason), alone in zip(first, sampled(Engine(tiny("windows"), 4, LENGTH, 2), tiny("windows")), strict=True):
+    for (tokens, logp, reason), alone in zip(
+        first, sampled(Engine(tiny("windows"), 4, LENGTH, 2), tiny("windows")), strict=True
+    ):
         assert tokens == alone.tokens.tolist() and reason == alone.finish_reason
         np.testing.assert_allclose(logp, alone.sampler_logp, atol=1e-5)

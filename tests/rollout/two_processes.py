@@ -6,11 +6,11 @@ import sys
 
 import jax
 import numpy as np
+from tiny import tiny
 
 from jaxrl_llm.models.decoder import cast
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, sampling_shardings, shardings
-from tiny import tiny
 
 RULES = Sampling(temperature=0.8, max_new_tokens=7, stop_ids=(3, 11))
 PROMPTS, SEEDS, LENGTH = ([3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8], [3, 1, 4], [2, 7]), tuple(range(6)), 24

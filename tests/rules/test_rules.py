@@ -8,18 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import Compilations
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.loop import rules_for
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rollout.groups import Carryover
 from jaxrl_llm.rules import (
-    DONE, GUARD, Controlled, Decision, NotANumber, OnSchedule, OnStall, Resets, RewardFails, TeachesNothing, decide,
+    DONE,
+    GUARD,
+    Controlled,
+    Decision,
+    NotANumber,
+    OnSchedule,
+    OnStall,
+    Resets,
+    RewardFails,
+    TeachesNothing,
+    decide,
 )  # fmt: skip
-from jaxrl_llm.step import Host, apply
-from jaxrl_llm.types import TrainState
-from tiny import Compilations
+from jaxrl_llm.stages.rl import Reinforcement, rules_for
+from jaxrl_llm.step import LoopState, apply
+from jaxrl_llm.types import Role, TrainState
 
 SMOKE = configs.load_config("smoke")[1]
 TAUGHT = {"updates": 1.0, "reward/mean": 0.5, "advantage/nonzero_fraction": 0.5, "grad_norm": 1.0}
@@ -37,8 +48,12 @@ def run_through(rule, rows):
 def resets_at(rule, results, steps=None):
     """Steps at which the reference is reset, where evaluations found these results."""
     steps = range(len(results)) if steps is None else steps
-    rows = [{"step": step} | ({} if x is None else {"eval/sums/pass@1": x}) for step, x in zip(steps, results, strict=True)]
-    return [row["step"] for row, decision in zip(rows, run_through(rule, rows), strict=True) if decision.reset_reference]
+    rows = [
+        {"step": step} | ({} if x is None else {"eval/sums/pass@1": x}) for step, x in zip(steps, results, strict=True)
+    ]
+    return [
+        row["step"] for row, decision in zip(rows, run_through(rule, rows), strict=True) if decision.reset_reference
+    ]
 
 
 def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
@@ -102,13 +117,23 @@ def test_a_reward_that_fails_for_all_stops_the_run():
     assert RewardFails()(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
 
 
-EMPTY = {"updates": 0.0, "completions/mean_length": 5.0, "reward/zero_std_fraction": 0.2, "dynamic_sampling/kept_fraction": 0.02}
+EMPTY = {
+    "updates": 0.0,
+    "completions/mean_length": 5.0,
+    "reward/zero_std_fraction": 0.2,
+    "dynamic_sampling/kept_fraction": 0.02,
+}
 CASES = {
     "the filter": ("accuracy", False, EMPTY, "2 % of groups kept: your reward varies, accuracy does not"),
     "all equal": ("reward", False, EMPTY | {"reward/zero_std_fraction": 1.0}, "reward is the same for all completions"),
     "masked": ("", False, EMPTY, "no token is in the loss"),
     "kept and masked": ("accuracy", False, EMPTY | {"completions": 16}, "no token is in the loss"),
-    "carried and masked": ("accuracy", False, EMPTY | {"dynamic_sampling/kept_fraction": math.nan}, "no token is in the loss"),
+    "carried and masked": (
+        "accuracy",
+        False,
+        EMPTY | {"dynamic_sampling/kept_fraction": math.nan},
+        "no token is in the loss",
+    ),
     "flat": ("", True, TAUGHT | {"advantage/nonzero_fraction": 0.0}, "all advantages are 0"),
 }
 
@@ -137,7 +162,10 @@ def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
 
 
 def test_a_task_that_is_solved_ends_well():
-    rule, row = TeachesNothing(3, True, "accuracy"), EMPTY | {"step": 1, "reward/accuracy": 1.0, "reward/zero_std_fraction": 1.0}
+    rule, row = (
+        TeachesNothing(3, True, "accuracy"),
+        EMPTY | {"step": 1, "reward/accuracy": 1.0, "reward/zero_std_fraction": 1.0},
+    )
     last = run_through(rule, [row] * 3)[-1]
     assert last.stop == DONE and last.reason.startswith("solved")
     assert run_through(rule, [row, row, row | {"reward/accuracy": 0.99}])[-1].stop == GUARD
@@ -145,7 +173,9 @@ def test_a_task_that_is_solved_ends_well():
 
 def test_a_step_that_only_waits_for_its_groups_is_told_and_does_not_count():
     waiting = {"step": 1, "updates": 0.0, "completions/mean_length": math.nan}
-    decisions = run_through(TeachesNothing(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}])
+    decisions = run_through(
+        TeachesNothing(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}]
+    )
     assert [d.stop for d in decisions] == [None] * 11 + [GUARD]
     assert all(d.events for d in decisions)
     assert TeachesNothing(1, True, "")({"step": 0}, {})[0] == Decision(), "before training there is nothing to teach"
@@ -181,31 +211,33 @@ def test_apply_copies_the_policy_and_empties_the_optimiser():
     policy, seen = {"w": jnp.full((4, 4), 2.0)}, {"w": jnp.ones((4, 4))}
     optimiser = build(run.learner.optimiser)
     _, used = optimiser.update(seen, optimiser.init(policy), policy)
-    state = TrainState(policy, used, seen, jnp.int32(3))
+    state = TrainState({"policy": Role(policy, used, jnp.int32(3))}, {"reference": seen})
     unchanged = apply(Decision(), state, run)
     assert unchanged is state
     moved = apply(Decision(reset_reference=True), state, run)
     np.testing.assert_array_equal(moved.reference["w"], policy["w"])
     assert moved.reference["w"].unsafe_buffer_pointer() != policy["w"].unsafe_buffer_pointer()
-    assert moved.opt_state is used
+    assert moved.policy.opt_state is used
     anew = apply(Decision(reset_optimiser=True), state, run)
-    assert anew.reference is seen and not any(np.any(x) for x in jax.tree.leaves(anew.opt_state))
-    assert any(np.any(x) for x in jax.tree.leaves(used)) and int(anew.updates) == 3
-    assert apply(Decision(reset_reference=True), state._replace(reference=None), run).reference is None
+    assert anew.reference is seen and not any(np.any(x) for x in jax.tree.leaves(anew.policy.opt_state))
+    assert any(np.any(x) for x in jax.tree.leaves(used)) and int(anew.policy.updates) == 3
+    assert apply(Decision(reset_reference=True), state._replace(frozen={}), run).reference is None
 
 
 def test_what_rules_remember_is_saved_and_old_checkpoints_are_read():
-    host = Host(memory={"stall": {"best": 0.3, "stalled": 2}}, coefficients={"kl_coef": 0.08})
-    assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
-    old = host.to_json()
+    host = LoopState(memory={"stall": {"best": 0.3, "stalled": 2}}, coefficients={"kl_coef": 0.08})
+    stage = Reinforcement(*[None] * len(dataclasses.fields(Reinforcement)))
+    again = LoopState.from_json(json.loads(json.dumps(host.to_json(stage))), stage)
+    assert again == dataclasses.replace(host, left=Carryover())
+    old = host.to_json(stage)
     del old["memory"], old["coefficients"]
-    assert Host.from_json(old | {"best": 0.3, "stalled": 2, "kl_coef": 0.08}) == host
-    assert Host.from_json(old | {"best": -1.0, "stalled": 0, "kl_coef": None}).coefficients == {}
+    assert LoopState.from_json(old | {"best": 0.3, "stalled": 2, "kl_coef": 0.08}, stage) == again
+    assert LoopState.from_json(old | {"best": -1.0, "stalled": 0, "kl_coef": None}, stage).coefficients == {}
 
 
 def test_resets_after_the_first_compile_nothing():
     policy = {"w": jnp.full((3, 5), 2.0)}
-    state = TrainState(policy, build(SMOKE.learner.optimiser).init(policy), None, jnp.int32(0))
+    state = TrainState({"policy": Role(policy, build(SMOKE.learner.optimiser).init(policy), jnp.int32(0))}, {})
     apply(Decision(reset_optimiser=True), state, SMOKE)
     with Compilations() as compilations:
         for _ in range(2):

@@ -12,7 +12,6 @@ from jaxrl_llm.cli.processes import take_distributed, together
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.loop import agreed_to_stop
 from jaxrl_llm.rewards import Accuracy, Function, Scorer
-from jaxrl_llm.rollout.groups import Backlog, Collected
 from jaxrl_llm.sharding.distributed import Disagreement
 from jaxrl_llm.signals import Preemption
 from jaxrl_llm.types import Completion, Group, Problem
@@ -56,8 +55,8 @@ def after_a_step(peers, loss=0.0, reward=0.0, token=0, signal_number=None):
     with Preemption(lambda line: None) as stop:
         if signal_number:
             os.kill(os.getpid(), signal_number)
-        batch = Collected([group], [], Backlog(), 0, 0, {})
-        return told(Disagreement, lambda: agreed_to_stop(peers, stop, 3, batch, {"loss": loss}))
+        common = [group.rewards, *(completion.tokens for completion in group.completions)]
+        return told(Disagreement, lambda: agreed_to_stop(peers, stop, 3, common, {"loss": loss}))
 
 
 def talk(peers):

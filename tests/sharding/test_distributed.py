@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from several import codes, launch, said
+from sharding.talking import scored
 
 from jaxrl_llm.cli.processes import take_distributed
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import ALONE, Distributed, joining
-from several import codes, launch, said
-from sharding.talking import scored
 
 PROGRAM = (Path(__file__).parent / "talking.py").read_text()
 SLURM = {

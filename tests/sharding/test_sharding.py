@@ -9,20 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from learner.rollouts import PROMPTS, WIDTH, T, one_device, policy_gradient, policy_update, rollout
+from tiny import KINDS, Compilations, compiled, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
-from jaxrl_llm.learner.epochs import place
-from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner.forward import on_mesh
+from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import causal_rows, forward, initialise
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path
-from learner.rollouts import PROMPTS, TEMPERATURE, WIDTH, T, one_device, rollout
-from tiny import KINDS, Compilations, largest_difference, tiny
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
 LAYOUT = Layout(8, 24, T)  # positions that every size of ``tensor`` divides
@@ -34,10 +33,10 @@ def mesh_of(shape):
 
 
 def gradient(model, mesh):
-    compute = functools.partial(accumulate, algorithm=PRESETS["dapo"], compute=Compute(remat="full"))
+    compute = functools.partial(policy_gradient, algorithm=PRESETS["dapo"])
     with jax.set_mesh(mesh):
         placed = jax.device_put(model, shardings(model, mesh))
-        return jax.device_get(jax.jit(compute)(placed, place(pack(rollout(), LAYOUT), mesh), jnp.float32(TEMPERATURE)))
+        return jax.device_get(jax.jit(compute)(placed, on_mesh(pack(rollout(), LAYOUT), mesh)))
 
 
 @functools.cache
@@ -73,14 +72,14 @@ def test_an_update_leaves_the_state_where_it_was(shape):
     with jax.set_mesh(mesh):
         state = create_state(tiny("windows"), build(optimiser), True, mesh)
         layout = shardings(state, mesh)
-        data = place(pack(rollout(), LAYOUT), mesh)
-        update = make_update(PRESETS["dapo"], build(optimiser), learning_rate(optimiser), Compute(remat="full"))
-        state, _ = update(state, data, TEMPERATURE)
+        data = on_mesh(pack(rollout(), LAYOUT), mesh)
+        update = policy_update(PRESETS["dapo"], optimiser)
+        state, _ = update(state, data)
         for (path, leaf), wanted in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(layout), strict=True):
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
         with Compilations() as compilations:
-            state, _ = update(state, data, TEMPERATURE)
-    assert compilations.heard == [] and int(state.updates) == 2
+            state, _ = update(state, data)
+    assert compilations.heard == [] and int(state.policy.updates) == 2
 
 
 def share(leaf):
@@ -92,7 +91,7 @@ def test_matrices_and_their_moments_are_divided_over_fsdp():
     mesh = mesh_of((1, 8, 1))
     with jax.set_mesh(mesh):
         state = create_state(tiny("plain"), build(Optimiser()), True, mesh)
-    for tree in (state.policy, state.reference, state.opt_state):
+    for tree in (state.policy.params, state.reference, state.policy.opt_state):
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = parameter_path(path)
             if name in RULES and name != "embed":  # 50 rows do not divide by 8
@@ -100,17 +99,21 @@ def test_matrices_and_their_moments_are_divided_over_fsdp():
 
 
 def kept_of_a_layer(mesh, columns):
-    """Bytes by which a device's memory grows with each further layer of a backward pass that keeps the layers' inputs."""
+    """Bytes by which a device's memory grows with each further layer of a backward pass that keeps the layers'
+    inputs.
+    """
     found = []
     for count in (2, 10):
         config = dataclasses.replace(KINDS["plain"], width=32, layers=count)
         model = jax.eval_shape(lambda key, c=config: initialise(c, key), jax.random.key(0))
-        like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings(model, mesh))
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings(model, mesh)
+        )
         tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(BATCH)))
         loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), Compute(remat="full"))))
-        with jax.set_mesh(mesh):
-            compiled = jax.jit(jax.grad(loss), out_shardings=shardings(model, mesh)).lower(like, tokens).compile()
-        found.append(compiled.memory_analysis().temp_size_in_bytes)
+        with jax.set_mesh(mesh), compiled(optimised=True):
+            made = jax.jit(jax.grad(loss), out_shardings=shardings(model, mesh)).lower(like, tokens).compile()
+        found.append(made.memory_analysis().temp_size_in_bytes)
     return (found[1] - found[0]) / 8
 
 
@@ -126,13 +129,15 @@ def test_what_is_kept_of_a_layer_is_divided_over_tensor():
 def test_a_model_that_lies_as_it_should_becomes_the_policy():
     mesh = mesh_of((1, 8, 1))
     model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
-    where = lambda tree: [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+    where = lambda tree: [
+        s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards
+    ]
     before, values = where(model), jax.device_get(tiny("plain"))
     with jax.set_mesh(mesh):
         state = create_state(model, build(Optimiser()), True, mesh)
-    assert where(state.policy) == before and not set(where(state.reference)) & set(before)
+    assert where(state.policy.params) == before and not set(where(state.reference)) & set(before)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model))
-    for tree in (state.policy, state.reference):
+    for tree in (state.policy.params, state.reference):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), values)
 
 

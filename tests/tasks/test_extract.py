@@ -101,9 +101,25 @@ def test_a_model_that_repeats_itself_does_not_stall_the_extraction(piece, extrac
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3", 3), ("3.0", 3), ("1,000", 1000), ("+3", 3), (" -3. ", -3), ("007", 7), ("1e3", 1000), ("$5", 5),
-     ("3.5", None), ("1e-3", None), ("3 apples", None), ("1,00", None), ("", None), ("inf", None),
-     ("1e999999999", None), ("1e99999999999999999999", None), ("9" * 5000, None)],
+    [
+        ("3", 3),
+        ("3.0", 3),
+        ("1,000", 1000),
+        ("+3", 3),
+        (" -3. ", -3),
+        ("007", 7),
+        ("1e3", 1000),
+        ("$5", 5),
+        ("3.5", None),
+        ("1e-3", None),
+        ("3 apples", None),
+        ("1,00", None),
+        ("", None),
+        ("inf", None),
+        ("1e999999999", None),
+        ("1e99999999999999999999", None),
+        ("9" * 5000, None),
+    ],
 )
 def test_integer(text, value):
     assert integer(text) == value

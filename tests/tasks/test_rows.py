@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from jaxrl_llm.config import Run, changes, from_json, to_json
 from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.config import Run, changes, from_json, to_json
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import Rows, Task, check, load
 from jaxrl_llm.tasks.memory import LARGEST_SAVED
@@ -28,7 +28,9 @@ def test_a_list_of_dictionaries_is_a_source():
     loaded = load(task)
     problems = sorted((*loaded.train, *loaded.held_out), key=lambda problem: problem.metadata["row"])
     assert [problem.answer for problem in problems] == ["1", "2", "3", "4", "1"] and len(loaded.held_out) == 1
-    assert problems[2].metadata == {name: value for name, value in ROWS[2].items() if name != "prompt"} | {"row": "rows[2]"}
+    assert problems[2].metadata == {name: value for name, value in ROWS[2].items() if name != "prompt"} | {
+        "row": "rows[2]"
+    }
     assert {problem.task for problem in problems} == {"rows"} == {task.label}
     assert Task(Rows(ROWS, answer_field="type", label="kinds")).label == "kinds"
 
@@ -71,7 +73,10 @@ def test_a_few_rows_are_kept_in_config_json_exactly():
     ("rows", "reason"),
     [
         ([{"prompt": "x" * LARGEST_SAVED, "answer": 1}], "1 rows in memory are more than 1,000,000 characters of JSON"),
-        ([*ROWS, {"prompt": "x", "answer": 1, "image": object()}], r"of 5 rows in memory rows\[4\] holds a value of type object"),
+        (
+            [*ROWS, {"prompt": "x", "answer": 1, "image": object()}],
+            r"of 5 rows in memory rows\[4\] holds a value of type object",
+        ),
     ],
 )
 def test_of_other_rows_config_json_says_why_they_are_missing(rows, reason):
@@ -139,7 +144,9 @@ def test_what_a_source_of_ones_own_yields_is_made_into_problems_or_refused():
         load(Task(Given(({"prompt": "a"},))))
     with pytest.raises(InputError, match=r"Given\[0\]: the prompt is neither text nor chat messages"):
         load(Task(Given((Problem("0", 3, "1", ""),))))
-    with pytest.raises(InputError, match="0 has no answer, as 1 of 2 problems of Given: give all one, or take rewards that"):
+    with pytest.raises(
+        InputError, match="0 has no answer, as 1 of 2 problems of Given: give all one, or take rewards that"
+    ):
         load(Task(Given((Problem("0", "a", "", ""), Problem("1", "b", "1", "")))))
     check(Task(Given(()), verifier="reasoning_gym"))
 

@@ -27,7 +27,12 @@ def test_jsonl_takes_text_chats_and_numbers():
     assert [problem.answer for problem in problems] == ["2", "4", "1,001", "0.5"]
     assert problems[0].prompt == ({"role": "user", "content": "What is 1 + 1?"},)
     assert [message["role"] for message in problems[1].prompt] == ["system", "user"]
-    assert problems[0].metadata["level"] == 1 and [is_chat(problem) for problem in problems] == [False, True, False, False]
+    assert problems[0].metadata["level"] == 1 and [is_chat(problem) for problem in problems] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert [problem.metadata["answer"] for problem in problems] == [2, "4", "1,001", 0.5]
     assert problems[2].metadata["row"].endswith("sums.jsonl:4")
     assert {problem.task for problem in problems} == {"sums"}
@@ -49,7 +54,8 @@ def test_parquet_keeps_its_types_and_a_checkpoint_can_hold_them(tmp_path):
     zone = zoneinfo.ZoneInfo("Europe/Berlin")
     row = {
         "prompt": "a", "answer": decimal.Decimal("1.50"), "price": decimal.Decimal("0.10"), "raw": b"\x00",
-        "day": datetime.date(2025, 7, 1), "when": datetime.datetime(2025, 7, 1, 12, tzinfo=zone), "scores": [float("nan"), float("inf")],
+        "day": datetime.date(2025, 7, 1), "when": datetime.datetime(2025, 7, 1, 12, tzinfo=zone),
+        "scores": [float("nan"), float("inf")],
         "nested": {"days": [datetime.date(2025, 1, 1)], "took": datetime.timedelta(seconds=3)},
     }  # fmt: skip
     columns = pyarrow.Table.from_pylist([row])
@@ -132,10 +138,20 @@ def test_reasoning_gym_repeats_itself_by_seed():
 @pytest.mark.parametrize("name", ["ransom_note", "list_functions"])
 def test_reasoning_gym_repeats_what_hangs_on_hashes_or_on_global_random_numbers(name):
     # ransom_note walks through sets of strings; list_functions draws from the random module
-    program = (f"from jaxrl_llm.tasks import ReasoningGym;"
-               f"print(*[problem.id for problem in ReasoningGym({name!r}, size=20).problems()])")
-    runs = {subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed},
-                           capture_output=True, text=True, check=True).stdout for seed in ("1", "2")}
+    program = (
+        f"from jaxrl_llm.tasks import ReasoningGym;"
+        f"print(*[problem.id for problem in ReasoningGym({name!r}, size=20).problems()])"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
     assert len(runs) == 1
 
 

@@ -44,15 +44,19 @@ def test_one_digit_sums_are_155_problems_of_which_half_are_held_out():
 
 
 def test_the_split_is_the_same_in_another_process_and_for_another_wording():
-    program = (f"from jaxrl_llm.tasks import *; task = {ONE_DIGIT_SUMS!r};"
-               "print(*[problem.id for problem in load(task).held_out])")
+    program = (
+        f"from jaxrl_llm.tasks import *; task = {ONE_DIGIT_SUMS!r};"
+        "print(*[problem.id for problem in load(task).held_out])"
+    )
     ids = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     reworded = dataclasses.replace(ONE_DIGIT_SUMS, suffix=" Think.", system="Be brief.", extractor="boxed", name="sums")
     assert ids == [problem.id for problem in load(reworded).held_out]
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=3), min_size=4, max_size=30),
-       st.floats(0.0, 0.7))
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=3), min_size=4, max_size=30),
+    st.floats(0.0, 0.7),
+)
 def test_no_prompt_is_on_both_sides(tmp_path_factory, prompts, holdout):
     source = table(tmp_path_factory.mktemp("rows"), [(prompt, "1") for prompt in [*prompts, "a", "b"]])
     loaded = load(Task(source, holdout=holdout))
@@ -115,9 +119,11 @@ def test_a_wrong_task_is_refused_in_one_line(tmp_path, change, message):
 
 def test_filters_of_the_current_folder_are_found(tmp_path):
     (tmp_path / "my_filters_here.py").write_text("def short(problem):\n    return len(problem.answer) < 2\n")
-    program = ("from jaxrl_llm.tasks import *; import sys; sys.path.remove('')\n"
-               "loaded = load(Task(Table('rows.jsonl'), keep='my_filters_here:short'))\n"
-               "print(len(loaded.train))")
+    program = (
+        "from jaxrl_llm.tasks import *; import sys; sys.path.remove('')\n"
+        "loaded = load(Task(Table('rows.jsonl'), keep='my_filters_here:short'))\n"
+        "print(len(loaded.train))"
+    )
     table(tmp_path, [("a", "1"), ("b", "22")])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
     command = [sys.executable, "-c", program]
@@ -126,9 +132,11 @@ def test_filters_of_the_current_folder_are_found(tmp_path):
 
 
 def test_reading_tasks_needs_no_jax_and_no_generator():
-    program = ("import sys, jaxrl_llm.tasks, jaxrl_llm.rewards; "
-               "print([name for name in ('jax', 'reasoning_gym', 'transformers', 'datasets', 'math_verify') "
-               "if name in sys.modules])")
+    program = (
+        "import sys, jaxrl_llm.tasks, jaxrl_llm.rewards; "
+        "print([name for name in ('jax', 'reasoning_gym', 'transformers', 'datasets', 'math_verify') "
+        "if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -11,11 +11,22 @@ from jaxrl_llm.tasks import Table, Task, dated, encode
 from jaxrl_llm.types import Problem
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
-WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}" \
-           "{% if add_generation_prompt %}[assistant]{% endif %}"
+WITH_BOS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 SUM = Problem("1", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
-CHAT = Problem("2", ({"role": "system", "content": "Own."}, {"role": "user", "content": "a"},
-                     {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}), "2", "sums")
+CHAT = Problem(
+    "2",
+    (
+        {"role": "system", "content": "Own."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ),
+    "2",
+    "sums",
+)
 
 
 def byte_tokenizer(chat_template=None, bos=True, eos=False):
@@ -27,8 +38,9 @@ def byte_tokenizer(chat_template=None, bos=True, eos=False):
     tokenizer.add_special_tokens(SPECIAL)
     single = ("<bos> " if bos else "") + "$A" + (" <eos>" if eos else "")
     tokenizer.post_processor = processors.TemplateProcessing(single, None, [("<bos>", 0), ("<eos>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>",
-                                   chat_template=chat_template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", chat_template=chat_template
+    )
 
 
 def text_of(problem, tokenizer, **task):

@@ -5,35 +5,57 @@ import pytest
 from jaxrl_llm.telemetry import columns
 
 ROW = {
-    "reward/mean": -0.0769, "reward/accuracy": 1.0, "completions/mean_length": 8191.5, "entropy": 2.5e-5,
-    "grad_norm": float("nan"), "throughput/sampled_tokens_per_s": 123456.7, "time/step_s": 1234.5,
+    "reward/mean": -0.0769,
+    "reward/accuracy": 1.0,
+    "completions/mean_length": 8191.5,
+    "entropy": 2.5e-5,
+    "grad_norm": float("nan"),
+    "throughput/sampled_tokens_per_s": 123456.7,
+    "time/step_s": 1234.5,
 }
 
 
-@pytest.mark.parametrize("value, text", [
-    (0.0, "0.0 s"), (8.24, "8.2 s"), (99.9, "99.9 s"), (100.0, "1m40"), (185.9, "3m05"), (3599.9, "59m59"),
-    (7620.0, "2h07"), (99 * 3600 + 60, "4d03h"),
-])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.0, "0.0 s"),
+        (8.24, "8.2 s"),
+        (99.9, "99.9 s"),
+        (100.0, "1m40"),
+        (185.9, "3m05"),
+        (3599.9, "59m59"),
+        (7620.0, "2h07"),
+        (99 * 3600 + 60, "4d03h"),
+    ],
+)
 def test_durations(value, text):
     assert columns.seconds(value) == text
 
 
-@pytest.mark.parametrize("value, text", [
-    (0.0, "0.000"), (0.3124, "0.312"), (-0.0312, "-0.0312"), (12.34, "12.3"), (2.5e-5, "2.5e-05"), (1.23e7, "1.2e+07"),
-])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.0, "0.000"),
+        (0.3124, "0.312"),
+        (-0.0312, "-0.0312"),
+        (12.34, "12.3"),
+        (2.5e-5, "2.5e-05"),
+        (1.23e7, "1.2e+07"),
+    ],
+)
 def test_numbers(value, text):
     assert columns.short(value) == text
 
 
 def test_eighty_characters_hold_all_columns():
-    assert columns.fitting(80).columns == columns.COLUMNS
-    assert columns.fitting(80).gap == 1
-    assert columns.fitting(120) == columns.Layout()
+    assert columns.columns_for(80).columns == columns.COLUMNS
+    assert columns.columns_for(80).gap == 1
+    assert columns.columns_for(120) == columns.Columns()
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 100])
 def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
-    layout = columns.fitting(width)
+    layout = columns.columns_for(width)
     line, heading = columns.line(layout, "12/400", "2h07", ROW), columns.heading(layout)
     assert len(line) == len(heading) <= width
     for column in layout.columns:
@@ -42,7 +64,7 @@ def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
 
 
 def test_the_reward_is_the_last_column_to_go():
-    assert [column.title for column in columns.fitting(30).columns] == ["reward"]
+    assert [column.title for column in columns.columns_for(30).columns] == ["reward"]
 
 
 def test_what_is_missing_or_not_finite_is_shown_as_such():
@@ -53,15 +75,31 @@ def test_what_is_missing_or_not_finite_is_shown_as_such():
 
 
 def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
-    found = {"eval/a/b/pass@1": 0.5, "eval/a/b/mean_length": 8.0, "eval/a/b/problems": 26.0, "eval/c/reward": float("nan")}
+    found = {
+        "eval/a/b/pass@1": 0.5,
+        "eval/a/b/mean_length": 8.0,
+        "eval/a/b/problems": 26.0,
+        "eval/c/reward": float("nan"),
+    }
     assert columns.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
     assert columns.evaluation({"entropy": 1.0}) == ""
-    row = {"event/reference_reset": True, "event/resumed": False, "event/teaches_nothing": "no token is in the loss", "kl": 0.0}
+    row = {
+        "event/reference_reset": True,
+        "event/resumed": False,
+        "event/teaches_nothing": "no token is in the loss",
+        "kl": 0.0,
+    }
     assert columns.events(row) == ["reference reset", "teaches nothing: no token is in the loss"]
 
 
-@pytest.mark.parametrize("value, text", [
-    (960, "960"), (90_600, "90.6 k"), (134_515_008, "134.5 M"), (32_763_876_352, "32.8 B"),
-])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (960, "960"),
+        (90_600, "90.6 k"),
+        (134_515_008, "134.5 M"),
+        (32_763_876_352, "32.8 B"),
+    ],
+)
 def test_sizes(value, text):
     assert columns.count(value) == text

@@ -5,14 +5,17 @@ import pytest
 from jaxrl_llm.telemetry.pace import Schedule, time_left
 
 
-@pytest.mark.parametrize("schedule, step, ahead", [
-    (Schedule(6, 0, 2), 1, (5, 1, 3)),
-    (Schedule(6, 2, 2), 1, (5, 3, 3)),
-    (Schedule(6, 2, 2), 2, (4, 3, 3)),
-    (Schedule(7, 2, 3), 3, (4, 3, 3)),
-    (Schedule(7, 2, 3), 7, (0, 1, 1)),
-    (Schedule(400, 0, 50), 399, (1, 1, 1)),
-])
+@pytest.mark.parametrize(
+    "schedule, step, ahead",
+    [
+        (Schedule(6, 0, 2), 1, (5, 1, 3)),
+        (Schedule(6, 2, 2), 1, (5, 3, 3)),
+        (Schedule(6, 2, 2), 2, (4, 3, 3)),
+        (Schedule(7, 2, 3), 3, (4, 3, 3)),
+        (Schedule(7, 2, 3), 7, (0, 1, 1)),
+        (Schedule(400, 0, 50), 399, (1, 1, 1)),
+    ],
+)
 def test_what_is_ahead_is_what_the_loop_will_do(schedule, step, ahead):
     assert tuple(schedule.ahead(step).values()) == ahead
 

@@ -41,7 +41,8 @@ def test_a_log_file_gets_one_line_for_each_step_with_names_and_no_escape_codes()
             progress.step({"step": step, "reward/mean": 0.25, "reward/accuracy": 0.5, "time/step_s": 1.5})
     shown = console.file.getvalue().splitlines()
     assert [line.split("  left")[0] for line in shown] == [
-        f"step {step}/2  reward 0.250  accuracy 50.0 %  seconds 1.5" for step in (1, 2)]
+        f"step {step}/2  reward 0.250  accuracy 50.0 %  seconds 1.5" for step in (1, 2)
+    ]
     assert shown[1].endswith("left 0.0 s")
 
 
@@ -52,7 +53,10 @@ def test_evaluations_and_events_are_lines_of_their_own():
         progress.tested(1, {})
         progress.happened(1, {"event/resumed": True, "event/teaches_nothing": "no token is in the loss"})
     assert console.file.getvalue().splitlines() == [
-        "evaluation at step 0:  sums  pass@1 0.500  pass@4 -", "step 1: resumed", "step 1: teaches nothing: no token is in the loss"]
+        "evaluation at step 0:  sums  pass@1 0.500  pass@4 -",
+        "step 1: resumed",
+        "step 1: teaches nothing: no token is in the loss",
+    ]
 
 
 def test_what_is_said_is_logged_with_its_time_and_goes_nowhere_else(tmp_path, caplog):
@@ -121,9 +125,15 @@ def shown_clock(progress):
     return text, float(elapsed.removesuffix(" s"))
 
 
-@pytest.mark.parametrize("status, durations, allowed", [
-    ("updating", (), 5.0), ("updating", (1.0,), 5.0), ("sampling 1/2", (20.0, 30.0), 60.0), ("evaluating", (30.0,), 5.0),
-])
+@pytest.mark.parametrize(
+    "status, durations, allowed",
+    [
+        ("updating", (), 5.0),
+        ("updating", (1.0,), 5.0),
+        ("sampling 1/2", (20.0, 30.0), 60.0),
+        ("evaluating", (30.0,), 5.0),
+    ],
+)
 def test_only_what_belongs_to_a_step_may_take_as_long_as_a_step(status, durations, allowed):
     assert patience(status, durations) == allowed
 

@@ -9,18 +9,30 @@ from rich.console import Console
 from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, abridge, pair_samples, print_summary, worth_showing
 
 BEFORE = [
-    ("1 + 1", "2", True), ("4 + 3", "8", False), ("5 + 5", "10", True), ("2 + 9", "", False), ("only before", "", True),
+    ("1 + 1", "2", True),
+    ("4 + 3", "8", False),
+    ("5 + 5", "10", True),
+    ("2 + 9", "", False),
+    ("only before", "", True),
 ]
 AFTER = [
-    ("5 + 5", "[b]11[/b]", False), ("1 + 1", "2", True), ("4 + 3", "\x1b[31m7", True), ("2 + 9", "12 " * 400, False),
+    ("5 + 5", "[b]11[/b]", False),
+    ("1 + 1", "2", True),
+    ("4 + 3", "\x1b[31m7", True),
+    ("2 + 9", "12 " * 400, False),
 ]
 
 
 def printed(width=80, **changes):
     console = Console(file=io.StringIO(), width=width)
     values = {
-        "run_dir": "my runs/quickstart", "task": "chain_sum", "steps": 12, "seconds": 431.0,
-        "before": 0.5, "after": 0.25, "pairs": pair_samples(BEFORE, AFTER),
+        "run_dir": "my runs/quickstart",
+        "task": "chain_sum",
+        "steps": 12,
+        "seconds": 431.0,
+        "before": 0.5,
+        "after": 0.25,
+        "pairs": pair_samples(BEFORE, AFTER),
     }
     print_summary(RunSummary(**{**values, **changes}), console)
     return console.file.getvalue()

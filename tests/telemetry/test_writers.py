@@ -118,8 +118,8 @@ def records(data):
     """The records of a TFRecord file: length (8 bytes), its checksum (4), the record, its checksum (4)."""
     while data:
         size = int.from_bytes(data[:8], "little")
-        yield data[12:12 + size]
-        data = data[16 + size:]
+        yield data[12 : 12 + size]
+        data = data[16 + size :]
 
 
 def test_a_missing_extra_is_named_in_one_line():

@@ -19,9 +19,11 @@ class Policy:
     """The weights that are sampled from, and what improves them."""
 
     def __init__(self, model: Decoder, work: dict[str, Any]):
-        settings = dataclasses.replace(LEARNER, optimiser=dataclasses.replace(ADAM, learning_rate=work["learning_rate"]))
+        settings = dataclasses.replace(
+            LEARNER, optimiser=dataclasses.replace(ADAM, learning_rate=work["learning_rate"])
+        )
         self._state, self._setup = set_up(model, settings, work["prompt"], work["completion"])
-        self._work, self.mesh = work, self._setup.mesh
+        self._work, self.mesh = work, self._setup.forward.mesh
         # Lengths never change, and so neither does this.
         groups = samples_of(work["prompts"], work["completions"], work["advantages"], work["group"])
         self._positions = computed(pack([sample for group in groups for sample in group], self._setup.layout))
@@ -29,7 +31,7 @@ class Policy:
     @property
     def weights(self) -> Decoder:
         """As the last update left them."""
-        return self._state.policy
+        return self._state.policy.params
 
     def update(self, completions: list[list[int]]) -> tuple[float, float, int]:
         """By the call that the trainer makes."""
@@ -67,7 +69,9 @@ def make(work: dict[str, Any]) -> Contestant:
         return Contestant(*sampler(work, engine, lambda: model), None, PACKAGES, settings)
     policy = Policy(model, work)
     engine = Engine(model, work["slots"], length, work["chunk"], mesh=policy.mesh, group=work["group"])
-    return Contestant(*sampler(work, engine, lambda: policy.weights), policy.update, PACKAGES, settings + "; a run's own settings")
+    return Contestant(
+        *sampler(work, engine, lambda: policy.weights), policy.update, PACKAGES, settings + "; a run's own settings"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """TRL without a server: GRPOTrainer's own call of transformers' ``generate``, or continuous batching; and its loss.
 
 ``mode`` generate: the trainer is asked for completions by the method that it uses in training; a batch runs until its
-longest row is done. ``mode`` batching: the manager behind ``generate_batch``, which TRL calls with one length for all, is
-given each request with its own. Both learn by the trainer's own loss and optimiser. Liger's kernels need a GPU; the
+longest row is done. ``mode`` batching: the manager behind ``generate_batch``, which TRL calls with one length for all,
+is given each request with its own. Both learn by the trainer's own loss and optimiser. Liger's kernels need a GPU; the
 log-probabilities without whole logits are in that loss always.
 """
 
@@ -32,12 +32,15 @@ def words(count: int) -> transformers.PreTrainedTokenizerFast:
 
 
 def trainer_of(model: Any, work: dict[str, Any]) -> GRPOTrainer:
-    """A GRPO trainer on the CPU: temperature 1, the whole vocabulary, no reference, nothing recomputed for less memory."""
+    """A GRPO trainer on the CPU: temperature 1, the whole vocabulary, no reference, nothing recomputed for less
+    memory.
+    """
     rows = datasets.Dataset.from_dict({"prompt": ["<eos>"] * work["slots"]})
     size = math.gcd(work["slots"], MICROBATCH)
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], num_generations=work["group"],
-        per_device_train_batch_size=size, gradient_accumulation_steps=work["slots"] // size, gradient_checkpointing=False,
+        per_device_train_batch_size=size, gradient_accumulation_steps=work["slots"] // size,
+        gradient_checkpointing=False,
         loss_type="grpo", beta=0.0, epsilon=0.2, learning_rate=work["learning_rate"], weight_decay=0.0,
         max_completion_length=work["completion"], temperature=1.0, top_p=1.0, top_k=0,
     )  # fmt: skip
@@ -46,7 +49,9 @@ def trainer_of(model: Any, work: dict[str, Any]) -> GRPOTrainer:
 
 
 def learner(trainer: GRPOTrainer, work: dict[str, Any]) -> Callable[[list[list[int]]], tuple[float, float, int]]:
-    """The trainer's loss on rows as wide as the longest completion, as it batches them, and the optimiser that it makes."""
+    """The trainer's loss on rows as wide as the longest completion, as it batches them, and the optimiser that it
+    makes.
+    """
     model, accelerator, parts = trainer.model, trainer.accelerator, trainer.args.gradient_accumulation_steps
     optimiser = trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = parts

@@ -83,7 +83,9 @@ def load(directory: str) -> Any:
 
 
 def trainer_of(model: Any, work: dict[str, Any], parts: int) -> Trainer:
-    """The trainer as its GRPO learner sets it up, for an optimiser step of so many passes; the gradient's norm is noted."""
+    """The trainer as its GRPO learner sets it up, for an optimiser step of so many passes; the gradient's norm is
+    noted.
+    """
     algorithm = GRPOConfig(num_generations=work["group"], beta=0.0, epsilon=0.2)
     algorithm.temperature = 1.0
     adam = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.adamw(work["learning_rate"], weight_decay=0.0))
@@ -96,7 +98,9 @@ def trainer_of(model: Any, work: dict[str, Any], parts: int) -> Trainer:
 
 
 def learner(model: Any, work: dict[str, Any]) -> Callable[[list[list[int]]], tuple[float, float, int]]:
-    """The step that its GRPO learner trains by, on rows as wide as the longest completion may be, as that learner has them."""
+    """The step that its GRPO learner trains by, on rows as wide as the longest completion may be, as that learner has
+    them.
+    """
     count = len(work["prompts"])
     size = math.gcd(count, MICROBATCH)
     trainer = trainer_of(model, work, count // size)

@@ -1,12 +1,12 @@
 """One contestant's process: work comes as a line of JSON on standard input, answers go out as lines on standard output.
 
-The first line is the work: ``what`` (rollout, update, or step: both), ``model`` (a Hugging Face directory), ``prompts``,
-``limits`` (the length of each completion), ``completions`` and ``advantages`` to learn from, ``learning_rate``, ``slots``,
-``prompt``, ``completion``, ``chunk``, ``group``, ``mode``. The worker loads the model, does what is checked (the first prompt
-decoded greedily; updates by the completions given) and all of the work once, and answers with what it found. Each further
-line is answered with the seconds that the work took. A step learns from what it sampled, with the advantages given. What
-is printed by the libraries goes to standard error. Imports nothing but Python's own library, so that it runs in any
-environment.
+The first line is the work: ``what`` (rollout, update, or step: both), ``model`` (a Hugging Face directory),
+``prompts``, ``limits`` (the length of each completion), ``completions`` and ``advantages`` to learn from,
+``learning_rate``, ``slots``, ``prompt``, ``completion``, ``chunk``, ``group``, ``mode``. The worker loads the model,
+does what is checked (the first prompt decoded greedily; updates by the completions given) and all of the work once, and
+answers with what it found. Each further line is answered with the seconds that the work took. A step learns from what
+it sampled, with the advantages given. What is printed by the libraries goes to standard error. Imports nothing but
+Python's own library, so that it runs in any environment.
 """
 
 import json
@@ -29,7 +29,8 @@ class Contestant(NamedTuple):
     Attributes:
       greedy: () -> the first prompt's completion at temperature 0, as long as the longest one.
       generate: (seed) -> (completions, each with at least its limit's tokens; how many decode steps of how many rows).
-      update: (completions) -> (loss; the gradient's norm; positions computed): one optimiser step of GRPO by all of them.
+      update: (completions) -> (loss; the gradient's norm; positions computed): one optimiser step of GRPO by all of
+        them.
       packages: whose versions are reported.
       settings: what was chosen, in words.
     """
@@ -64,7 +65,9 @@ def busy_seconds() -> float | None:
 
 
 def forget_peak() -> None:
-    """Begin the count of the largest memory anew, where the system lets us; if not, it holds loading and compiling too."""
+    """Begin the count of the largest memory anew, where the system lets us; if not, it holds loading and compiling
+    too.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

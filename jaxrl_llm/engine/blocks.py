@@ -1,0 +1,166 @@
+"""Where running requests lie: a slot each, and a lane of a block that holds the prompt for all who share it.
+
+Slots and blocks are divided into as many parts as the mesh divides a batch into; a request and its block are in one
+part.
+"""
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.engine.requests import Request
+
+SIZES = 8
+"""Of the batch and of its blocks, at most: each is compiled when first needed."""
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+class SlotShape(NamedTuple):
+    """Of what the device holds.
+
+    Attributes:
+      rows: slots.
+      columns: of each.
+      blocks: prompts.
+      prompt_columns: of each.
+      parts: of slots and blocks.
+      group: lanes of a block.
+    """
+
+    rows: int
+    columns: int
+    blocks: int
+    prompt_columns: int
+    parts: int
+    group: int
+
+    def part(self, slot: int) -> int:
+        """Where a slot is."""
+        return slot // (self.rows // self.parts)
+
+
+def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape) -> None:
+    """Give each request a free slot: beside those with its prompt if they leave a lane, or in the emptiest part."""
+    free: list[collections.deque[int]] = [collections.deque() for _ in range(shape.parts)]
+    mates = [collections.Counter() for _ in range(shape.parts)]
+    for slot in range(shape.rows):
+        if slot in running:
+            mates[shape.part(slot)][running[slot].block_key] += 1
+        else:
+            free[shape.part(slot)].append(slot)
+    for request in taken:
+        key = request.block_key
+        part = max(
+            (p for p in range(shape.parts) if free[p]), key=lambda p: (mates[p][key] % shape.group > 0, len(free[p]))
+        )
+        request.slot = free[part].popleft()
+        running[request.slot] = request
+        mates[part][key] += 1
+
+
+def blocks_needed(running: dict[int, Request], shape: SlotShape) -> int:
+    """Blocks of the part that needs most, where no two of one prompt have free lanes."""
+    mates = [collections.Counter() for _ in range(shape.parts)]
+    for slot, request in running.items():
+        mates[shape.part(slot)][request.block_key] += 1
+    return max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
+
+
+def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, fixed: bool) -> SlotShape:
+    """The shape with as many blocks more as these requests need, in few sizes; ``fixed``: as any could need."""
+    each = shape.rows // shape.parts
+    if shape.group > 1 and not fixed:
+        least = max(slots // shape.parts // SIZES, 1)
+        wanted = least * power_of_two(-(-blocks_needed(running, shape) // least))
+        each = min(each, max(wanted, shape.blocks // shape.parts))
+    return shape._replace(blocks=each * shape.parts)
+
+
+def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> bool:
+    """Give requests that have none a lane; returns whether the others kept theirs.
+
+    With ``stay`` false, or where the lanes of one prompt lie too scattered, all move together.
+    """
+    if stay and _assigned(running, shape):
+        return True
+    for request in running.values():
+        request.lane = None
+    _assigned(running, shape)
+    return False
+
+
+def _assigned(running: dict[int, Request], shape: SlotShape) -> bool:
+    each = shape.blocks // shape.parts
+    members: list[list[Request]] = [[] for _ in range(shape.parts)]
+    for slot in sorted(running):
+        members[shape.part(slot)].append(running[slot])
+    return all(
+        _assigned_part(requests, range(p * each, (p + 1) * each), shape.group) for p, requests in enumerate(members)
+    )
+
+
+def _assigned_part(members: Sequence[Request], blocks: range, group: int) -> bool:
+    """Whether every request of this part has found a lane of these blocks."""
+    used = {request.lane[0]: request.block_key for request in members if request.lane}
+    occupied = {request.lane for request in members if request.lane}
+    unused = [block for block in reversed(blocks) if block not in used]
+    free: dict = collections.defaultdict(list)
+    for block, key in used.items():
+        free[key] += [(block, lane) for lane in range(group) if (block, lane) not in occupied]
+    for request in members:
+        if request.lane:
+            continue
+        lanes = free[request.block_key]
+        if not lanes and not unused:
+            return False
+        if not lanes:
+            block = unused.pop()
+            lanes += [(block, lane) for lane in reversed(range(group))]
+        request.lane = lanes.pop()
+    return True
+
+
+def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
+    """int32[rows]: the lane of each slot, counted through the blocks of its part; beyond the last one for an idle
+    slot.
+    """
+    count = shape.blocks // shape.parts * shape.group
+    table = np.full(shape.rows, count, np.int32)
+    for slot, request in running.items():
+        block, lane = request.lane
+        table[slot] = block * shape.group + lane - shape.part(slot) * count
+    return table
+
+
+def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) -> tuple[np.ndarray, dict[int, Request]]:
+    """Which of ``old`` slots each of ``rows`` becomes, int32[rows], negative for an idle one; and who runs where then.
+
+    Each stays in its part: there must be room for all that run there.
+    """
+    order = np.full(rows, -1, np.int32)
+    moved = {}
+    before = old // parts
+    after = rows // parts
+    for part in range(parts):
+        own = range(part * before, (part + 1) * before)
+        kept = sorted(slot for slot in own if slot in running) if after < before else list(own)
+        order[part * after : part * after + len(kept)] = kept
+        moved |= {part * after + i: running[slot] for i, slot in enumerate(kept) if slot in running}
+    for slot, request in moved.items():
+        request.slot = slot
+    return order, moved
+
+
+def moved_blocks(before: dict[int, int], running: dict[int, Request], shape: SlotShape) -> np.ndarray:
+    """int32[blocks]: which old block each block is made of; ``before`` has the old block of requests by handle."""
+    order = np.zeros(shape.blocks, np.int32)
+    for request in running.values():
+        if request.handle in before:
+            order[request.lane[0]] = before[request.handle]
+    return order

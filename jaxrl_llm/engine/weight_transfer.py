@@ -1,0 +1,39 @@
+"""The learner's weights as the sampler wants them: in the dtype that it computes in, and where it samples."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.models.lora import merge
+from jaxrl_llm.sharding import sampling_shardings
+
+
+def weights_for_sampling(
+    shapes: Decoder, dtype: Any, learner: Mesh, sampler: Mesh, keep: bool
+) -> Callable[[Decoder], Decoder]:
+    """A function from the policy to weights to sample from.
+
+    One compiled call casts them, adds an attached adapter as the learner's layers do, and lays them out; where the
+    sampler has devices of its own, they are then moved there.
+
+    Args:
+      shapes: of the policy, without an adapter.
+      dtype: to sample in.
+      learner: the mesh that the policy is on.
+      sampler: the mesh to sample on.
+      keep: whether the weights must outlive the policy, whose buffers an update takes.
+    """
+    apart = learner.devices.tolist() != sampler.devices.tolist()
+    layout = sampling_shardings(shapes, sampler)
+
+    @functools.partial(jax.jit, **({} if apart else {"out_shardings": layout}))
+    def arranged(policy: Decoder) -> Decoder:
+        narrow = merge(cast(policy, dtype))
+        return jax.tree.map(jnp.copy, narrow) if keep else narrow
+
+    return (lambda policy: jax.device_put(arranged(policy), layout)) if apart else arranged

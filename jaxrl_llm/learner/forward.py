@@ -1,0 +1,133 @@
+"""The learner's forward pass: what objectives read of a model, one row for each completion."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.learner.batch import Layout, Packed, Sample
+from jaxrl_llm.learner.packing import pack, rows_of
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.decoder import cast, forward
+from jaxrl_llm.models.heads import ScalarModel, scalars
+from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
+
+Outputs = dict[str, jax.Array]
+"""float32[B, T] each, 0 at padding.
+
+``logp``, ``entropy``: nats, of the token and of its whole distribution, at the sampling temperature. ``values``: a
+scalar model's number where the token is predicted: of the state before it.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """How the learner runs its models.
+
+    Attributes:
+      layout: shapes of a microbatch.
+      compute: how layers are computed.
+      temperature: of the sampling, applied to every log-probability.
+      mesh: where models and data are.
+    """
+
+    layout: Layout
+    compute: Compute
+    temperature: float
+    mesh: Mesh
+
+    def packed(self, samples: Sequence[Sample], objectives: Sequence[str]) -> Packed:
+        """A step's data on the mesh."""
+        return on_mesh(pack(samples, self.layout, objectives), self.mesh)
+
+    def score(self, model: Any, packed: Packed, output: str = "logp") -> jax.Array:
+        """One output float32[M, B, T] of a whole step's completions, of a model that is not differentiated."""
+        return score(model, packed, jnp.float32(self.temperature), self.compute, output)
+
+    def by_sample(self, model: Any, samples: Sequence[Sample], output: str = "logp") -> list[np.ndarray]:
+        """The same, float32[t] for each sample, on every process."""
+        packed = on_mesh(pack(samples, self.layout), self.mesh)
+        # A process can read what its own devices hold, no more.
+        everywhere = jax.device_put(self.score(model, packed, output), replicated(self.mesh))
+        values = np.asarray(jax.device_get(everywhere))
+        return [values[at][: len(s.tokens)] for s, at in zip(samples, rows_of(samples, self.layout), strict=True)]
+
+
+def outputs_of(
+    model: Any,
+    batch: Packed,
+    names: Collection[str],
+    temperature: jax.Array,
+    compute: Compute,
+    entropy_gradient: bool = False,
+) -> Outputs:
+    """The outputs of these names for one microbatch, by one forward pass; ``batch`` has no microbatch axis here.
+
+    ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
+    """
+    scalar = isinstance(model, ScalarModel)
+    rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
+    hidden = forward(model.decoder if scalar else model, rows, compute)
+    hidden = hidden.reshape(len(batch.source), -1, hidden.shape[-1])
+    hidden = constrain(jax.vmap(lambda part, at: part[at])(hidden, batch.source), BATCH)
+    found = {}
+    if "values" in names:
+        found["values"] = to_rows(scalars(model, hidden), batch)
+    if "logp" in names or "entropy" in names:
+        asked = jnp.max(jnp.sum(batch.scatter < batch.mask.size, axis=1))
+        kept = batch.by_prediction.get("kept")
+        logp, entropy = token_logprobs(
+            model, hidden, batch.target, temperature, kept=kept, count=asked, entropy_gradient=entropy_gradient
+        )
+        found |= {"logp": to_rows(logp, batch), "entropy": to_rows(entropy, batch)}
+    return found
+
+
+def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
+    """[P, N] as [B, T], 0 at padding."""
+    flat = jnp.zeros(batch.mask.size, jnp.float32)
+    return flat.at[batch.scatter].set(values, mode="drop").reshape(batch.mask.shape)
+
+
+def microbatch(packed: Packed, index: jax.Array) -> Packed:
+    """Microbatch ``index``, without the leading axis."""
+
+    def take(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+    return jax.tree.map(take, packed._replace(totals=None))
+
+
+@functools.partial(jax.jit, static_argnames=("compute", "output"))
+def score(model: Any, packed: Packed, temperature: jax.Array, compute: Compute, output: str = "logp") -> jax.Array:
+    """One output float32[M, B, T] of a whole step's completions, of a model that is not differentiated."""
+    model = cast(model, compute.dtype)
+
+    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+        found = outputs_of(model, microbatch(packed, index), (output,), temperature, compute)
+        return out.at[index].set(found[output])
+
+    return jax.lax.fori_loop(0, packed.totals.microbatches, body, jnp.zeros(packed.mask.shape, jnp.float32))
+
+
+def on_mesh(packed: Packed, mesh: Mesh) -> Packed:
+    """A step's data on the mesh."""
+    return laid_out(packed, batch_shardings(packed, mesh))
+
+
+def batch_shardings(packed: Packed, mesh: Any) -> Packed:
+    """Rows and their predictions divided over data and fsdp, the small per-completion arrays everywhere."""
+    names = ("rows", "source", "target", "scatter", "by_prediction", "by_column")
+    divided = {name: getattr(packed, name) for name in names}
+
+    def lay(x: Any) -> NamedSharding:
+        return NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
+
+    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
+    return rest._replace(**jax.tree.map(lay, divided))

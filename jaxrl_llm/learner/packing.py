@@ -1,0 +1,270 @@
+"""How samples are packed into rows."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Packed, Sample, Totals
+from jaxrl_llm.models.decoder import Rows
+
+Piece = list[int]
+"""The samples (by index) that follow one prompt in one row."""
+
+
+def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> Packed:
+    """Pack samples into microbatches; samples with equal prompts share one where they stand in the same row.
+
+    Args:
+      samples: at least one.
+      layout: shapes.
+      objectives: names of those that will read them.
+
+    Raises:
+      InputError: a prompt with its completion is longer than a row, or samples that belong together fill more than a
+        microbatch.
+    """
+    batches = _batches(samples, layout)
+    empty = _blank(samples, batches, layout, objectives)
+    for number, batch in enumerate(batches):
+        _write(jax.tree.map(lambda x, n=number: x[n], empty), batch, samples, layout)
+    counts = {}
+    for name in objectives:
+        tokens = [sample.mask.sum() for sample in samples if _counts(name, sample)]
+        counts[name] = Counts(np.float32(sum(tokens)), np.float32(sum(count > 0 for count in tokens)))
+    return empty._replace(totals=Totals(np.int32(len(batches)), counts))
+
+
+def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> tuple[Packed, int]:
+    """The shapes of what ``pack`` returns for these samples, and how many microbatches hold anything."""
+    batches = _batches(samples, layout)
+    total = jax.ShapeDtypeStruct((), np.float32)
+    blank = jax.eval_shape(lambda: _blank(samples, batches, layout, objectives))
+    totals = Totals(jax.ShapeDtypeStruct((), np.int32), {name: Counts(total, total) for name in objectives})
+    return blank._replace(totals=totals), len(batches)
+
+
+def _counts(objective: str, sample: Sample) -> bool:
+    return sample.counted_by is None or objective in sample.counted_by
+
+
+def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
+    """The rows of each microbatch."""
+    rows = _fill_rows(samples, layout)
+    return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
+
+
+def _blank(
+    samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout, objectives: Sequence[str]
+) -> Packed:
+    """Microbatches of nothing but padding, with room for these samples."""
+    part = layout.rows // layout.parts
+    width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
+    predictions = max(
+        sum(len(samples[n].tokens) for row in batch[i : i + part] for piece in row for n in piece)
+        for batch in batches
+        for i in range(0, len(batch), part)
+    )
+    quarter = -(-part * layout.row_tokens // 4)
+    predictions = -(-predictions // quarter) * quarter
+    count = _power_of_two(len(batches))
+    R = layout.rows
+    S = layout.row_tokens
+    T = layout.completion_tokens
+
+    def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
+        return np.zeros((count, *shape), dtype)
+
+    def named(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        return {name: zeros((*shape, *x.shape[1:]), _dtype(x)) for name, x in arrays.items()}
+
+    by_column = {name: x for sample in samples for name, x in sample.prompt_arrays.items()}
+    per_token = {name: x for sample in samples for name, x in sample.arrays.items() if name not in by_column}
+    by_prediction = {name: x for name, x in per_token.items() if name in READ_BY_THE_HEAD}
+    by_token = {name: x for name, x in per_token.items() if name not in READ_BY_THE_HEAD}
+    by_sequence = {name: zeros((width,), np.float32) for name in {name for s in samples for name in s.scalars}}
+    if any(sample.together is not None for sample in samples):
+        by_sequence["together"] = zeros((width,)) + np.arange(width, dtype=np.int32)
+    predicted = (layout.parts, predictions)
+    return Packed(
+        rows=Rows(zeros((R, S)), zeros((R, S)), zeros((R, S)), zeros((R, S))),
+        source=zeros(predicted),
+        target=zeros(predicted),
+        scatter=zeros(predicted) + width * T,
+        mask=zeros((width, T), bool),
+        counted={name: zeros((width,), bool) for name in objectives},
+        by_sequence=by_sequence,
+        by_token=named(by_token, (width, T)),
+        by_prediction=named(by_prediction, predicted),
+        by_column=named(by_column, (R, S)),
+        totals=None,
+    )
+
+
+def _dtype(x: np.ndarray) -> Any:
+    """The dtype on the device: no float is wider than float32 there."""
+    return np.float32 if x.dtype == np.float64 else np.int32 if x.dtype == np.int64 else x.dtype
+
+
+def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
+    """Where ``pack`` puts each sample: its microbatch, and its row of [B, T] there."""
+    found: dict[int, tuple[int, int]] = {}
+    for microbatch, rows in enumerate(_batches(samples, layout)):
+        order = [index for row in rows for piece in row for index in piece]
+        found |= {index: (microbatch, place) for place, index in enumerate(order)}
+    return [found[index] for index in range(len(samples))]
+
+
+class _Filling:
+    """Rows that are filled one after the other, each a list of pieces."""
+
+    def __init__(self, samples: Sequence[Sample], layout: Layout):
+        self.rows: list[list[Piece]] = []
+        self._samples = samples
+        self._layout = layout
+        self._left = 0
+
+    def add(self, members: Sequence[int]) -> None:
+        """Samples of one prompt; those that the row has no room for go on in the next one, after the prompt once more.
+
+        Padding would cost as much as those tokens do.
+        """
+        room = self._layout.row_tokens
+        prompt = len(self._samples[members[0]].prompt)
+        piece: Piece = []
+        for index in members:
+            length = len(self._samples[index].tokens)
+            if prompt + length > room:
+                raise InputError(
+                    f"a prompt of {prompt} and a completion of {length} tokens exceed learner.row_tokens {room}"
+                )
+            if length + (0 if piece else prompt) > self._left:
+                self.rows.append([])
+                self._left = room
+                piece = []
+            if not piece:
+                self.rows[-1].append(piece)
+                self._left -= prompt
+            piece.append(index)
+            self._left -= length
+
+    def add_together(self, groups: Sequence[Sequence[int]]) -> None:
+        """Samples of one or several prompts, all in one microbatch: in this one, or else in the next."""
+        full = self.rows[:-1]
+        last = [list(piece) for row in self.rows[-1:] for piece in row]
+        if self._one_microbatch(groups):
+            return
+        self.rows = [*full, last] if last else full
+        self.rows += [[] for _ in range(-len(self.rows) % self._layout.rows)]
+        self._left = 0
+        if not self._one_microbatch(groups):
+            raise InputError(
+                f"{sum(map(len, groups))} completions that are compared with each other fill more than one microbatch: "
+                f"raise learner.microbatch_rows (now {self._layout.rows})"
+            )
+
+    def _one_microbatch(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Adds them; whether they came to lie in one microbatch."""
+        begun = len(self.rows)
+        for members in groups:
+            self.add(members)
+        first = groups[0][0]
+        stands = any(first in piece for piece in self.rows[begun - 1]) if begun else False
+        start = begun - 1 if stands else begun
+        return start // self._layout.rows == (len(self.rows) - 1) // self._layout.rows
+
+
+def _fill_rows(samples: Sequence[Sample], layout: Layout) -> list[list[Piece]]:
+    """The pieces of each row, microbatch after microbatch."""
+    filling = _Filling(samples, layout)
+    for unit in _by_key(range(len(samples)), [_unit(index, sample) for index, sample in enumerate(samples)]):
+        alone = samples[unit[0]].together is None
+        prompts = [samples[index].prompt.tobytes() for index in unit]
+        groups = _by_key(unit, prompts) if layout.share_prompts else [[index] for index in unit]
+        if alone:
+            for members in groups:
+                filling.add(members)
+        else:
+            filling.add_together(groups)
+    return filling.rows
+
+
+def _unit(index: int, sample: Sample) -> Hashable:
+    """What is placed at one time: what belongs together, else what has the same prompt."""
+    return ("prompt", sample.prompt.tobytes()) if sample.together is None else ("together", sample.together)
+
+
+def _by_key(indices: Iterable[int], keys: Sequence[Hashable]) -> list[list[int]]:
+    """The indices in lists of equal keys, in the order of first appearance."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in zip(indices, keys, strict=True):
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], layout: Layout) -> None:
+    """Fill the arrays of one microbatch in place."""
+    part = layout.rows // layout.parts
+    first: dict[Hashable, int] = {}
+    sequence = 0
+    used = 0
+    for r, row in enumerate(batch):
+        column = 0
+        if r % part == 0:
+            used = 0
+        for group, members in enumerate(row, start=1):
+            prompt = samples[members[0]].prompt
+            _place_tokens(out.rows, r, column, prompt, 0, group, 0)
+            for name, values in samples[members[0]].prompt_arrays.items():
+                out.by_column[name][r, column : column + len(prompt)] = values
+            last = column + len(prompt) - 1
+            column += len(prompt)
+            for branch, index in enumerate(members, start=1):
+                sample = samples[index]
+                size = len(sample.tokens)
+                columns = slice(column, column + size)
+                predictions = r // part, slice(used, used + size)
+                _place_tokens(out.rows, r, column, sample.tokens, len(prompt), group, branch)
+                sources = np.concatenate([[last], np.arange(column, column + size - 1)])
+                out.source[predictions] = r % part * layout.row_tokens + sources
+                out.target[predictions] = sample.tokens
+                out.scatter[predictions] = sequence * layout.completion_tokens + np.arange(size)
+                _write_named(out, sample, sequence, predictions, (r, columns))
+                if sample.together is not None:
+                    out.by_sequence["together"][sequence] = first.setdefault(sample.together, sequence)
+                column += size
+                used += size
+                sequence += 1
+
+
+def _write_named(out: Packed, sample: Sample, sequence: int, predictions: Any, columns: Any) -> None:
+    """What a sample carries by name, where its name says."""
+    size = len(sample.tokens)
+    out.mask[sequence, :size] = sample.mask
+    for name, counted in out.counted.items():
+        counted[sequence] = _counts(name, sample)
+    for name, number in sample.scalars.items():
+        out.by_sequence[name][sequence] = number
+    for name, values in sample.arrays.items():
+        if name in out.by_prediction:
+            out.by_prediction[name][predictions] = values
+        elif name in out.by_column:
+            out.by_column[name][columns] = values
+        else:
+            out.by_token[name][sequence, :size] = values
+
+
+def _place_tokens(
+    rows: Rows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int
+) -> None:
+    at = (row, slice(column, column + len(tokens)))
+    rows.tokens[at] = tokens
+    rows.positions[at] = position + np.arange(len(tokens))
+    rows.group[at] = group
+    rows.branch[at] = branch
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

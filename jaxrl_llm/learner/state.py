@@ -1,0 +1,100 @@
+"""The state on the device: made, looked at as shapes, reset."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import create
+from jaxrl_llm.sharding import shardings
+from jaxrl_llm.types import Role, TrainState
+
+
+class NewRole(NamedTuple):
+    """How a role begins that is not the policy.
+
+    Attributes:
+      name: the role's.
+      first: its first parameters, from the model that training begins with; they may share its arrays, which are
+        copied.
+      optimiser: from ``build``.
+    """
+
+    name: str
+    first: Callable[[Decoder], Any]
+    optimiser: optax.GradientTransformation
+
+
+def create_state(
+    model: Decoder,
+    optimiser: optax.GradientTransformation,
+    reference: bool,
+    mesh: Mesh,
+    lora: Lora = Lora(),
+    seed: int = 0,
+    others: Sequence[NewRole] = (),
+) -> TrainState:
+    """A fresh state laid out on the mesh; the reference and every role have buffers of their own.
+
+    Args:
+      model: the policy, or with ``lora`` the base. Donated: where it lies as it should already, its arrays become the
+        state's.
+      optimiser: the policy's, from ``build``.
+      reference: whether the state has one.
+      mesh: where it lives.
+      lora: of what size the adapter is, if there is one.
+      seed: of the adapter's first values.
+      others: roles beside the policy.
+    """
+    layout = shardings(abstract_state(model, optimiser, reference, lora, others), mesh)
+
+    def made(model: Decoder) -> TrainState:
+        return jax.tree.map(jnp.copy, _fresh(model, optimiser, reference, lora, seed, others))
+
+    return jax.jit(made, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
+
+
+def abstract_state(
+    model: Decoder,
+    optimiser: optax.GradientTransformation,
+    reference: bool,
+    lora: Lora = Lora(),
+    others: Sequence[NewRole] = (),
+) -> TrainState:
+    """Shapes and dtypes of the state, without arrays."""
+    return jax.eval_shape(lambda m: _fresh(m, optimiser, reference, lora, 0, others), model)
+
+
+def _fresh(
+    model: Decoder,
+    optimiser: optax.GradientTransformation,
+    reference: bool,
+    lora: Lora,
+    seed: int,
+    others: Sequence[NewRole],
+) -> TrainState:
+    params = create(model.config, lora, jax.random.key(seed)) if lora.rank else model
+    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), model if lora.rank else None)}
+    for other in others:
+        first = other.first(model)
+        roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))
+    return TrainState(roles, {"reference": params} if reference else {})
+
+
+def reset_reference(state: TrainState) -> TrainState:
+    """The state whose reference is its policy, in buffers of its own; without a reference nothing changes."""
+    if state.reference is None:
+        return state
+    return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
+
+
+def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
+    """The state whose policy has an optimiser that has seen nothing, laid out as the one before."""
+    layout = jax.tree.map(lambda x: x.sharding, state.policy.opt_state)
+    fresh = jax.jit(optimiser.init, out_shardings=layout)(state.policy.params)
+    return state.with_role("policy", opt_state=fresh)

@@ -1,0 +1,95 @@
+"""What a run of reinforcement learning computes on its devices, made in one place for the trainer and for the
+planner.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import Run
+from jaxrl_llm.engine import Engine
+from jaxrl_llm.engine.weight_transfer import weights_for_sampling
+from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
+from jaxrl_llm.learner.objectives import Objective
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
+from jaxrl_llm.models.decoder import Decoder, cast
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The device's part of a run.
+
+    Attributes:
+      engine: samples.
+      weights: from the policy to what the engine samples from.
+      training: of each role.
+      forward: how the learner runs its models.
+    """
+
+    engine: Engine
+    weights: Callable[[Decoder], Decoder]
+    training: tuple[Training, ...]
+    forward: Forward
+
+
+def objectives_of(run: Run) -> tuple[Objective, ...]:
+    """What the policy is trained towards."""
+    return (PolicyGradient(run.recipe.algorithm, run.learner.updates > 1),)
+
+
+def coefficients_of(run: Run) -> dict[str, float]:
+    """What objectives and updates are given beside data, as before the first step."""
+    found = {"temperature": run.rollout.temperature}
+    if run.recipe.controller is not None:
+        found["kl_coef"] = run.recipe.algorithm.kl_coef
+    if run.learner.target_kl is not None:
+        found["target_kl"] = run.learner.target_kl
+    return found
+
+
+def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
+    """The samples of one optimiser update: its groups, with prompts and completions (or ``tokens`` of them) at their
+    longest.
+    """
+    rollout = run.rollout
+    length = rollout.max_new_tokens if tokens is None else tokens
+    groups = -(-rollout.prompts // run.learner.minibatches)
+    ids = np.zeros(length, np.int32)
+    mask = np.ones(length, bool)
+    logp = np.zeros(length, np.float32)
+    scalars = {"advantages": 0.0}
+    arrays = {"sampler_logp": logp, "fresh": mask}
+    if run.learner.keep_sampling_mask:
+        arrays["kept"] = np.broadcast_to(np.uint32(0), (length, -(-vocab // 32)))
+    if run.recipe.algorithm.advantage.by_token:
+        arrays["advantages"] = logp
+        scalars = {}
+    arrays |= {name: logp for name in run.recipe.algorithm.reads}
+    prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
+    return [Sample(prompt, ids, mask, scalars, arrays) for prompt in prompts for _ in range(rollout.group)]
+
+
+def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Programs:
+    """Nothing is computed yet, and nothing compiled.
+
+    Args:
+      run: with its settings resolved.
+      model: shapes and dtypes will do.
+      mesh: learns; its devices may be described only.
+      where: samples.
+    """
+    rollout = run.rollout
+    optimiser = run.learner.optimiser
+    compute = compute_for(run.learner, model.config, platform_of(mesh))
+    shapes = jax.eval_shape(lambda m: cast(m, compute.dtype), model)
+    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
+    weights = weights_for_sampling(model, compute.dtype, mesh, where, keep=rollout.collect.staleness > 0)
+    objectives = objectives_of(run)
+    update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)
+    layout = layout_for(run.learner, compute, rollout.max_length, rollout.max_new_tokens, mesh)
+    forward = Forward(layout, compute, rollout.temperature, mesh)
+    return Programs(engine, weights, (Training(objectives, update),), forward)

@@ -1,0 +1,278 @@
+"""Reinforcement learning: prompts are sampled, answers scored, and the policy learns from their advantages."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import learner, tasks
+from jaxrl_llm.algorithms import Algorithm
+from jaxrl_llm.config import Run
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
+from jaxrl_llm.learner import Forward, Sample, Training
+from jaxrl_llm.learner.samples import advantage_of
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import model_of
+from jaxrl_llm.rewards import Reward, Scorer
+from jaxrl_llm.rewards.shaping import named
+from jaxrl_llm.rollout.admission import AdmissionPolicy
+from jaxrl_llm.rollout.collect import Sampler, collect
+from jaxrl_llm.rollout.groups import Carryover, GroupSource, RolloutBatch
+from jaxrl_llm.rollout.saved import batch_from_json, batch_to_json, carryover_from_json, carryover_to_json
+from jaxrl_llm.rules import Controlled, NotANumber, RewardFails, Rule, TeachesNothing, rules_of
+from jaxrl_llm.sharding import rollout_mesh
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.programs import build_programs
+from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.telemetry.header import Header
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import Group, Problem, TrainState
+
+
+def resources(run: Run, peers: Peers, directory: Path) -> Scorer:
+    """The run's rewards with their workers."""
+    scoring = run.scoring
+    return Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinforcement(Stage):
+    """A run of reinforcement learning once its files are read.
+
+    Attributes:
+      run: its settings.
+      training: of the policy.
+      forward: how the learner runs its models.
+      sampler: fills steps with groups.
+      transfer: from the policy to weights to sample from.
+      evaluation: of such weights; None where there is nothing to test on.
+      problems: fingerprints of what it trains and tests on.
+      counts: how many problems it trains on, and how many it tests on.
+    """
+
+    run: Run
+    training: tuple[Training, ...]
+    forward: Forward
+    sampler: Sampler
+    transfer: Callable[[Decoder], Decoder]
+    evaluation: Callable[[Decoder], Evaluated | None]
+    problems: Fingerprints
+    counts: tuple[int, int]
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next step's groups are sampled before this step's update."""
+        return self.run.rollout.collect.staleness > 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether sampling has devices of its own, or everything has one."""
+        return self.run.mesh.rollout > 0 or self.forward.mesh.size == 1
+
+    @property
+    def judges(self) -> bool:
+        """Whether a controller wants to know how far the policy is."""
+        return self.run.recipe.controller is not None
+
+    def weights(self, policy: Decoder) -> Decoder:
+        """What is sampled from."""
+        return self.transfer(policy)
+
+    def test(self, weights: Decoder) -> Evaluated | None:
+        """Answers to the problems to test on."""
+        return self.evaluation(weights)
+
+    def next(self, weights: Decoder, version: int, left: Carryover | None) -> RolloutBatch:
+        """The groups of one step."""
+        return collect(self.sampler, weights, version, left or Carryover())
+
+    def samples(
+        self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
+    ) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Groups as the learner sees them: what each token is worth, and whether the loss counts it."""
+        run = self.run
+        reference = None if state.reference is None else model_of(state, "reference")
+        algorithm = run.recipe.algorithm
+        rewards = np.stack([group.rewards for group in batch.groups])
+        if algorithm.advantage.several:
+            algorithm, rewards = separately(algorithm, named(configs.rewards(run)), batch.groups)
+        samples, measured = learner.to_samples(
+            algorithm,
+            batch.groups,
+            batch.version,
+            rewards,
+            dropped_endings(run),
+            self.forward.layout.completion_tokens,
+            functools.partial(self.forward.by_sample, reference),
+            coefficients.get("kl_coef"),
+            run.rollout.collect.learn_earlier,
+        )
+        teaching = [bool(np.any(advantage_of(sample))) for group in samples for sample in group]
+        completions = len(batch.groups) * run.rollout.group
+        return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching)), "completions": completions}
+
+    def rules(self) -> dict[str, Rule]:
+        """What decides between this run's steps."""
+        return rules_for(self.run)
+
+    def header(self, parameters: int, trained: int) -> list[str]:
+        """Model, machine, task, and the size of a step."""
+        run = self.run
+        return Header(
+            run.model,
+            parameters,
+            trained,
+            jax.device_count(),
+            jax.devices()[0].device_kind,
+            run.task.label,
+            *self.counts,
+            run.rollout.prompts,
+            run.rollout.group,
+            run.learner.updates,
+        ).lines()
+
+    def examples(self, batch: RolloutBatch) -> list[Group]:
+        """The first groups of the step."""
+        return batch.groups[: self.run.output.samples]
+
+    def status(self, text: str) -> None:
+        """Says what is going on."""
+        self.sampler.status(text)
+
+    def common(self, batch: RolloutBatch) -> Iterator[np.ndarray]:
+        """Rewards and tokens."""
+        for group in batch.groups:
+            yield group.rewards
+            yield from (completion.tokens for completion in group.completions)
+
+    def to_json(self, left: Carryover | None, ready: RolloutBatch | None) -> dict[str, Any]:
+        """Groups that are carried over, under way, or sampled ahead."""
+        return {"backlog": carryover_to_json(left or Carryover()), "ready": batch_to_json(ready)}
+
+    def from_json(self, data: Mapping[str, Any]) -> tuple[Carryover, RolloutBatch | None]:
+        """The inverse."""
+        left = carryover_from_json(data["backlog"])
+        return left, batch_from_json(data["ready"], left)
+
+
+def prepare(
+    run: Run, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
+) -> Reinforcement:
+    """Read the task and build what samples, scores, learns and tests; nothing large is computed yet.
+
+    Raises:
+      InputError: data, rewards or prompts that the run cannot work with.
+    """
+    if tokenizer is None:
+        raise InputError(
+            f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
+        )
+    configs.validate_on_model(run, model.config)
+    loaded, test_task, problems = read_problems(run, progress)
+    prints = problems_of(run, loaded, problems)
+    peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
+    problems = problems[: run.evaluation.limit or None]
+    check_prompts(run, run.task, loaded.train, tokenizer)
+    check_prompts(run, test_task, problems, tokenizer)
+    progress.status("calling each reward once")
+    scorer.rehearse(loaded.train[0], tokenizer)
+    rollout = run.rollout
+    stops = model.config.tokens.eos
+    programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
+    engine = programs.engine
+    stream = tasks.Shuffled(loaded.train, run.seed)
+    source = GroupSource(tokenizer, run.task, stream, scorer, rollout.group, run.seed, run.recipe.shaping)
+    admission = AdmissionPolicy(
+        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect
+    )
+    rules = rollout.sampling(stops, run.learner.keep_sampling_mask)
+    sampler = Sampler(engine, source, rules, admission, progress.status)
+    answers = dataclasses.replace(
+        rollout.sampling(stops),
+        temperature=run.evaluation.temperature,
+        top_p=run.evaluation.top_p,
+        top_k=0,
+        repetition=None,
+    )
+
+    def test(weights: Decoder) -> Evaluated | None:
+        if not problems:
+            return None
+        asked = Questions(test_task, problems, run.evaluation.samples, run.seed)
+        return evaluate(engine, weights, tokenizer, asked, scorer, answers, progress.status)
+
+    counts = len(loaded.train), len(problems)
+    return Reinforcement(run, programs.training, programs.forward, sampler, programs.weights, test, prints, counts)
+
+
+def rules_for(run: Run) -> dict[str, Rule]:
+    """What decides between this run's steps, by name; of several that stop it the first says why."""
+    algorithm = run.recipe.algorithm
+    only_advantages = not (algorithm.kl_in_loss and algorithm.kl_coef) and not algorithm.entropy_coef
+    rules: dict[str, Rule] = {
+        "not_a_number": NotANumber(run.learner.optimiser.learning_rate),
+        "reward_fails": RewardFails(),
+        "teaches_nothing": TeachesNothing(
+            run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""
+        ),
+    }
+    rules |= rules_of(run.recipe.resets, run.evaluation.every)
+    return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
+
+
+def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Task, tuple[Problem, ...]]:
+    """The task, the one that is tested on, and that one's problems; what was dropped is told.
+
+    Raises:
+      InputError: there is no answer where something of the run reads which answers are right.
+    """
+    progress.status(f"reading task {run.task.label}")
+    loaded = tested = tasks.load(run.task, configs.verifies(run))
+    if run.evaluation.task:
+        tested = tasks.load(run.evaluation.task, configs.verifies(run))
+    for found in (loaded, tested):
+        if not found.verified:
+            configs.refuse_readers(run, f"task {found.train[0].task} without reference answers")
+    for note in dict.fromkeys((*loaded.notes, *tested.notes)):
+        progress.note(note)
+    return loaded, run.evaluation.task or run.task, tested.train if run.evaluation.task else loaded.held_out
+
+
+def problems_of(run: Run, loaded: tasks.Loaded, tested: tuple[Problem, ...]) -> Fingerprints:
+    """What the run trains and tests on; the latter by its settings, since a run may be continued with another test."""
+    name = "held-out"
+    if run.evaluation.task:
+        settings = json.dumps(configs.to_json(run.evaluation.task))
+        name = f"evaluation {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
+    return {"training": tasks.fingerprint(loaded.train), name: tasks.fingerprint(tested)}
+
+
+def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
+    """Refuse a task whose longest prompt does not fit."""
+    longest = max((len(tasks.encode(p, task, tokenizer)) for p in problems), default=0)
+    limit = run.rollout.max_prompt_tokens
+    remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
+    configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: {remedy}")
+
+
+def dropped_endings(run: Run) -> tuple[str, ...]:
+    """Finish reasons of the completions that the loss leaves out."""
+    cut_off = ("length",) if run.recipe.drop_truncated else ()
+    return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")
+
+
+def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Group]) -> tuple[Algorithm, np.ndarray]:
+    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies
+    itself.
+    """
+    weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in parts.values())
+    rewards = np.stack([np.stack([group.parts[name] for group in groups]) for name in parts], axis=-1)
+    return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), rewards

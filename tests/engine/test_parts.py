@@ -1,0 +1,68 @@
+"""Slots on several devices: what each holds of the cache stays with it when the batch grows and shrinks."""
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny
+
+from jaxrl_llm.engine.blocks import SlotShape, moved_slots
+from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
+from jaxrl_llm.rollout import Engine, Sampling
+from jaxrl_llm.sharding import MeshShape, make_mesh, sampling_shardings
+
+RULES = Sampling(max_new_tokens=24)
+LIMITS = [2, 24, 3, 2, 2, 2, 24, 2] * 4  # the fullest part decides how far the batch can shrink
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]), st.sampled_from([4, 8, 12]), st.sampled_from([4, 8, 12]), st.sets(st.integers(0, 11))
+)
+def test_no_request_leaves_its_part(parts, old, rows, places):
+    before, after = old // parts, rows // parts
+    running = {
+        slot: Request(slot, np.zeros(1, np.int32), 0, 1) for slot in places if slot < old and slot % before < after
+    }
+    order, moved = moved_slots(dict(running), old, rows, parts)
+    assert {slot: order[slot] for slot in moved} == {slot: r.handle for slot, r in moved.items()}
+    assert sorted(r.handle for r in moved.values()) == sorted(running)
+    assert all(slot // after == r.handle // before and r.slot == slot for slot, r in moved.items())
+
+
+def test_a_batch_that_shrinks_moves_what_it_keeps():
+    mesh, model = make_mesh(MeshShape(data=1, fsdp=2, tensor=2), jax.devices()[:4]), tiny("plain")
+    weights = jax.device_put(model, sampling_shardings(model, mesh))
+    engine = Engine(model, 32, 40, 4, mesh, group=4)
+
+    def sampled(which):
+        engine.start(RULES)
+        handles = engine.submit([[3, 1, 4 + i // 4] for i in which], which, [LIMITS[i] for i in which])
+        while engine.busy:
+            engine.step(weights)
+        done = dict(engine.collect())
+        return {i: done[handle].tokens.tolist() for i, handle in zip(which, handles, strict=True)}
+
+    long = [i for i in range(32) if LIMITS[i] == 24]
+    together = sampled(list(range(32)))
+    assert {" ".join(shape.split()[:4]) for shape in engine.shapes} >= {"decode: 32 slots of", "decode: 8 slots of"}
+    alone = sampled(long)  # in a batch of 8 from the beginning
+    assert {i: together[i] for i in long} == alone
+
+
+def test_no_device_sends_its_cache_away():
+    mesh, config = make_mesh(MeshShape(data=2, fsdp=2, tensor=2)), tiny("plain").config
+    shape = SlotShape(16, 64, 8, 32, 4, 4)
+    slots = empty_slots(config, shape, np.float32, mesh)
+    order = np.arange(8, dtype=np.int32)
+    calls = [
+        rearranged.lower(slots, order, 128, mesh, 4),
+        with_blocks.lower(slots, np.arange(4, dtype=np.int32), 64, np.zeros(16, np.int32), mesh, 4),
+    ]
+    for call in calls:
+        with jax.set_mesh(mesh):
+            text = call.compile().as_text()
+        for line in text.splitlines():
+            if any(f" {kind}" in line for kind in ("all-gather(", "all-to-all(", "collective-permute(", "all-reduce(")):
+                assert not any(f",{columns}" in line.split("=", 1)[1].split("]")[0] for columns in (64, 32, 128)), line

@@ -1,0 +1,88 @@
+"""When another group is begun: a pure function of counts."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_llm.rollout import Collect
+from jaxrl_llm.rollout.admission import MEMORY, AdmissionPolicy, Underway, remember, share_of
+
+LONGEST = 100
+
+
+def admission(needed=8, slots=32, filter_groups=True, **settings):
+    return AdmissionPolicy(needed, slots, LONGEST, filter_groups, Collect(**settings))
+
+
+def begun(wanting, share, now=Underway(0, 0, 0, 0, 0), group=4):
+    """Groups begun at once from here on."""
+    count = 0
+    while wanting.wants(now, share):
+        now, count = (
+            now._replace(running=now.running + 1, waiting=now.waiting + group, started=now.started + 1),
+            count + 1,
+        )
+    return count
+
+
+def test_without_the_filter_what_is_needed_is_begun_at_once():
+    assert begun(admission(filter_groups=False, slots=2), 1.0) == 8
+    assert begun(admission(filter_groups=False, slots=2), 1.0, Underway(3, 1, 0, 4, 0)) == 4
+    assert begun(admission(filter_groups=False, slots=64, interrupt=True), 1.0) == 16
+
+
+@pytest.mark.parametrize(("share", "count"), [(1.0, 8), (0.5, 16), (0.4, 20), (0.1, 80)])
+def test_with_it_so_many_as_are_expected_to_do(share, count):
+    assert begun(admission(slots=1000), share) == count
+    assert begun(admission(slots=1000, interrupt=True), share) == 2 * count or count == 80
+    assert begun(admission(slots=1000), share, Underway(8, 0, 0, 0, 8)) == 0
+
+
+def test_no_more_than_slots_and_as_many_again_wait():
+    assert begun(admission(slots=16), 0.1) == 8
+    assert begun(admission(slots=16), 0.1, Underway(0, 8, 0, 25, 8)) == 2
+    assert begun(admission(slots=2), 1.0) == 1
+
+
+def test_rounds_bound_the_prompts_of_a_step():
+    assert begun(admission(slots=1000, max_rounds=3), 0.01) == 24
+    assert begun(admission(slots=1000, max_rounds=3, filter_groups=False), 1.0, Underway(0, 0, 20, 0, 20)) == 0
+
+
+def test_what_is_held_counts_for_the_steps_that_it_takes():
+    halves = admission(slots=1000, token_budget=50)
+    assert (halves.segments, halves.limit(0), halves.limit(50), halves.limit(70)) == (2, 50, 100, 100)
+    assert begun(halves, 0.5) == 16 == begun(halves, 0.5, Underway(0, 0, 16, 0, 16))
+    assert begun(halves, 0.5, Underway(0, 0, 31, 0, 31)) == 1
+    assert begun(halves, 0.5, Underway(0, 0, 32, 0, 32)) == 0
+    assert (admission().segments, admission().limit(0), admission(token_budget=30).segments) == (1, LONGEST, 4)
+
+
+def test_a_token_budget_adds_its_own_steps_to_the_oldest_that_is_gone_on_with():
+    assert (admission(max_age=3).oldest, admission(max_age=3, token_budget=30).oldest, admission(max_age=0).oldest) == (
+        3,
+        6,
+        math.inf,
+    )
+
+
+@given(st.integers(0, 7), st.floats(0.01, 1.0), st.integers(1, 64))
+def test_a_short_step_with_nothing_under_way_always_begins_something(kept, share, slots):
+    assert begun(admission(slots=slots), share, Underway(kept, 0, 0, 0, 0)) > 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=30))
+def test_the_share_is_a_chance_and_old_groups_fade(batches):
+    good = seen = 0.0
+    for right, wrong in batches:
+        good, seen = remember(good, seen, right, right + wrong)
+        assert 0 < share_of(good, seen) < 1 and 0 <= good <= seen <= MEMORY
+    for _ in range(40):
+        good, seen = remember(good, seen, 16, 32)
+    assert share_of(good, seen) == pytest.approx(0.5, abs=0.02)
+
+
+def test_where_nothing_was_seen_a_half_is_informative():
+    assert share_of(*remember(0.0, 0.0, 0, 0)) == 0.5 and share_of(2.0, 2.0) == 0.75
