@@ -24,6 +24,7 @@ from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.loop import train
 from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.rules import decide
 from jaxrl_llm.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +65,19 @@ def module_with(path, code, after=None):
 def test_a_change_takes_no_more_files_than_promised(heading, most):
     files = {path for path, _ in blocks(heading)}
     assert 0 < len(files) <= most, files
+
+
+def test_the_example_of_a_rule_works_as_printed():
+    ((path, rule),) = blocks("Add a rule")
+    guards = module_with(path, rule)
+    good = guards.GoodEnough(0.9)
+    rows = [{"step": 0, "eval/sums/pass@1": 0.95}, {"step": 1}, {"step": 2, "eval/sums/pass@1": 0.4}]
+    rows += [{"step": step, "eval/sums/pass@1": 0.92} for step in (3, 4)]
+    memory, stops = {}, []
+    for row in rows:
+        decision, memory = decide({"good_enough": good}, row, memory)
+        stops.append(decision.stop)
+    assert stops == [None, None, None, None, 0] and memory == {"good_enough": {"times": 2}}
 
 
 def test_the_example_of_a_per_token_array_works_as_printed():

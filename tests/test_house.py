@@ -1,6 +1,7 @@
 """The house rules of CONTRIBUTING.md, held by machine."""
 
 import ast
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from jaxrl_llm.config import config_names, load_config, resolved
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrl_llm"
@@ -136,6 +139,32 @@ def test_the_code_is_as_ruff_wants_it():
             text=True,
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_calls_and_names_are_right_in_types():
+    ran = subprocess.run([sys.executable, "-m", "ty", "check", PACKAGE], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def settings_of(value):
+    """Every class of settings that a configuration holds, by the values that it has when nothing is said."""
+    yield type(value)
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name)
+        for one in part if isinstance(part, tuple) else (part,):
+            if dataclasses.is_dataclass(one):
+                yield from settings_of(one)
+
+
+def test_every_setting_is_read_somewhere():
+    source = {path: path.read_text() for path in MODULES}
+    kinds = {kind for name in config_names() for kind in settings_of(resolved(load_config(name)[1]))}
+    assert len(kinds) > 20
+    for kind in kinds:
+        for field in dataclasses.fields(kind):
+            # A frozen value reads itself in its own methods; elsewhere it is read by its name.
+            read = re.compile(rf"\.{field.name}\b|getattr\(.*\b{field.name}\b")
+            assert any(read.search(text) for text in source.values()), f"nothing reads {kind.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)

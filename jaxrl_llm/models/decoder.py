@@ -201,7 +201,7 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
     def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
         w = merged(w)
-        attend = functools.partial(attention, window=window)
+        attend = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return activation(x, "residual"), None
 

@@ -80,7 +80,7 @@ def subject(run: Run, config: ModelConfig, devices: list[Any]) -> Subject:
 def lower_update(one: Subject) -> jax.stages.Lowered:
     """An optimiser update."""
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    (policy,) = one.programs.training
+    policy = one.programs.training[0]
     with jax.set_mesh(one.mesh):
         return policy.update.lower(one.arrays.state, one.arrays.packed, dict.fromkeys(coefficients_of(one.run), scalar))
 

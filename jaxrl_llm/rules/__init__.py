@@ -2,7 +2,7 @@
 
 from jaxrl_llm.rules.controllers import Controlled
 from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Memory, Rule, decide
-from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing
+from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing, guards_of
 from jaxrl_llm.rules.resets import OnSchedule, OnStall, Resets, rules_of
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Rule",
     "TeachesNothing",
     "decide",
+    "guards_of",
     "rules_of",
 ]

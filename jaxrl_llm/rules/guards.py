@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row
+from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +97,16 @@ class TeachesNothing:
 
 def _told(reason: str) -> Decision:
     return Decision(events={"event/teaches_nothing": reason})
+
+
+def guards_of(run: Any) -> dict[str, Rule]:
+    """The guards of a run with these settings, by name; of several that stop it the first says why."""
+    algorithm = run.recipe.algorithm
+    only_advantages = not (algorithm.kl_in_loss and algorithm.kl_coef) and not algorithm.entropy_coef
+    return {
+        "not_a_number": NotANumber(run.learner.optimiser.learning_rate),
+        "reward_fails": RewardFails(),
+        "teaches_nothing": TeachesNothing(
+            run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""
+        ),
+    }

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource, RolloutBatch
 from jaxrl_llm.rollout.saved import batch_from_json, batch_to_json, carryover_from_json, carryover_to_json
-from jaxrl_llm.rules import Controlled, NotANumber, RewardFails, Rule, TeachesNothing, rules_of
+from jaxrl_llm.rules import Controlled, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.programs import build_programs
@@ -215,16 +215,7 @@ def prepare(
 
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
-    algorithm = run.recipe.algorithm
-    only_advantages = not (algorithm.kl_in_loss and algorithm.kl_coef) and not algorithm.entropy_coef
-    rules: dict[str, Rule] = {
-        "not_a_number": NotANumber(run.learner.optimiser.learning_rate),
-        "reward_fails": RewardFails(),
-        "teaches_nothing": TeachesNothing(
-            run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""
-        ),
-    }
-    rules |= rules_of(run.recipe.resets, run.evaluation.every)
+    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
 
 
