@@ -2,6 +2,7 @@
 
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.functions import Function, Local
+from jaxrl_llm.rewards.judge import Judge, Panel
 from jaxrl_llm.rewards.scorer import Scorer, Scores
 from jaxrl_llm.rewards.shaping import (
     Accuracy,
@@ -20,8 +21,10 @@ __all__ = [
     "Failures",
     "Format",
     "Function",
+    "Judge",
     "LengthPenalty",
     "Local",
+    "Panel",
     "RepetitionPenalty",
     "Reward",
     "Scorer",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rewards import Failures, Scorer
+from jaxrl_llm.rewards import Failures, Judge
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.tasks import PromptStream, Task, encode
 from jaxrl_llm.tasks.stream import Memory
@@ -93,7 +93,7 @@ class GroupSource:
       tokenizer: encodes prompts, decodes completions.
       task: how prompts are templated.
       stream: the training prompts, in their order.
-      scorer: rewards.
+      judge: of the completions.
       group: G.
       seed: the run's; with a prompt's number in the stream it decides every random number.
       shaping: changes of a group's rewards, in order.
@@ -102,7 +102,7 @@ class GroupSource:
     tokenizer: Any
     task: Task
     stream: PromptStream
-    scorer: Scorer
+    judge: Judge
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
@@ -131,7 +131,7 @@ class GroupSource:
         done = [c for group in whole for c in group.completions]
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
-        scores = self.scorer.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
+        scores = self.judge.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
         groups = []
         for index, asked in enumerate(whole):
             at = slice(index * self.group, (index + 1) * self.group)
