@@ -1,6 +1,4 @@
-"""A run's directory and what surrounds the training there: whether it is new, who else is at it, what is said at the
-end.
-"""
+"""A run's directory and what surrounds the training there: is it new, who else is at it, what is said at the end."""
 
 import contextlib
 import dataclasses
@@ -176,9 +174,7 @@ def begun_so(directory: Path, settings: configs.Run, start: configs.Start) -> bo
 
 
 def other_settings(directory: Path, settings: configs.Run) -> tuple[list[str], str]:
-    """What the run there was begun with and cannot go on without, as ``name: old -> new``, and the day on which it
-    began.
-    """
+    """What the run there cannot go on without, as ``name: old -> new``, and the day on which it began."""
     today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
         return [], today

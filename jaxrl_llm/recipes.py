@@ -20,15 +20,11 @@ OLD_RESETS = {
     "reset_optimiser": "with_optimiser",
     "optimiser_reset": "optimiser_every",
 }
-"""Fields of ``Recipe`` before it had ``resets``, and what each is called there: configurations and runs still name
-them.
-"""
+"""Fields of ``Recipe`` before it had ``resets``, and their names there: configurations and runs still name them."""
 
 
 def taking_old_names(kind: type) -> type:
-    """A class decorator: the constructor of ``kind``, and ``dataclasses.replace``, also take the names of
-    ``OLD_RESETS``.
-    """
+    """A class decorator: the constructor of ``kind``, and ``replace``, also take the names of ``OLD_RESETS``."""
     made = kind.__init__
 
     @functools.wraps(made)

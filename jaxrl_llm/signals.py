@@ -1,6 +1,4 @@
-"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after the step that it is
-in.
-"""
+"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after its step."""
 
 import contextlib
 import os

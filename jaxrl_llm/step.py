@@ -1,5 +1,6 @@
-"""What one step does: take a batch, learn from it, make the next one meanwhile where the stage says so. The loop says
-when.
+"""What one step does: take a batch, learn from it, make the next one meanwhile where the stage says so.
+
+The loop says when.
 """
 
 import dataclasses
@@ -48,8 +49,9 @@ class LoopState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], stage: Stage) -> "LoopState":
-        """The inverse of ``to_json``; also reads what was saved before rules had a memory, and problems a
-        fingerprint.
+        """The inverse of ``to_json``.
+
+        Also reads what was saved before rules had a memory, and problems a fingerprint.
         """
         values = (
             data

@@ -253,8 +253,9 @@ class GAE(Estimator):
 
 
 def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> jax.Array:
-    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``GAE``); 0 where the mask is
-    False.
+    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``GAE``).
+
+    0 where the mask is False.
     """
 
     def back(after: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:

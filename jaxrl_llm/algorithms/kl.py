@@ -91,9 +91,7 @@ class K3Plus:
 
 @dataclasses.dataclass(frozen=True)
 class UnbiasedK3:
-    """``r k3``, with the gradient of both factors: ``r (logp - ref)``, unbiased off-policy (arXiv 2512.02556, eq.
-    7).
-    """
+    """``r k3`` with the gradient of both: ``r (logp - ref)``, unbiased off-policy (arXiv 2512.02556, eq. 7)."""
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """All [B, T]; returns [B, T].

@@ -43,8 +43,9 @@ class Tokens(NamedTuple):
 
     @property
     def lengths(self) -> jax.Array:
-        """Valid tokens of each sequence, [B, 1]; counted as integers, which compilers do without writing the mask
-        down.
+        """Valid tokens of each sequence, [B, 1].
+
+        Counted as integers, which compilers do without writing the mask down.
         """
         return jnp.sum(self.mask > 0, axis=1, keepdims=True, dtype=jnp.int32).astype(self.mask.dtype)
 

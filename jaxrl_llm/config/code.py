@@ -92,9 +92,7 @@ def _home(module: ModuleType) -> Path | None:
 
 
 def own_modules(value: Any) -> dict[str, str]:
-    """Files of the modules, not of this package, in which classes of the values inside ``value`` are defined, by
-    name.
-    """
+    """Files of modules outside this package that define classes of the values inside ``value``, by name."""
     kinds = {type(part) for part in parts_of(value) if dataclasses.is_dataclass(part)}
     names = {kind.__module__ for kind in kinds if not is_ours(kind)}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names - {"__main__"})}

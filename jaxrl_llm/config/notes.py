@@ -1,5 +1,6 @@
-"""What of a run's settings does nothing, or something else than one might think; and the remedy. Said when the run
-begins.
+"""What of a run's settings does nothing, or something else than one might think; and the remedy.
+
+Said when the run begins.
 """
 
 import math
@@ -59,9 +60,7 @@ def _learns_earlier(run: Run) -> bool:
 
 
 def _more_updates(run: Run) -> str:
-    """The flag that makes several updates of a batch: the paper's count, where that leaves minibatches of two
-    groups.
-    """
+    """The flag that makes several updates of a batch: the paper's count if minibatches of two groups remain."""
     prompts = run.rollout.prompts
     paper = run.recipe.paper
     wanted = paper.count if paper is not None and paper.count > 1 else USUAL_MINIBATCHES

@@ -1,6 +1,4 @@
-"""Where a run came from: what its config.json records beside the settings, so that it can be found again from
-elsewhere.
-"""
+"""Where a run came from: what config.json records beside the settings, so that all is found again from elsewhere."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -50,9 +48,7 @@ class Origin:
         return [folder for folder in (*beside, Path(self.folder)) if folder.is_dir()]
 
     def to_json(self) -> dict[str, Any]:
-        """What config.json has beside the settings: ``origin``, and ``from`` where the run began with another's
-        weights.
-        """
+        """What config.json has beside the settings: ``origin``, and ``from`` where it began with another's weights."""
         origin = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
         return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
 

@@ -1,5 +1,6 @@
-"""Tokens in, tokens out: slots that are refilled between compiled chunks of decode steps. It knows no task and no
-reward.
+"""Tokens in, tokens out: slots that are refilled between compiled chunks of decode steps.
+
+It knows no task and no reward.
 """
 
 from jaxrl_llm.engine.settings import Repetition, Sampling

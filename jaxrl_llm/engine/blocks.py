@@ -127,8 +127,9 @@ def _assigned_part(members: Sequence[Request], blocks: range, group: int) -> boo
 
 
 def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
-    """int32[rows]: the lane of each slot, counted through the blocks of its part; beyond the last one for an idle
-    slot.
+    """int32[rows]: the lane of each slot, counted through the blocks of its part.
+
+    Beyond the last one for an idle slot.
     """
     count = shape.blocks // shape.parts * shape.group
     table = np.full(shape.rows, count, np.int32)

@@ -170,9 +170,7 @@ class Engine:
             return count + (self._take(before) if before else 0)
 
     def abort(self, handles: Sequence[int]) -> None:
-        """End these requests now: ``collect`` returns what they have, which may be nothing, with the reason
-        "aborted".
-        """
+        """End these requests now: ``collect`` returns what they have, if anything, with the reason "aborted"."""
         ending = set(handles)
         with _on(self._build.mesh):
             self._read()
@@ -277,8 +275,9 @@ def _reason(last: int, stop_ids: Sequence[int], repeats: bool) -> str:
 
 
 def _all_same(known: Sequence[weakref.ref], leaves: Sequence[Any]) -> bool:
-    """Whether these are the arrays known, every one of them; one that is gone is like no other, whatever took its
-    place.
+    """Whether these are the arrays known, every one of them.
+
+    One that is gone is like no other, whatever took its place.
     """
     return len(known) == len(leaves) and all(ref() is leaf for ref, leaf in zip(known, leaves, strict=True))
 

@@ -1,6 +1,4 @@
-"""When a completion that only repeats itself is ended: a state of fixed size for each row, one pure step for each
-token.
-"""
+"""When a completion that only repeats itself is ended: a small state for each row, a pure step for each token."""
 
 from typing import NamedTuple
 

@@ -64,14 +64,13 @@ class Request:
 
     @property
     def prompt_columns(self) -> int:
-        """Columns of its block: the prompt but its last token, so that one path samples the first new token and all
-        others.
-        """
+        """Columns of its block: the prompt but its last token, so that one path samples all new tokens."""
         return len(self.prompt) - 1
 
     def sampled_before(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that it was begun with and the policy's log-probability of each; -inf where no policy sampled
-        it.
+        """The tokens that it was begun with and the policy's log-probability of each.
+
+        -inf where no policy sampled it.
         """
         logp = self.begun.extras.get("policy_logp", self.begun.sampler_logp)
         return self.begun.tokens, np.where(self.begun.mask, logp, -np.inf).astype(np.float32)

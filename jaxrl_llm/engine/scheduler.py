@@ -44,8 +44,9 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import batch_parts
 
 FEWEST_SLOTS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEW_SLOTS_COLUMNS = 16, 64, 32, 256
-"""What a chunk computes at least of batch, cache and prompts, for less saves little; the last: of both, with so few
-slots.
+"""What a chunk computes at least of batch, cache and prompts, for less saves little.
+
+The last: of both, with so few slots.
 """
 WORTH_SHRINKING = 4
 """Chunks that some request may still take for a smaller batch to be worth compiling."""

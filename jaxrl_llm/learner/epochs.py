@@ -106,8 +106,9 @@ def _update_each(
     coefficients: dict[str, Any],
     rows: dict[str, list[Row]],
 ) -> tuple[TrainState, bool]:
-    """One minibatch for every role; ``rows`` get what each update says. Returns the state, and whether the passes end
-    here.
+    """One minibatch for every role; ``rows`` get what each update says.
+
+    Returns the state, and whether the passes end here.
     """
     for one in training:
         seen = rows[one.role]

@@ -1,5 +1,6 @@
-"""The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights; and the learning
-rate.
+"""The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights.
+
+And the learning rate.
 """
 
 import functools
@@ -100,8 +101,9 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
 
 
 def _muon(config: Optimiser) -> optax.GradientTransformation:
-    """Momentum of each layer's matrices, orthogonalised (Muon, arXiv 2502.16982); Adam for embeddings, head, norms,
-    biases.
+    """Momentum of each layer's matrices, orthogonalised (Muon, arXiv 2502.16982).
+
+    Adam for embeddings, head, norms, biases.
     """
 
     def axes(params: Any) -> Any:

@@ -16,9 +16,7 @@ KERNELS = {"splash": "tpu", "cudnn": "gpu"}
 CUDNN_HEAD = 128
 """The widest head of cuDNN's fused attention on every generation that has it."""
 SHORT_ROW, TILES = 256, {"cpu": 32}
-"""Tokens below which a row is too small to be worth its overhead, and what its length is a multiple of (128 if not
-listed).
-"""
+"""Tokens below which a row is not worth its overhead, and what its length is a multiple of (128 if not listed)."""
 UNROLLED_LAYERS = 12
 """Up to how many layers have their own part of a CPU program."""
 

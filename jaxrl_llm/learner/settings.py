@@ -5,9 +5,7 @@ import dataclasses
 from jaxrl_llm.models.config import Lora
 
 MUON_RMS = 0.2
-"""Root mean square of Muon's steps: that of AdamW's, so that one learning rate serves both (arXiv 2502.16982, section
-2.2).
-"""
+"""Root mean square of Muon's steps: AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
 
 
 @dataclasses.dataclass(frozen=True)

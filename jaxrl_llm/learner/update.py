@@ -30,9 +30,7 @@ def microbatch_loss(
     coefficients: Coefficients,
     compute: Compute,
 ) -> tuple[jax.Array, dict[str, Metrics]]:
-    """One microbatch's share of the step's loss, and the metrics of each objective: sums divided by the step's
-    counts.
-    """
+    """One microbatch's share of the step's loss, and each objective's metrics: sums over the step's counts."""
     names = {name for objective in objectives for name in objective.outputs}
     entropy_gradient = any(objective.entropy_gradient for objective in objectives)
     outputs = outputs_of(

@@ -36,8 +36,9 @@ class Rows(NamedTuple):
 
 
 Windowed = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[]) -> [B, S, K, N / K, H]; window 0 sees
-everything.
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[]) -> [B, S, K, N / K, H].
+
+Window 0 sees everything.
 """
 
 

@@ -72,8 +72,9 @@ class Beginnings(NamedTuple):
 
 
 def beginnings(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> Beginnings:
-    """Beginnings in blocks of ``width`` lanes; ``lanes`` int32[B] as above, beyond the last lane for a row that reads
-    none.
+    """Beginnings in blocks of ``width`` lanes.
+
+    ``lanes`` int32[B] as above, beyond the last lane for a row that reads none.
     """
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
@@ -224,9 +225,7 @@ def _begun(
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
-    """The cache with the chunk's C columns written at each row's positions ``lengths`` and on, where there must be
-    room.
-    """
+    """The cache with the chunk's C columns written from each row's ``lengths`` on, where there must be room."""
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(cache.v.shape[1]))
     return _write_rows(cache, rows, lambda i: (i, _row(chunk, i), lengths[i]))

@@ -97,9 +97,7 @@ def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
 
 
 def low_rank(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """``w + scale * a @ b`` of w [in.., out..], a [in.., r] and b [r, out..], added in float32, returned in w's
-    dtype.
-    """
+    """``w + scale * a @ b`` of w [in.., out..], a [in.., r], b [r, out..]: added in float32, in w's dtype."""
     change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
     return (w.astype(jnp.float32) + scale * change).astype(w.dtype)
 

@@ -19,9 +19,7 @@ TIED, UNTIED = "pcd,vd->pcv", "pcd,dv->pcv"
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What is static of the last layer: products as einsum letters, soft cap, positions at a time, what is
-    differentiated.
-    """
+    """What is static of the last layer: einsum letters, soft cap, positions at a time, what is differentiated."""
 
     letters: str
     cap: float | None
@@ -168,9 +166,7 @@ def _wide(x: jax.Array) -> Any:
 
 
 def _gathered(static: Head, head: jax.Array) -> jax.Array:
-    """The head with its vocabulary divided over ``tensor`` only, once before the loop: ``fsdp`` divides the
-    positions.
-    """
+    """The head with its vocabulary divided over ``tensor`` only, once: ``fsdp`` divides the positions."""
     return constrain(head, *_layout(static))
 
 
@@ -241,8 +237,9 @@ def _slope(
 
 
 def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
-    """Kept sets uint32[..., ceil(V / 32)] as bool[..., V]; a row of zeros, where no policy sampled, keeps
-    everything.
+    """Kept sets uint32[..., ceil(V / 32)] as bool[..., V].
+
+    A row of zeros, where no policy sampled, keeps everything.
     """
     places = jnp.arange(32, dtype=jnp.uint32)[(None,) * words.ndim]
     bits = ((words[..., None] >> places) & jnp.uint32(1)) > 0

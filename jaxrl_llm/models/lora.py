@@ -57,8 +57,9 @@ def merge(model: Decoder) -> Decoder:
 
 
 def model_of(state: TrainState, name: str) -> Any:
-    """The model that a role's parameters stand for, or a frozen copy's; a copy of the policy adapts the policy's
-    base.
+    """The model that a role's parameters stand for, or a frozen copy's.
+
+    A copy of the policy adapts the policy's base.
     """
     if name in state.roles:
         return attached(state.roles[name].base, state.roles[name].params)

@@ -93,9 +93,7 @@ def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
 def read_part(
     config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], dtype: np.dtype, place: tuple[slice, ...]
 ) -> np.ndarray:
-    """The values at ``place`` (start and stop for each dimension) of our parameter, read and converted layer by
-    layer.
-    """
+    """The values at ``place`` (start and stop of each dimension) of our parameter, read layer by layer."""
     names = _names(tensor, config.layers)[place[0] if tensor.layered else slice(None)]
     inner = dict(zip(tensor.axes, place[1:] if tensor.layered else place, strict=True))
     out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
@@ -107,8 +105,9 @@ def read_part(
 def _part_of_one(
     tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> np.ndarray:
-    """One layer's values in our axes. Of merged axes only the outer one is cut while reading, for the sake of long
-    runs.
+    """One layer's values in our axes.
+
+    Of merged axes only the outer one is cut while reading, for the sake of long runs.
     """
     cuts = []
     found = dict(sizes)

@@ -1,6 +1,4 @@
-"""What a step's programs send, by formula: for machines that nothing is compiled for, and to rank meshes before
-compiling.
-"""
+"""What a step's programs send, by formula: where nothing is compiled, and to rank meshes before compiling."""
 
 import numpy as np
 

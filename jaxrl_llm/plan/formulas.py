@@ -142,9 +142,7 @@ def attention_share(attention: str, columns: int) -> float:
 
 
 def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> float:
-    """FLOPs that one update really runs over all devices: padded rows, what attention hides too late, what remat
-    repeats.
-    """
+    """FLOPs that one update really runs on all devices: padding, what attention hides too late, what remat repeats."""
     tokens = one.rows * one.row_tokens
     pairs = config.layers * one.rows * one.row_tokens**2 * min(attention_share(attention, one.row_tokens), 1.0)
     body = forward_flops(config, tokens, pairs, 0)

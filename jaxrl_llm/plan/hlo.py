@@ -137,8 +137,9 @@ def calls(instruction: Instruction) -> dict[str, list[str]]:
 
 
 def _own(program: Program, name: str, times: float) -> Iterator[Collective]:
-    """Those of one computation and its fusions. One that is spread over several fusions, to overlap, bears one
-    channel.
+    """Those of one computation and its fusions.
+
+    One that is spread over several fusions, to overlap, bears one channel.
     """
     seen: set[tuple[str, str]] = set()
     for instruction, fusion in _flat(program, name, ""):
@@ -211,8 +212,9 @@ def _groups(rest: str, devices: int) -> np.ndarray:
 
 
 def trip_count(program: Program, around: dict[str, Instruction], loop: Instruction) -> int | None:
-    """How often a loop runs: noted by the compiler, or from a counter that is compared with a constant; None for
-    data.
+    """How often a loop runs: noted by the compiler, or from a counter that is compared with a constant.
+
+    None for data.
     """
     if noted := re.search(r"known_trip_count[^\d]*(\d+)", loop.rest):
         return int(noted[1])

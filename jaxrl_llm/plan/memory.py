@@ -112,9 +112,7 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
 
 
 def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int, share: float) -> float:
-    """About what sampling needs beside weights and cache: logits of its slots, prompts that wait, a cache that
-    grows.
-    """
+    """About what sampling needs beside weights and cache: logits, prompts that wait, a cache that grows."""
     rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens)
     width = arrays.slots.cache.k.dtype.itemsize
     heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads

@@ -92,9 +92,7 @@ def traffic(collective: Collective, where: Places) -> Traffic:
 
 
 def _links(collective: Collective, where: Places) -> float:
-    """Links over which a device can send at one time: two along each closed axis of the torus on which its group
-    lies.
-    """
+    """Links over which a device can send at once: two along each closed axis of the torus of its group."""
     groups = collective.groups if collective.kind == "collective-permute" else collective.groups[:1]
     machine = where.machine
     members = np.unique(groups)

@@ -64,9 +64,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step at least: its parts follow each other, or sampling and learning run side by side on devices of
-        their own.
-        """
+        """Of a step at least: its parts follow each other, or sampling and learning run side by side."""
         learned = sum(p.seconds for p in self.phases if p.name in ("score", "update"))
         sampled = sum(p.seconds for p in self.phases) - learned
         return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
@@ -89,9 +87,7 @@ class Plan:
 
     @property
     def most_slots(self) -> int:
-        """The largest ``rollout.slots`` that fits beside the rest, where temporaries grow as the cache does: they grow
-        less.
-        """
+        """The largest ``rollout.slots`` that fits, if temporaries grow as the cache does: they grow less."""
         free = self.machine.chip.memory - self.sampling.total
         unit = self.mesh[0] * self.mesh[1]
         return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
@@ -153,8 +149,9 @@ def plan(
 
 
 def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compiled) -> dict[str, float]:
-    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many; half as many if
-    refused.
+    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many.
+
+    Half as many if refused.
     """
     rows = run.learner.microbatch_rows
     unit = math.prod(run.mesh.sizes(len(devices))[:2])

@@ -119,9 +119,7 @@ LOWERED: dict[str, Callable[[Subject], jax.stages.Lowered]] = {
 
 
 def names(one: Subject) -> list[str]:
-    """The programs that this run has: weights that go to other devices are moved by no program, a strict cache never
-    grows.
-    """
+    """The programs of this run: weights that go to other devices are moved by none, a strict cache never grows."""
     left_out = {"weights"} if one.apart else set()
     return [name for name in LOWERED if name not in left_out | ({"growth"} if one.run.rollout.strict else set())]
 
@@ -144,8 +142,9 @@ def compile_one(one: Subject, name: str) -> Compiled:
 
 
 def _repeats(one: Subject, name: str) -> tuple[float, ...]:
-    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions; decode
-    steps.
+    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions.
+
+    Decode steps.
     """
     predictions = one.arrays.packed.target.shape[-1]
     return {"update": (one.arrays.microbatches, -(-predictions // CHUNK)), "decode": (one.run.rollout.chunk,)}.get(

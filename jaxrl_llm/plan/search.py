@@ -10,15 +10,14 @@ from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.planning import Plan, plan
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
-"""How many are compiled; how much a formula's memory may exceed what there is; rows of a microbatch for each part of
-the batch.
+"""How many are compiled; how much a formula's memory may exceed what there is.
+
+Rows of a microbatch for each part of the batch.
 """
 
 
 def candidates(run: Run, config: ModelConfig, machine: Machine) -> list[Run]:
-    """Every mesh that divides heads, rows and devices, with some sizes of microbatches that hold no more than an update
-    does.
-    """
+    """Every mesh that divides heads, rows and devices, with some microbatches that hold no more than an update."""
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
     found = []
 

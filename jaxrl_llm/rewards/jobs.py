@@ -59,8 +59,9 @@ def verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndar
 
 
 def told(job: Job, reward: Any, outcome: Outcome) -> str:
-    """What is said of a failure: ``my_rewards.py:7: ZeroDivisionError: division by zero``. ``reward``: None for the
-    verifier.
+    """What is said of a failure: ``my_rewards.py:7: ZeroDivisionError: division by zero``.
+
+    ``reward``: None for the verifier.
     """
     place = outcome.place or (defined(_callable(reward)) if reward is not None else "") or job.call.path
     return f"{place}: {outcome.message}"

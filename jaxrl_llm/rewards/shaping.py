@@ -91,8 +91,9 @@ class CosineLength:
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """-1 where the completion was ended since it only repeated itself, else 0; ``rollout.repetition`` says when that
-    is.
+    """-1 where the completion was ended since it only repeated itself, else 0.
+
+    ``rollout.repetition`` says when that is.
     """
 
     weight: float = 1.0

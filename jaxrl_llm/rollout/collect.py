@@ -1,6 +1,4 @@
-"""Groups for one step, as a stream: the engine's slots stay full, each group is scored once its last completion is
-there.
-"""
+"""Groups for one step, as a stream: slots stay full, a group is scored once its last completion is there."""
 
 import collections
 import dataclasses
@@ -178,8 +176,9 @@ class Tally:
         self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
 
     def split(self, admission: AdmissionPolicy) -> tuple[list[PartialGroup], list[PartialGroup]]:
-        """The groups to go on with in the next step, by number and a step older; and those that have grown too old for
-        it.
+        """The groups to go on with in the next step, by number and a step older.
+
+        And those that have grown too old for it.
         """
         older = [
             dataclasses.replace(g, age=g.age + 1 if g.begun else 0) for g in sorted(self.held, key=lambda g: g.number)

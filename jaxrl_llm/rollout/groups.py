@@ -162,8 +162,9 @@ def informative(group: Group, reads: str = "accuracy") -> bool:
 
 
 def whole(completion: Completion | None, longest: int) -> bool:
-    """Whether sampling it came to its end; if not it was interrupted, or reached the budget of a step below
-    ``longest``.
+    """Whether sampling it came to its end.
+
+    If not it was interrupted, or reached the budget of a step below ``longest``.
     """
     if completion is None or completion.finish_reason == "aborted":
         return False

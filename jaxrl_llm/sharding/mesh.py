@@ -84,8 +84,9 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """The sampler's mesh: the devices set aside for it, or else the learner's. Its heads are divided as the learner's
-    are.
+    """The sampler's mesh: the devices set aside for it, or else the learner's.
+
+    Its heads are divided as the learner's are.
     """
     if not shape.rollout:
         return make_mesh(shape, devices)
@@ -146,9 +147,7 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
 
 
 def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
-    """``spec`` without the axes that do not divide their dimension of ``shape`` (9 heads on 2 devices), last ones
-    first.
-    """
+    """``spec`` without the axes that do not divide their dimension (9 heads on 2 devices), last ones first."""
     return PartitionSpec(*(_dividing(size, axis, mesh) for size, axis in zip(shape, spec, strict=False)))
 
 

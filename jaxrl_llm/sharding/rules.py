@@ -48,14 +48,13 @@ ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     "heads": (BATCH, None, "tensor", None),
     "mlp": (BATCH, None, "tensor"),
 }
-"""Mesh axes of what flows through a layer: residual stream and hidden states [B, S, D], heads [B, S, N, H], MLP [B, S,
-F].
-"""
+"""Mesh axes of what flows through a layer: residual and hidden [B, S, D], heads [B, S, N, H], MLP [B, S, F]."""
 
 
 def activation(x: jax.Array, name: str) -> jax.Array:
-    """``x`` laid out as ``ACTIVATIONS`` says, inside jit on the mesh set by ``jax.set_mesh``; as it is where there is
-    none.
+    """``x`` laid out as ``ACTIVATIONS`` says, inside jit on the mesh set by ``jax.set_mesh``.
+
+    As it is where there is none.
     """
     return constrain(x, *ACTIVATIONS[name])
 
@@ -88,9 +87,7 @@ def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
-    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all of
-    them.
-    """
+    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all."""
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
         spec = [_without_fsdp(axis) for axis in RULES.get(parameter_path(path), ())]

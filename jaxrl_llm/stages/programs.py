@@ -1,6 +1,4 @@
-"""What a run of reinforcement learning computes on its devices, made in one place for the trainer and for the
-planner.
-"""
+"""What reinforcement learning computes on its devices, made in one place for the trainer and the planner."""
 
 import dataclasses
 from collections.abc import Callable
@@ -52,9 +50,7 @@ def coefficients_of(run: Run) -> dict[str, float]:
 
 
 def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
-    """The samples of one optimiser update: its groups, with prompts and completions (or ``tokens`` of them) at their
-    longest.
-    """
+    """The samples of one optimiser update: groups with prompts and completions (or ``tokens``) at their longest."""
     rollout = run.rollout
     length = rollout.max_new_tokens if tokens is None else tokens
     groups = -(-rollout.prompts // run.learner.minibatches)

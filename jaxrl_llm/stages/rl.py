@@ -261,9 +261,7 @@ def dropped_endings(run: Run) -> tuple[str, ...]:
 
 
 def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Group]) -> tuple[Algorithm, np.ndarray]:
-    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies
-    itself.
-    """
+    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies."""
     weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in parts.values())
     rewards = np.stack([np.stack([group.parts[name] for group in groups]) for name in parts], axis=-1)
     return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), rewards

@@ -15,8 +15,9 @@ from jaxrl_llm.types import Problem
 
 
 class Source(Protocol):
-    """Where problems come from: any frozen dataclass with these two. Equal settings give equal problems, ids
-    included.
+    """Where problems come from: any frozen dataclass with these two.
+
+    Equal settings give equal problems, ids included.
     """
 
     @property

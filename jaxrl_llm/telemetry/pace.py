@@ -32,9 +32,7 @@ class Schedule:
         return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def ahead(self, step: int) -> dict[str, int]:
-        """How much of each kind is to be done once ``step`` has learned: its own evaluation and save, and all after
-        it.
-        """
+        """How much of each kind is left once ``step`` has learned: its own evaluation and save, and all after it."""
         return {
             STEP: self.steps - step,
             EVALUATION: self._due(step, self.evaluate_every),

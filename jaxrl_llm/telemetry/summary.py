@@ -78,8 +78,9 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print the accuracy (or reward) before and after, samples, the run's directory and the next commands; to stdout if
-    None.
+    """Print the accuracy (or reward) before and after, samples, the run's directory and the next commands.
+
+    To stdout if None.
     """
     console = console or Console(highlight=False)
     console.print()
