@@ -13,7 +13,7 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rollout.collect import Status, complete
 from jaxrl_llm.rollout.groups import request_seed
-from jaxrl_llm.tasks import Task, encode, extract
+from jaxrl_llm.tasks import Prompts, extract
 from jaxrl_llm.types import Completion, Problem
 
 SEED_SPACE = 1 << 39
@@ -74,13 +74,13 @@ class Questions:
     """What is asked in one evaluation.
 
     Attributes:
-      task: how prompts are templated.
+      prompts: of the task, as token ids.
       problems: at least one.
       samples: answers to each.
       seed: decides every random number.
     """
 
-    task: Task
+    prompts: Prompts
     problems: Sequence[Problem]
     samples: int
     seed: int
@@ -96,10 +96,10 @@ def evaluate(
     status: Status = lambda text: None,
 ) -> Evaluated:
     """Answer every problem and check the answers; score them in full where nothing is verified."""
-    task = asked.task
+    task = asked.prompts.task
     problems = asked.problems
     samples = asked.samples
-    prompts = [encode(problem, task, tokenizer) for problem in problems for _ in range(samples)]
+    prompts = [asked.prompts[problem] for problem in problems for _ in range(samples)]
     seeds = [request_seed(asked.seed, SEED_SPACE + n) for n in range(len(prompts))]
     done = complete(
         engine, model, tokenizer, prompts, seeds, sampling, status=lambda text: status(f"evaluating: {text}")

@@ -11,7 +11,7 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.rollout.groups import request_seed
-from jaxrl_llm.tasks import Table, Task, load
+from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.types import Completion, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
@@ -87,9 +87,9 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
     engine = Engine(model, slots=4, max_length=64, chunk=4)
     heard = []
     with Scorer((Accuracy(),), 1) as scorer:
-        run = lambda: evaluate(
-            engine, model, tokenizer, Questions(task, problems, 3, 5), scorer, Sampling(max_new_tokens=6), heard.append
-        )
+        asked = Questions(Prompts(task, tokenizer), problems, 3, 5)
+        rules = Sampling(max_new_tokens=6)
+        run = lambda: evaluate(engine, model, tokenizer, asked, scorer, rules, heard.append)
         first, second = run(), run()
     assert first.task == "digits" and first.correct.shape == (4, 3) and first.maj.shape == (4,)
     assert [[c.text for c in row] for row in first.completions] == [[c.text for c in row] for row in second.completions]

@@ -116,6 +116,7 @@ def test(
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
+    from jaxrl_llm.tasks import Prompts
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
 
@@ -133,11 +134,12 @@ def test(
             Scorer(judges(settings, problems), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
             farewell(lambda *reason: scorer.close()),
         ):
-            length = max_length(problems, options, policy)
+            prompts = Prompts(options.task, policy.tokenizer)
+            length = max_length(prompts.longest(problems), options, policy)
             model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))
             engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
-            asked = Questions(options.task, problems, options.samples, options.seed)
+            asked = Questions(prompts, problems, options.samples, options.seed)
             found = evaluate(engine, model, policy.tokenizer, asked, scorer, sampling, progress.status)
     return policy, found, notes
 
@@ -163,15 +165,12 @@ def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple
     return problems[: options.limit or None], notes
 
 
-def max_length(problems: tuple[Any, ...], options: Options, policy: Policy) -> int:
+def max_length(longest: int, options: Options, policy: Policy) -> int:
     """The longest prompt and a completion, in tokens.
 
     Raises:
       InputError: it is longer than what the model was made for.
     """
-    from jaxrl_llm.tasks import encode
-
-    longest = max(len(encode(problem, options.task, policy.tokenizer)) for problem in problems)
     length = longest + options.max_new_tokens
     positions = policy.model.config.attention.max_positions
     configs.require(

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.rewards import Failures, Judge
 from jaxrl_llm.rewards.group_shaping import GroupShaping
-from jaxrl_llm.tasks import PromptStream, Task, encode
+from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -90,8 +90,8 @@ class GroupSource:
     """What it takes to ask for a group and to score it.
 
     Attributes:
-      tokenizer: encodes prompts, decodes completions.
-      task: how prompts are templated.
+      tokenizer: decodes completions.
+      prompts: token ids.
       stream: the training prompts, in their order.
       judge: of the completions.
       group: G.
@@ -100,7 +100,7 @@ class GroupSource:
     """
 
     tokenizer: Any
-    task: Task
+    prompts: Prompts
     stream: PromptStream
     judge: Judge
     group: int
@@ -110,8 +110,7 @@ class GroupSource:
     def ask(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
         """The group of this number, not begun yet, and what the stream remembers then."""
         problem, memory = self.stream.next(number, memory)
-        prompt = np.asarray(encode(problem, self.task, self.tokenizer), np.int32)
-        return PartialGroup(number, (None,) * self.group, problem, prompt), memory
+        return PartialGroup(number, (None,) * self.group, problem, self.prompts[problem]), memory
 
     def seeds(self, number: int) -> list[int]:
         """The seeds of the G completions of a prompt."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,10 @@ def prepare(
     prints = problems_of(run, loaded, problems)
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
     problems = problems[: run.evaluation.limit or None]
-    check_prompts(run, run.task, loaded.train, tokenizer)
-    check_prompts(run, test_task, problems, tokenizer)
+    prompts = tasks.Prompts(run.task, tokenizer)
+    test_prompts = tasks.Prompts(test_task, tokenizer)
+    check_prompts(run, prompts, loaded.train)
+    check_prompts(run, test_prompts, problems)
     progress.status("calling each reward once")
     scorer.rehearse(loaded.train[0], tokenizer)
     rollout = run.rollout
@@ -189,7 +191,7 @@ def prepare(
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
     engine = programs.engine
     stream = tasks.Shuffled(loaded.train, run.seed)
-    source = GroupSource(tokenizer, run.task, stream, scorer, rollout.group, run.seed, run.recipe.shaping)
+    source = GroupSource(tokenizer, prompts, stream, scorer, rollout.group, run.seed, run.recipe.shaping)
     admission = AdmissionPolicy(
         rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect
     )
@@ -206,7 +208,7 @@ def prepare(
     def test(weights: Decoder) -> Evaluated | None:
         if not problems:
             return None
-        asked = Questions(test_task, problems, run.evaluation.samples, run.seed)
+        asked = Questions(test_prompts, problems, run.evaluation.samples, run.seed)
         return evaluate(engine, weights, tokenizer, asked, scorer, answers, progress.status)
 
     counts = len(loaded.train), len(problems)
@@ -246,12 +248,12 @@ def problems_of(run: Run, loaded: tasks.Loaded, tested: tuple[Problem, ...]) -> 
     return {"training": tasks.fingerprint(loaded.train), name: tasks.fingerprint(tested)}
 
 
-def check_prompts(run: Run, task: tasks.Task, problems: Any, tokenizer: Any) -> None:
+def check_prompts(run: Run, prompts: tasks.Prompts, problems: Sequence[Problem]) -> None:
     """Refuse a task whose longest prompt does not fit."""
-    longest = max((len(tasks.encode(p, task, tokenizer)) for p in problems), default=0)
+    longest = prompts.longest(problems)
     limit = run.rollout.max_prompt_tokens
     remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
-    configs.require(longest <= limit, f"the longest prompt of {task.label} has {longest} tokens: {remedy}")
+    configs.require(longest <= limit, f"the longest prompt of {prompts.task.label} has {longest} tokens: {remedy}")
 
 
 def dropped_endings(run: Run) -> tuple[str, ...]:

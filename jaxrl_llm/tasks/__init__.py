@@ -7,7 +7,7 @@ from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Table
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
-from jaxrl_llm.tasks.template import CHATML, encode
+from jaxrl_llm.tasks.template import CHATML, Prompts, encode
 
 __all__ = [
     "CHATML",
@@ -15,6 +15,7 @@ __all__ = [
     "HubDataset",
     "Loaded",
     "PromptStream",
+    "Prompts",
     "ReasoningGym",
     "Rows",
     "Shuffled",

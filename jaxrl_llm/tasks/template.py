@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,30 @@ CHATML = (
 )
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
+
+
+class Prompts:
+    """The prompts of a task's problems as token ids, each encoded once.
+
+    Args:
+      task: how they are templated.
+      tokenizer: of the model.
+    """
+
+    def __init__(self, task: Task, tokenizer: Any):
+        self.task = task
+        self._tokenizer = tokenizer
+        self._known: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, problem: Problem) -> np.ndarray:
+        """int32[T]; see ``encode``. Problems of one task are told apart by their ids."""
+        if problem.id not in self._known:
+            self._known[problem.id] = encode(problem, self.task, self._tokenizer)
+        return self._known[problem.id]
+
+    def longest(self, problems: Iterable[Problem]) -> int:
+        """Tokens of the longest; 0 where there is none."""
+        return max((len(self[problem]) for problem in problems), default=0)
 
 
 def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
