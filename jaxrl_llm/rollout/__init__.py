@@ -1,4 +1,4 @@
-"""Groups from prompts; and, for those who call it from here, the engine that samples them."""
+"""Groups from prompts: admission, collection, what is carried over. The engine's names are here too."""
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.lazy import attach

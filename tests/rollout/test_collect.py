@@ -282,3 +282,26 @@ def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(se
 
 def test_the_toys_lengths_are_not_all_alike():
     assert len({drawn(n, 1, 100) for n in range(50)}) > 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning(ToySource):
+    """Prompts whose order is a function of what came back: it remembers what it asked and what was scored."""
+
+    def ask(self, number, memory):
+        group, _ = super().ask(number, memory)
+        return group, memory | {"asked": memory.get("asked", 0) + 1}
+
+    def told(self, memory, groups):
+        return memory | {"scored": [*memory.get("scored", []), *(int(group.problem.id) for group in groups)]}
+
+
+def test_a_stream_of_prompts_remembers_what_came_back():
+    made = dataclasses.replace(sampler(4, 16, 0.5), source=Learning(4, 0.5))
+    found = steps(made, 3)
+    memory = found[-1].left.stream
+    assert memory["asked"] == found[-1].left.cursor
+    assert sorted(memory["scored"]) == sorted(int(g.problem.id) for step in found for g in step.sampled)
+    left = carryover_from_json(json.loads(json.dumps(carryover_to_json(found[0].left))))
+    again = collect(made, None, 1, left)
+    assert again.left.stream == found[1].left.stream, "what it remembers is saved with the run"
