@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 import pytest  # noqa: E402  what imports jax comes after its environment
 from tiny import compiled  # noqa: E402
 
-SOONER = ("learner", "sharding")
+SOONER = ("algorithms", "engine", "learner", "models", "sharding")
 """Folders whose programs run once or twice, and so are compiled without XLA's optimisations, but where a module is
 ``OPTIMISED``."""
 

@@ -14,6 +14,8 @@ from jaxrl_llm.models.decoder import causal_rows, forward, unembed
 from jaxrl_llm.models.layers import product
 from jaxrl_llm.models.logprobs import token_logprobs
 
+OPTIMISED = True
+
 SCORES = "bskgh,bkhz->bkgsz"
 DOT = re.compile(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\) -> tensor<(?:\d+x)*(\w+)>")
 

@@ -25,6 +25,8 @@ from jaxrl_llm.models.hf_config import write_config
 from jaxrl_llm.models.weights import StoredTensor, hf_shape, our_shape, read_part
 from jaxrl_llm.sharding import MeshShape, from_parts, held_parts, layout_of, make_mesh, shardings
 
+OPTIMISED = True
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 SHAPES = [(1, 8, 1), (2, 2, 2), (1, 1, 8), (1, 2, 4)]
 LOADER = Path(__file__).with_name("loading.py")
