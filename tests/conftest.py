@@ -1,5 +1,6 @@
 """Strict numerics on 8 virtual devices for the whole suite; set before anything imports jax."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,15 +18,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")
 # 8 devices that share a busy core may wait for each other for long; XLA would end the process after 40 seconds.
 PATIENT = ("--xla_cpu_collective_call_terminate_timeout_seconds=600", "--xla_cpu_collective_timeout_seconds=600")
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT)).strip()
+# Workers share the cores already: a program that is split to be compiled by several threads only costs more.
+UNSPLIT = "--xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT, UNSPLIT)).strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
+# What JAX has traced stays for the whole session: looking through all of it for garbage is in vain.
+gc.set_threshold(100_000, 20, 100)
+
 import pytest  # noqa: E402  what imports jax comes after its environment
 from tiny import compiled  # noqa: E402
 
-SOONER = ("algorithms", "engine", "learner", "models", "sharding")
+SOONER = ("algorithms", "engine", "learner", "models", "rollout", "sharding", "tests")
 """Folders whose programs run once or twice, and so are compiled without XLA's optimisations, but where a module is
 ``OPTIMISED``."""
 
