@@ -1,16 +1,17 @@
-"""Exact JSON of plain values: what a checkpoint or a configuration holds comes back as it was, types included.
+"""Exact JSON of plain values and records: what a checkpoint holds comes back as it was, types included.
 
 What JSON has is written as it is. Anything else is an object with one key, ``$`` and the kind's name: ``(1, 2)``
 becomes ``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does.
 """
 
 import base64
+import dataclasses
 import datetime
 import decimal
 import uuid
 import zlib
 import zoneinfo
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ _SIGN = "$"
 
 
 class _Kind(NamedTuple):
-    """How values of one type are written and read."""
+    """How values of one type are written, as values that ``to_json`` writes in turn, and read."""
 
     name: str
     type: type
@@ -28,14 +29,19 @@ class _Kind(NamedTuple):
     read: Callable[[Any], Any]
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: Any, records: Sequence[type] = ()) -> Any:
     """The value as JSON values.
 
     Lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too), bytes, dates and times with their
-    zones, UUIDs and NumPy arrays, nested as you like.
+    zones, UUIDs, NumPy arrays and records, nested as you like.
 
     >>> to_json({"when": datetime.date(2025, 7, 1)})
     {'when': {'$date': '2025-07-01'}}
+
+    Args:
+      value: what is to be written.
+      records: dataclasses whose values it may hold. They are known by their names alone, and a field that was not there
+        yet when a value was written gets its default.
 
     Raises:
       TypeError: it holds something else; the message names its type.
@@ -44,32 +50,39 @@ def to_json(value: Any) -> Any:
     if kind in _JSON:
         return value
     if kind is list:
-        return [to_json(item) for item in value]
+        return [to_json(item, records) for item in value]
     if kind is dict and _is_json_object(value):
-        return {key: to_json(item) for key, item in value.items()}
+        return {key: to_json(item, records) for key, item in value.items()}
+    if kind in records:
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {_SIGN + kind.__name__: to_json(fields, records)}
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
         return {f"{_SIGN}timestamp": _write_timestamp(value)}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject:
         raise TypeError(f"{kind.__name__} of {value.dtype}")
     for known in _KINDS:
         if kind is known.type or (known.type is np.generic and isinstance(value, np.generic)):
-            return {_SIGN + known.name: known.write(value)}
+            return {_SIGN + known.name: to_json(known.write(value), records)}
     raise TypeError(kind.__name__)
 
 
-def from_json(data: Any) -> Any:
+def from_json(data: Any, records: Sequence[type] = ()) -> Any:
     """The inverse of ``to_json``.
 
     Raises:
       ValueError: of a kind that this version does not know.
     """
     if isinstance(data, list):
-        return [from_json(item) for item in data]
+        return [from_json(item, records) for item in data]
     if not isinstance(data, dict):
         return data
     if _is_json_object(data):
-        return {key: from_json(item) for key, item in data.items()}
+        return {key: from_json(item, records) for key, item in data.items()}
     [(name, content)] = data.items()
+    content = from_json(content, records)
+    for record in records:
+        if name == _SIGN + record.__name__:
+            return record(**content)
     if name == f"{_SIGN}timestamp":
         return _read_timestamp(content)
     for known in _KINDS:
@@ -95,20 +108,13 @@ def _is_json_object(value: dict[Any, Any]) -> bool:
     return all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith(_SIGN))
 
 
-def _write_items(value: Any) -> list[Any]:
-    return [to_json(item) for item in value]
-
-
 def _write_dict(value: dict[Any, Any]) -> list[Any]:
-    return [[to_json(key), to_json(item)] for key, item in value.items()]
-
-
-def _read_dict(pairs: list[Any]) -> dict[Any, Any]:
-    return {from_json(key): from_json(item) for key, item in pairs}
+    return [list(pair) for pair in value.items()]
 
 
 def _write_set(value: set[Any]) -> list[Any]:
-    return sorted(_write_items(value), key=repr)  # equal sets are written alike, whatever order they are walked in
+    """Equal sets are written alike, whatever order they are walked in."""
+    return sorted(value, key=lambda item: repr(to_json(item)))
 
 
 def _write_clock(value: datetime.datetime | datetime.time) -> list[Any]:
@@ -154,9 +160,9 @@ def _read_scalar(packed: dict[str, Any]) -> np.generic:
 
 
 _KINDS = (
-    _Kind("tuple", tuple, _write_items, lambda data: tuple(from_json(data))),
-    _Kind("dict", dict, _write_dict, _read_dict),
-    _Kind("set", set, _write_set, lambda data: set(from_json(data))),
+    _Kind("tuple", tuple, list, tuple),
+    _Kind("dict", dict, _write_dict, dict),
+    _Kind("set", set, _write_set, set),
     _Kind("bytes", bytes, _write_bytes, base64.b64decode),
     _Kind("decimal", decimal.Decimal, str, decimal.Decimal),
     _Kind("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),

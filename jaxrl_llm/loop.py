@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,17 @@ import numpy as np
 from rich.console import Console
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import learner
-from jaxrl_llm.checkpoint import Checkpoints, parts_of_policy, restore_parts
+from jaxrl_llm.begin import load
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Run, Start
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state, reset_reference
-from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import policy_model
-from jaxrl_llm.rules import DONE, Decision, Rule, decide
+from jaxrl_llm.rules import DONE, Decision, decide
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Batch, Stage
-from jaxrl_llm.step import LoopState, apply, check_problems, take_step
+from jaxrl_llm.step import LoopState, apply, take_step
 from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
@@ -90,18 +85,17 @@ def train(
     ):
         told = Told(schedule, progress, writer)
         stage, state, host = load(run, mesh, store, start, resources, progress, peers, weights)
-        rules = stage.rules()
         progress.pace.begin()
         if start is None:
-            test_first(stage, rules, state, host, told)
+            test_first(stage, state, host, told)
         stop = stack.enter_context(Preemption(progress.note))  # from here on there is a step to finish
         for step in range((start or 0) + 1, run.steps + 1):
             first = {"event/resumed": True} if resumed and step == (start or 0) + 1 else {}
-            state, row, batch, decision = make_step(stage, run, rules, state, host, step, told, first)
-            asked = agreed_to_stop(peers, stop, step, stage.common(batch), row)
+            state, row, batch, decision = make_step(stage, run, state, host, step, told, first)
+            asked = agreed_to_stop(peers, stop, step, batch.common, row)
             if schedule.saves(step) or decision.stop is not None or asked:
                 progress.status("saving")
-                store.save(step, state, host.to_json(stage))
+                store.save(step, state, host.to_json(stage.records))
                 progress.pace.took(SAVE)
             code, last_words = ending(decision, asked and step < run.steps, step, directory)
             if last_words:
@@ -113,48 +107,18 @@ def train(
     return code
 
 
-def load(
-    run: Run,
-    mesh: Any,
-    store: Checkpoints,
-    start: int | None,
-    resources: Any,
-    progress: Progress,
-    peers: Peers,
-    weights: Start | None,
-) -> tuple[Stage, TrainState, LoopState]:
-    """What makes the run's steps, and its state before its first step here; all that may refuse the run is tried before
-    it speaks.
-
-    The arguments are those of ``train``; ``start`` is the step whose checkpoint is gone on from, or None.
-    """
-    progress.status(f"loading {run.model}")
-    model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
-    stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
-    if start is not None:
-        progress.status(f"restoring step {start}")
-    parameters = count_of(model)
-    state, host = begin(run, stage, model, store, start, mesh, weights, progress.note)
-    check_problems(host.problems, stage.problems, run.task.label)
-    host.problems = stage.problems
-    for line in [*stage.header(parameters, count_of(state.policy.params)), *configs.notes(run)]:
-        progress.note(line)
-    return stage, state, host
-
-
-def test_first(stage: Stage, rules: Mapping[str, Rule], state: TrainState, host: LoopState, told: Told) -> None:
+def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> None:
     """The evaluation before training: row 0, which rules may remember."""
     found = stage.test(stage.weights(policy_model(state)))
     row = {"step": 0} | (found.metrics() if found else {})
     told.progress.tested(0, row)
-    _, host.memory = decide(rules, row, host.memory)
+    _, host.memory = decide(stage.rules, row, host.memory)
     record(told.writer, 0, found, row, [])
 
 
 def make_step(
     stage: Stage,
     run: Run,
-    rules: Mapping[str, Rule],
     state: TrainState,
     host: LoopState,
     step: int,
@@ -164,9 +128,8 @@ def make_step(
     """Make a batch, learn, evaluate, decide, record.
 
     Args:
-      stage: what makes batches and tests.
+      stage: what makes batches, tests and decides.
       run: its settings.
-      rules: what decides, by name.
       state: donated.
       host: told what this step leaves to the next.
       step: its number.
@@ -178,7 +141,7 @@ def make_step(
     """
     began = time.perf_counter()
     told.progress.status("sampling")
-    state, measured, batch = take_step(stage, run, state, host, step)
+    state, measured, batch = take_step(stage, run, state, host, step, told.progress.status)
     row = measured | {"step": step} | row
     row["time/step_s"] = time.perf_counter() - began
     told.progress.step(row)
@@ -188,12 +151,12 @@ def make_step(
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         told.progress.tested(step, row)
 
-    decision, host.memory = decide(rules, row, host.memory)
+    decision, host.memory = decide(stage.rules, row, host.memory)
     state = apply(decision, state, run)
     host.coefficients |= decision.coefficients
     row |= decision.events
     told.progress.happened(step, row)
-    record(told.writer, step, found, row, stage.examples(batch))
+    record(told.writer, step, found, row, batch.examples[: run.output.samples])
     return state, row, batch, decision
 
 
@@ -210,66 +173,6 @@ def advice(remedy: str, directory: Path) -> str:
     """How to go on from a stopped run under other settings; empty where no settings help."""
     name = shlex.quote(str(directory))
     return f"; go on from it with jaxrl-llm train {name} --from {name} {remedy}" if remedy else ""
-
-
-def count_of(model: Any) -> int:
-    """Parameters of a model, or of an adapter."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model))
-
-
-def begin(
-    run: Run,
-    stage: Stage,
-    model: Decoder,
-    store: Checkpoints,
-    start: int | None,
-    mesh: Any,
-    weights: Start | None,
-    note: Callable[[str], None],
-) -> tuple[TrainState, LoopState]:
-    """A fresh state, or that of step ``start``; the model is taken, or read for its shapes only."""
-    optimiser = build(run.learner.optimiser)
-    reference = run.recipe.algorithm.needs_reference
-    lora = run.learner.lora
-    others = [one.begins for one in stage.training if one.begins is not None]
-    if start is None:
-        state = learner.create_state(model, optimiser, reference, mesh, lora, run.seed, others)
-        host = LoopState()
-        if weights is not None:
-            state = borrowed(state, run, weights, mesh, note)
-    else:
-        like = abstract_state(model, optimiser, reference, lora, others)
-        state, data = store.restore(start, like, mesh, model)
-        host = LoopState.from_json(data, stage)
-    if run.recipe.controller is not None:
-        host.coefficients.setdefault("kl_coef", run.recipe.algorithm.kl_coef)
-    return state, host
-
-
-def borrowed(state: TrainState, run: Run, weights: Start, mesh: Any, note: Callable[[str], None]) -> TrainState:
-    """A fresh state whose policy and reference are those of another run's checkpoint, and its optimiser where its
-    settings are the same.
-
-    Raises:
-      InputError: the other run's model or adapter is of another kind.
-    """
-    old = configs.whole(configs.read(Path(weights.run) / "config.json", own=False).run.learner)
-    shown = f"step {weights.step} of {weights.run}"
-    if old.lora != run.learner.lora:
-        raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
-    same = old.optimiser == run.learner.optimiser
-    policy = state.policy
-    like = jax.eval_shape(parts_of_policy, policy.params, policy.opt_state if same else None)
-    for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
-        array.delete()  # there need not be room for both
-    found = restore_parts(Path(weights.run) / "checkpoints" / str(weights.step), like, mesh, policy.base).policy
-    note(
-        f"begins with {shown}: its weights"
-        + (" and its optimiser" if same else "; the optimiser is new, as its settings are")
-    )
-    return reset_reference(
-        state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
-    )
 
 
 def writing(

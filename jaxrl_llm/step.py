@@ -7,18 +7,18 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from jaxrl_llm import config as configs
-from jaxrl_llm import learner, tasks
+from jaxrl_llm import codec, learner
 from jaxrl_llm.config import Run
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import reset_optimiser, reset_reference
 from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.rollout import earlier
 from jaxrl_llm.rules import Decision, Memory
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
 from jaxrl_llm.types import TrainState
@@ -42,51 +42,44 @@ class LoopState:
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     problems: Fingerprints = dataclasses.field(default_factory=dict)
 
-    def to_json(self, stage: Stage) -> dict[str, Any]:
-        """Plain values; exact."""
-        own = {"memory": self.memory, "coefficients": self.coefficients, "problems": self.problems}
-        return own | stage.to_json(self.left, self.ready)
+    def to_json(self, records: Sequence[type]) -> dict[str, Any]:
+        """Plain values; exact. ``records``: the kinds of dataclasses in it."""
+        left = None if self.ready is not None else self.left  # a batch holds what it leaves
+        return codec.to_json(vars(self) | {"left": left}, records)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], stage: Stage) -> "LoopState":
-        """The inverse of ``to_json``.
-
-        Also reads what was saved before rules had a memory, and problems a fingerprint.
-        """
-        values = (
-            data
-            if "memory" in data
-            else {
-                "memory": {"stall": {"best": data["best"], "stalled": data["stalled"]}},
-                "coefficients": {} if data["kl_coef"] is None else {"kl_coef": data["kl_coef"]},
-            }
-        )
-        left, ready = stage.from_json(data)
-        return cls(left, ready, values["memory"], values["coefficients"], data.get("problems", {}))
+    def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
+        """The inverse of ``to_json``; also reads what earlier versions have saved."""
+        if "backlog" in data:
+            return _from_earlier(data)
+        found = cls(**codec.from_json(data, records))
+        return found if found.ready is None else dataclasses.replace(found, left=found.ready.left)
 
 
-def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:
-    """Refuse to go on with other problems than those that the run began with.
-
-    Raises:
-      InputError: says what has changed.
-    """
-    for name, found in now.items():
-        changed = tasks.difference(before.get(name, found), found)
-        configs.require(
-            not changed,
-            f"the {name.split()[0]} problems of {label} are not those that the run began with ({changed}): put the "
-            "old ones back, or begin a new run with --from RUN (on from its weights) or --fresh",
-        )
+def _from_earlier(data: dict[str, Any]) -> LoopState:
+    """As saved before values were records, before rules had a memory, and before problems had a fingerprint."""
+    left, ready = earlier.read(data)
+    problems = data.get("problems", {})
+    if "memory" in data:
+        return LoopState(left, ready, data["memory"], data["coefficients"], problems)
+    memory = {"stall": {"best": data["best"], "stalled": data["stalled"]}}
+    coefficients = {} if data["kl_coef"] is None else {"kl_coef": data["kl_coef"]}
+    return LoopState(left, ready, memory, coefficients, problems)
 
 
 def take_step(
-    stage: Stage, run: Run, state: TrainState, host: LoopState, step: int
+    stage: Stage, run: Run, state: TrainState, host: LoopState, step: int, status: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any], Batch]:
     """Make a batch, or take the one that is ready, and learn from it; where the stage says so, make the next one
     meanwhile.
 
-    ``host`` is told what the batch leaves to the next step.
+    Args:
+      stage: what makes batches.
+      run: its settings.
+      state: donated.
+      host: told what the batch leaves to the next step.
+      step: its number.
+      status: told what is going on.
 
     Returns:
       The new state, the step's row and the batch.
@@ -95,7 +88,7 @@ def take_step(
     batch = make(host.left) if host.ready is None else host.ready
     host.left = batch.left
     host.ready = None
-    stage.status("updating")
+    status("updating")
     learn = functools.partial(learn_from, stage, run, state, batch, dict(host.coefficients), step)
     if stage.ahead:
         # In the last step too: should the run be given more, the next one's groups are of these weights, which the
@@ -125,7 +118,7 @@ def learn_from(
             stage.training,
             dict(coefficients),
             run.seed + step,
-            stage.judges,
+            stage.measures_kl,
         )
     return state, measured | metrics | {"time/update_s": time.perf_counter() - began}
 

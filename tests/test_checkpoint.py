@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import decimal
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
-from jaxrl_llm.rollout.groups import Carryover, PartialGroup
-from jaxrl_llm.rollout.saved import carryover_from_json, carryover_to_json, group_from_json, group_to_json
+from jaxrl_llm.rollout.groups import RECORDS, Carryover, PartialGroup, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.step import LoopState
 from jaxrl_llm.types import Completion, Group, Problem
 
 OPTIMISER = build(Optimiser())
@@ -137,65 +138,107 @@ def completion(size, reason="stop"):
 
 
 def same(a, b):
-    """Whether two arrays, or two completions, are equal bit for bit."""
+    """Whether two values are equal, their arrays bit for bit."""
+    if type(a) is not type(b):
+        return False
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, Completion):
+    if dataclasses.is_dataclass(a):
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
-    return {k: same(v, b[k]) for k, v in a.items()} == dict.fromkeys(b, True) if isinstance(a, dict) else a == b
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(one, other) for one, other in zip(a, b, strict=True))
+    return repr(a) == repr(b)  # NaN is not equal to itself
 
 
-def test_what_a_step_leaves_to_the_next_survives_json_exactly():
-    odd = dataclasses.replace(completion(2, "aborted"), extras={"entropy": np.array([np.nan, -0.0], np.float32)})
-    backlog = Carryover(
-        12, (), (PartialGroup(3, (completion(4), None, odd)), PartialGroup(5, (None, None, None))), 0.1, 1 / 3
-    )
-    again = carryover_from_json(json.loads(json.dumps(carryover_to_json(backlog))))
-    assert [g.number for g in again.unfinished] == [3, 5] and again.unfinished[1] == backlog.unfinished[1]
-    assert all(map(same, again.unfinished[0].completions, backlog.unfinished[0].completions))
-    assert dataclasses.replace(again, unfinished=()) == dataclasses.replace(backlog, unfinished=())
+def again(host):
+    """A run's host values once they were saved and read."""
+    return LoopState.from_json(json.loads(json.dumps(host.to_json(RECORDS))), RECORDS)
 
 
-def test_what_was_asked_is_kept_with_the_unfinished_group():
-    problem = Problem("a", ({"role": "user", "content": "?"},), "4", "sums", metadata={"entry": (1, 2)})
-    backlog = Carryover(
-        12, (), (PartialGroup(3, (None,), problem, np.array([5, 6], np.int32)), PartialGroup(4, (None,)))
-    )
-    data = json.loads(json.dumps(carryover_to_json(backlog)))
-    asked, other = carryover_from_json(data).unfinished
-    assert asked.problem == problem and same(asked.prompt, backlog.unfinished[0].prompt)
-    assert other.problem is None and other.prompt is None
-    for group in data["unfinished"]:  # as they were written before prompts were kept
-        del group["problem"], group["prompt"]
-    assert carryover_from_json(data).unfinished == (PartialGroup(3, (None,)), PartialGroup(4, (None,)))
-
-
-def test_a_group_survives_json_exactly():
-    random = np.random.default_rng(0)
-    completions = (completion(1), completion(4))
-    # What the columns of a Parquet file may hold.
+def group():
+    """Two completions of a problem that holds what the columns of a Parquet file may hold."""
     metadata = {
         "level": 2,
         "row": "x:1",
         "day": datetime.date(2025, 7, 1),
         "price": decimal.Decimal("1.50"),
         "raw": b"\x00",
+        "weight": np.float32(0.1),
+        "steps": [(1, 2), {3: datetime.datetime(2025, 7, 1, tzinfo=datetime.UTC)}],
     }
-    metadata |= {"weight": np.float32(0.1), "steps": [(1, 2), {3: datetime.datetime(2025, 7, 1, tzinfo=datetime.UTC)}]}
     problem = Problem("a-1", ({"role": "user", "content": "?"},), "4", "sums", "boxed", "math", metadata)
-    group = Group(
+    return Group(
         problem,
         np.array([3, 4], np.int32),
-        completions,
-        random.normal(size=2),
+        (completion(1), completion(4)),
+        np.random.default_rng(0).normal(size=2),
         np.array([1.0, np.nan]),
         {"accuracy": np.array([1 / 3, 0.1])},
     )
-    again = group_from_json(json.loads(json.dumps(group_to_json(group))))
-    assert again.problem == problem and repr(again.problem) == repr(problem)
-    assert all(same(getattr(group, name), getattr(again, name)) for name in ("prompt", "rewards", "accuracy"))
-    assert same(group.parts["accuracy"], again.parts["accuracy"])
-    assert all(map(same, group.completions, again.completions))
+
+
+def test_what_a_step_leaves_to_the_next_survives_json_exactly():
+    odd = dataclasses.replace(completion(2, "aborted"), extras={"entropy": np.array([np.nan, -0.0], np.float32)})
+    problem = Problem("a", ({"role": "user", "content": "?"},), "4", "sums", metadata={"entry": (1, 2)})
+    asked = PartialGroup(3, (completion(4), None, odd), problem, np.array([5, 6], np.int32), 2)
+    unfinished = (asked, PartialGroup(5, (None, None, None)))
+    left = Carryover(12, (group(),), unfinished, 0.1, 1 / 3, {"seen": 4})
+    found = again(LoopState(left, None, {"stall": {"best": 0.3}}, {"kl_coef": 0.08}, {"training": {"count": 1}}))
+    assert same(found, LoopState(left, None, {"stall": {"best": 0.3}}, {"kl_coef": 0.08}, {"training": {"count": 1}}))
+
+
+def test_groups_sampled_ahead_survive_json_exactly_and_what_they_leave_is_saved_once():
+    measured = {"reward/mean": 1 / 3, "rollout/useful_fraction": float("inf")}
+    ready = RolloutBatch([group()], [], Carryover(3, (group(),)), 7, 5, measured)
+    host = LoopState(ready.left, ready)
+    assert same(again(host), host) and again(host).left is not None
+    assert json.dumps(host.to_json(RECORDS)).count("$Carryover") == 1
+
+
+HOST = Path(__file__).parent / "fixtures" / "runs" / "host_of_0_1.json"
+"""What version 0.1 wrote for the host: a carried group, one under way, one sampled ahead."""
+
+
+def test_host_values_of_before_records_are_read():
+    data = json.loads(HOST.read_text())
+    found = LoopState.from_json(data, RECORDS)
+    assert (found.memory, found.coefficients) == ({"stall": {"best": 0.3, "stalled": 2}}, {"kl_coef": 0.08})
+    assert found.problems == {"training": {"count": 1}} and found.ready.left is found.left
+    assert (found.left.cursor, found.left.good, found.left.seen, found.left.stream) == (12, 0.1, 1 / 3, {"seen": 4})
+    assert (found.ready.tokens, found.ready.version, found.ready.metrics["reward/mean"]) == (7, 5, 1 / 3)
+    [carried] = found.left.carried
+    assert same(carried, found.ready.groups[0]) and carried.problem.metadata["day"] == datetime.date(2025, 7, 1)
+    assert carried.problem.prompt == ({"role": "user", "content": "?"},) and carried.problem.metadata["steps"] == (1, 2)
+    assert same(carried.rewards, np.array([1 / 3, np.nan])) and same(carried.accuracy, np.array([1.0, 0.0]))
+    assert same(carried.parts, {"accuracy": np.array([1.0, 0.1])}) and same(carried.prompt, np.array([3, 4], np.int32))
+    entropy = np.array([np.nan, -0.0, 0.1], np.float32)
+    logp = -np.arange(3, dtype=np.float32) / 3
+    sampled = np.array([True, False, True])
+    version = np.full(3, 7, np.int32)
+    whole = Completion(
+        np.array([3, 4, 5], np.int32), logp, "length", sampled, version, {"entropy": entropy}, "text 3 é"
+    )
+    assert same(carried.completions[1], whole)
+    begun, other = found.left.unfinished
+    assert (begun.number, begun.age, begun.problem.id) == (3, 2, "a-1") and same(begun.prompt, np.int32([5, 6]))
+    assert begun.completions[0].finish_reason == "aborted" and begun.completions[1] is None
+    assert other == PartialGroup(5, (None, None))
+    assert same(again(found), found)
+
+
+def test_the_oldest_checkpoints_hold_no_prompts_no_fingerprints_and_no_memory_of_rules():
+    data = json.loads(HOST.read_text())
+    for kept in data["backlog"]["unfinished"]:
+        del kept["problem"], kept["prompt"], kept["age"]
+    del data["memory"], data["coefficients"], data["problems"]
+    oldest = data | {"ready": None, "best": 0.3, "stalled": 2, "kl_coef": 0.08}
+    found = LoopState.from_json(oldest, RECORDS)
+    assert found.left.unfinished[1] == PartialGroup(5, (None, None)) and found.left.unfinished[0].prompt is None
+    assert (found.memory, found.coefficients) == ({"stall": {"best": 0.3, "stalled": 2}}, {"kl_coef": 0.08})
+    assert found.problems == {} and found.ready is None
+    assert LoopState.from_json(oldest | {"kl_coef": None}, RECORDS).coefficients == {}
 
 
 def test_a_counter_is_an_array_like_any_other():

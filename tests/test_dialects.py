@@ -10,8 +10,8 @@ from commands import ROOT, assert_refused, commands
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, kl, policy_loss, ratios, reduce, surrogates
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore, KLInReward, LeaveOneOut, Whitened
+from jaxrl_llm.cli.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.cli.train import take_spellings
-from jaxrl_llm.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 
@@ -340,6 +340,6 @@ def test_no_flag_of_a_run_has_a_foreign_name(answers):
     assert advised | {"learner.minibatches", "learner.epochs"} <= flags
 
 
-def test_the_documented_table_is_the_one_that_is_read():
+def test_every_name_has_a_row_in_the_documented_table():
     documented = [line for line in (ROOT / "docs" / "dialects.md").read_text().splitlines() if line.startswith("| `")]
-    assert documented == [f"| `{s.name}` | {s.becomes} | {s.note} |" for s in SPELLINGS.values()]
+    assert [line.split("`")[1] for line in documented] == list(SPELLINGS)

@@ -1,13 +1,11 @@
 """Sampling one step ahead of learning: what it learns from, on which devices, and what a resumed run makes of it."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpoint import completion, same
 from test_resume import CONFIG, finish, plain, rows
 from tiny import tiny
 
@@ -19,8 +17,6 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.objectives import old_policy
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Collect
-from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.rollout.saved import batch_from_json, batch_to_json
 from jaxrl_llm.sharding import MeshShape, make_mesh, rollout_mesh, shardings
 
 STEPS = (
@@ -60,15 +56,6 @@ def test_where_it_samples_changes_nothing_but_rounding(runs):
         for name in ("reward/mean", "completions/mean_length", "prompts"):
             if one["step"]:
                 np.testing.assert_allclose(one[name], other[name], rtol=1e-6, err_msg=name)
-
-
-def test_groups_sampled_ahead_survive_json_exactly():
-    batch = RolloutBatch([], [], Carryover(3), 7, 5, {"reward/mean": 1 / 3, "rollout/useful_fraction": float("nan")})
-    again = batch_from_json(json.loads(json.dumps(batch_to_json(batch))), Carryover(3))
-    assert same(again.metrics | {"rollout/useful_fraction": 0}, batch.metrics | {"rollout/useful_fraction": 0})
-    assert (again.tokens, again.version, again.left, again.groups) == (7, 5, Carryover(3), [])
-    assert batch_from_json(batch_to_json(None), Carryover()) is None
-    assert len(completion(2).tokens) == 2
 
 
 def run_with(collect=None, rollout=0, **changes):

@@ -13,6 +13,7 @@ from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.begin import check_problems
 from jaxrl_llm.config import Evaluation, Run, Scoring, load_config, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner, Training, create_state
@@ -23,7 +24,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.programs import objectives_of
 from jaxrl_llm.stages.rl import Reinforcement, problems_of, read_problems, separately
-from jaxrl_llm.step import LoopState, check_problems, learn_from
+from jaxrl_llm.step import learn_from
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem
@@ -100,26 +101,14 @@ def test_what_rewards_right_answers_is_refused_once_none_is_known():
     assert prints(with_rows([{"prompt": "a", "answer": 1}], recipe=RECIPES["kimi_k1_5"]))["training"]["count"] == 1
 
 
-def test_host_values_of_before_problems_had_fingerprints_are_read():
-    stage = stage_with(None)
-    saved = LoopState(problems={"training": {"count": 1}}).to_json(stage)
-    assert LoopState.from_json(saved, stage).problems == {"training": {"count": 1}}
-    del saved["problems"]
-    assert LoopState.from_json(saved, stage).problems == {}
-
-
-def stage_with(*given):
-    """Reinforcement learning of which only the first parts are there."""
-    return Reinforcement(*given, *[None] * (len(dataclasses.fields(Reinforcement)) - len(given)))
-
-
 def learned(run, update, groups, coefficient, step):
     """What ``learn_from`` makes of groups at a step; ``update`` stands for the compiled one."""
     mesh = one_device()
     state = create_state(tiny("windows"), build(run.learner.optimiser), run.recipe.algorithm.needs_reference, mesh)
     given = {} if coefficient is None else {"kl_coef": coefficient}
     training = (Training(objectives_of(run), update),)
-    stage = stage_with(run, training, forward_on(mesh, Layout(2, 40, 10)))
+    forward = forward_on(mesh, Layout(2, 40, 10))
+    stage = Reinforcement(run=run, training=training, forward=forward, sampler=None, transfer=None, evaluation=None)
     return learn_from(stage, run, state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
 
 

@@ -54,7 +54,7 @@ def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> 
 
 def _meant(name: str, fields: set[str]) -> str:
     """What to write in place of an option that is not known; empty where nothing comes to mind."""
-    from jaxrl_llm.dialects import hint
+    from jaxrl_llm.cli.dialects import hint
 
     field, note = hint(name)
     if note and not field:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.sharding.departure import Departure
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.signals import farewell
 
@@ -41,27 +42,27 @@ def take_distributed(arguments: list[str]) -> Distributed:
 def together(given: Distributed) -> Iterator[Peers]:
     """The link to the other processes; whatever ends the block early on one of them ends all, with one line each."""
     peers = join(given)
-    if peers.count == 1:
+    if peers.departure is None:
         yield peers
         return
     try:
-        with farewell(peers.quit):
+        with farewell(peers.departure.quit):
             yield peers
     except BaseException as error:
-        end_all(peers, error)
+        end_all(peers.departure, error)
     peers.close()
 
 
-def end_all(peers: Peers, error: BaseException) -> None:
+def end_all(departure: Departure, error: BaseException) -> None:
     """Stop every process for the reason that this one has; does not return."""
     from jaxrl_llm.cli import WRONG_INPUT, explain
 
     reason = str(error) if isinstance(error, InputError) else explain(error, "train")
     if reason is not None:
-        peers.stop(WRONG_INPUT, reason)
+        departure.stop(WRONG_INPUT, reason)
     if isinstance(error, Disagreement):
-        peers.stop(1, str(error))
+        departure.stop(1, str(error))
     if any(mark in str(error) for mark in MARKS_OF_LOSS):
-        peers.lost(str(error))
+        departure.lost(str(error))
     traceback.print_exception(error, file=sys.stderr)
-    peers.stop(1, f"{type(error).__name__}: {error}"[:500])
+    departure.stop(1, f"{type(error).__name__}: {error}"[:500])

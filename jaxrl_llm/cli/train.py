@@ -4,9 +4,9 @@ import dataclasses
 import difflib
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.processes import take_distributed, together
-from jaxrl_llm.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.launch import launch

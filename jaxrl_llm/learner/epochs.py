@@ -54,7 +54,7 @@ def learn(
     training: Sequence[Training],
     coefficients: dict[str, Any],
     seed: int,
-    judge: bool = False,
+    measure_kl: bool = False,
 ) -> tuple[TrainState, Row]:
     """Every epoch over every minibatch of the groups; each role is updated on each minibatch.
 
@@ -70,7 +70,7 @@ def learn(
       training: of each role, in the order in which they are updated; the policy first.
       coefficients: what objectives read, by name.
       seed: orders the groups anew in each epoch after the first.
-      judge: measure the KL of the whole batch after the last update, for a controller; see ``judged``.
+      measure_kl: measure that of the whole batch after the last update, for a controller; see ``kl_of_policy``.
 
     Returns:
       The new state, and metrics averaged over the updates that were applied (``sampler/`` ones from the first, the only
@@ -79,18 +79,18 @@ def learn(
     """
     objectives = names_of(objective for one in training for objective in one.objectives)
     needed = set().union(*(one.needs for one in training))
-    judges_by = {"ref_logp" if state.reference is not None else "old_logp"} if judge else set()
+    kl_to = {"ref_logp" if state.reference is not None else "old_logp"} if measure_kl else set()
     batches = []
     for samples in _split(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
-        batches.append(packed.with_tokens(**before(state, packed, forward, needed | judges_by)))
+        batches.append(packed.with_tokens(**before(state, packed, forward, needed | kl_to)))
     coefficients = {"temperature": forward.temperature} | coefficients
     rows: dict[str, list[Row]] = {one.role: [] for one in training}
     for packed in _passes(batches, settings.epochs, seed):
         state, refused = _update_each(state, packed, settings, training, coefficients, rows)
         if refused:
             break
-    measured = judged(state, batches, forward) if judge else {}
+    measured = kl_of_policy(state, batches, forward) if measure_kl else {}
     found = {name: float(value) for name, value in jax.device_get(measured).items()}
     for one in training:
         prefix = "" if one.role == "policy" else f"{one.role}/"
@@ -131,7 +131,7 @@ def before(state: TrainState, packed: Packed, forward: Forward, names: set[str])
     }
 
 
-def judged(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
+def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
     """How far the policy is from what a KL coefficient holds it to, by one forward pass over all that it learned from.
 
     ``controller/kl``: nats per token; ``controller/kl_sequence``: nats per sequence, summed over its tokens; NaN where

@@ -9,7 +9,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.plan.arrays import Arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import Work
-from jaxrl_llm.plan.programs import Compiled
+from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.sampler import columns_before, prompt_calls
 
 

@@ -15,10 +15,10 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import collectives, memory
 from jaxrl_llm.plan.arrays import Arrays, abstract_mesh, arrays, bytes_per_device, meshes
 from jaxrl_llm.plan.formulas import Work, counts, work
+from jaxrl_llm.plan.lowering import Compiled, compile_one, names, subject
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
-from jaxrl_llm.plan.programs import Compiled, compile_one, names, subject
 from jaxrl_llm.plan.roofline import Device, Phase, phases
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,22 @@ class RolloutBatch:
     def __len__(self) -> int:
         """Groups to learn from."""
         return len(self.groups)
+
+    @property
+    def examples(self) -> list[Group]:
+        """What people may want to look at."""
+        return self.groups
+
+    @property
+    def common(self) -> Iterator[np.ndarray]:
+        """What must be the same on every process: rewards and tokens."""
+        for group in self.groups:
+            yield group.rewards
+            yield from (completion.tokens for completion in group.completions)
+
+
+RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem)
+"""What checkpoints hold of groups."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,20 +4,20 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Run
+from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
-from jaxrl_llm.learner import Forward, Sample, Training
+from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.samples import advantage_of
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
@@ -25,14 +25,13 @@ from jaxrl_llm.rewards import Reward, Scorer
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
-from jaxrl_llm.rollout.groups import Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rollout.saved import batch_from_json, batch_to_json, carryover_from_json, carryover_to_json
+from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
 from jaxrl_llm.rules import Controlled, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.programs import build_programs
 from jaxrl_llm.stages.stage import Fingerprints, Stage
-from jaxrl_llm.telemetry.header import Header
+from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Group, Problem, TrainState
 
@@ -43,44 +42,22 @@ def resources(run: Run, peers: Peers, directory: Path) -> Scorer:
     return Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reinforcement(Stage):
     """A run of reinforcement learning once its files are read.
 
     Attributes:
       run: its settings.
-      training: of the policy.
-      forward: how the learner runs its models.
       sampler: fills steps with groups.
       transfer: from the policy to weights to sample from.
       evaluation: of such weights; None where there is nothing to test on.
-      problems: fingerprints of what it trains and tests on.
-      counts: how many problems it trains on, and how many it tests on.
     """
 
     run: Run
-    training: tuple[Training, ...]
-    forward: Forward
     sampler: Sampler
     transfer: Callable[[Decoder], Decoder]
     evaluation: Callable[[Decoder], Evaluated | None]
-    problems: Fingerprints
-    counts: tuple[int, int]
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the next step's groups are sampled before this step's update."""
-        return self.run.rollout.collect.staleness > 0
-
-    @property
-    def apart(self) -> bool:
-        """Whether sampling has devices of its own, or everything has one."""
-        return self.run.mesh.rollout > 0 or self.forward.mesh.size == 1
-
-    @property
-    def judges(self) -> bool:
-        """Whether a controller wants to know how far the policy is."""
-        return self.run.recipe.controller is not None
+    records: ClassVar[Sequence[type]] = RECORDS
 
     def weights(self, policy: Decoder) -> Decoder:
         """What is sampled from."""
@@ -91,8 +68,8 @@ class Reinforcement(Stage):
         return self.evaluation(weights)
 
     def next(self, weights: Decoder, version: int, left: Carryover | None) -> RolloutBatch:
-        """The groups of one step."""
-        return collect(self.sampler, weights, version, left or Carryover())
+        """The groups of one step; those sampled beside them have been counted and are let go."""
+        return dataclasses.replace(collect(self.sampler, weights, version, left or Carryover()), sampled=[])
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
@@ -118,49 +95,6 @@ class Reinforcement(Stage):
         teaching = [bool(np.any(advantage_of(sample))) for group in samples for sample in group]
         completions = len(batch.groups) * run.rollout.group
         return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching)), "completions": completions}
-
-    def rules(self) -> dict[str, Rule]:
-        """What decides between this run's steps."""
-        return rules_for(self.run)
-
-    def header(self, parameters: int, trained: int) -> list[str]:
-        """Model, machine, task, and the size of a step."""
-        run = self.run
-        return Header(
-            run.model,
-            parameters,
-            trained,
-            jax.device_count(),
-            jax.devices()[0].device_kind,
-            run.task.label,
-            *self.counts,
-            run.rollout.prompts,
-            run.rollout.group,
-            run.learner.updates,
-        ).lines()
-
-    def examples(self, batch: RolloutBatch) -> list[Group]:
-        """The first groups of the step."""
-        return batch.groups[: self.run.output.samples]
-
-    def status(self, text: str) -> None:
-        """Says what is going on."""
-        self.sampler.status(text)
-
-    def common(self, batch: RolloutBatch) -> Iterator[np.ndarray]:
-        """Rewards and tokens."""
-        for group in batch.groups:
-            yield group.rewards
-            yield from (completion.tokens for completion in group.completions)
-
-    def to_json(self, left: Carryover | None, ready: RolloutBatch | None) -> dict[str, Any]:
-        """Groups that are carried over, under way, or sampled ahead."""
-        return {"backlog": carryover_to_json(left or Carryover()), "ready": batch_to_json(ready)}
-
-    def from_json(self, data: Mapping[str, Any]) -> tuple[Carryover, RolloutBatch | None]:
-        """The inverse."""
-        left = carryover_from_json(data["backlog"])
-        return left, batch_from_json(data["ready"], left)
 
 
 def prepare(
@@ -197,13 +131,7 @@ def prepare(
     )
     rules = rollout.sampling(stops, run.learner.keep_sampling_mask)
     sampler = Sampler(engine, source, rules, admission, progress.status)
-    answers = dataclasses.replace(
-        rollout.sampling(stops),
-        temperature=run.evaluation.temperature,
-        top_p=run.evaluation.top_p,
-        top_k=0,
-        repetition=None,
-    )
+    answers = answering(run, stops)
 
     def test(weights: Decoder) -> Evaluated | None:
         if not problems:
@@ -211,8 +139,35 @@ def prepare(
         asked = Questions(test_prompts, problems, run.evaluation.samples, run.seed)
         return evaluate(engine, weights, tokenizer, asked, scorer, answers, progress.status)
 
-    counts = len(loaded.train), len(problems)
-    return Reinforcement(run, programs.training, programs.forward, sampler, programs.weights, test, prints, counts)
+    size = steps_line(
+        run.task.label, len(loaded.train), len(problems), rollout.prompts, rollout.group, run.learner.updates
+    )
+    return Reinforcement(
+        training=programs.training,
+        forward=programs.forward,
+        problems=prints,
+        rules=rules_for(run),
+        size=size,
+        ahead=rollout.collect.staleness > 0,
+        apart=run.mesh.rollout > 0 or mesh.size == 1,
+        measures_kl=run.recipe.controller is not None,
+        run=run,
+        sampler=sampler,
+        transfer=programs.weights,
+        evaluation=test,
+    )
+
+
+def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
+    """How answers to the problems to test on are sampled."""
+    evaluation = run.evaluation
+    return dataclasses.replace(
+        run.rollout.sampling(stops),
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        top_k=0,
+        repetition=None,
+    )
 
 
 def rules_for(run: Run) -> dict[str, Rule]:

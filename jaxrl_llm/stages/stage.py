@@ -5,8 +5,10 @@ the run ends, whatever ends it; it has ``close()``. ``prepare(run, model, tokeni
 reads the data and returns a ``Stage``: all that may refuse the run is tried there, and nothing large is computed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import dataclasses
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -25,33 +27,44 @@ class Batch(Protocol):
     Attributes:
       left: what it leaves to the next step.
       metrics: what was measured while it was made.
+      examples: what people may want to look at: the first of them go to samples.jsonl.
+      common: arrays that must be the same on every process.
     """
 
     left: Any
-    metrics: dict[str, float]
+    metrics: Mapping[str, float] = types.MappingProxyType({})
+    examples: Sequence[Group] = ()
+    common: Iterable[np.ndarray] = ()
 
     def __len__(self) -> int:
         """Groups to learn from; 0 where there is nothing to learn."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A kind of training, ready to make steps; a new one overrides what differs.
+    """A kind of training, ready to make steps; a new one adds what it is made of, and overrides what differs.
 
     Attributes:
       training: of each role, the policy first.
       forward: how the learner runs its models.
       problems: fingerprints of the data that it trains and tests on.
+      rules: what decides between steps, by name; of several that stop the run the first says why.
+      size: of its data and of a step; a line for people.
       ahead: whether the next batch is made with the weights from before this step's update.
       apart: whether making a batch and learning may run at one time.
-      judges: whether something wants to know how far the policy is after each step.
+      measures_kl: whether a rule wants to know how far the policy is after each step.
+      records: the dataclasses that a batch, or what it leaves, is made of; the run saves them.
     """
 
     training: Sequence[Training]
     forward: Forward
-    problems: Fingerprints
-    ahead = False
-    apart = False
-    judges = False
+    problems: Fingerprints = dataclasses.field(default_factory=dict)
+    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    size: str = ""
+    ahead: bool = False
+    apart: bool = False
+    measures_kl: bool = False
+    records: ClassVar[Sequence[type]] = ()
 
     def next(self, weights: Any, version: int, left: Any) -> Batch:
         """The next batch.
@@ -76,30 +89,3 @@ class Stage:
     def test(self, weights: Any) -> Evaluated | None:
         """An evaluation; None where there is nothing to test on."""
         return None
-
-    def rules(self) -> dict[str, Rule]:
-        """What decides between steps, by name; of several that stop the run the first says why."""
-        return {}
-
-    def header(self, parameters: int, trained: int) -> list[str]:
-        """What the run says of its size: parameters of the model, and of what is trained of it."""
-        return []
-
-    def status(self, text: str) -> None:
-        """Says what is going on."""
-
-    def examples(self, batch: Any) -> list[Group]:
-        """What of a batch goes to samples.jsonl."""
-        return []
-
-    def common(self, batch: Any) -> Iterator[np.ndarray]:
-        """Arrays of a batch that must be the same on every process."""
-        return iter(())
-
-    def to_json(self, left: Any, ready: Any) -> dict[str, Any]:
-        """What a batch left and one that was made ahead, as JSON values; exact."""
-        return {"left": left}
-
-    def from_json(self, data: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The inverse."""
-        return data["left"], None

@@ -172,7 +172,7 @@ def test_minibatches_without_tokens_are_passed_over():
     _, metrics = run(Learner(minibatches=3, target_kl=0.1), record, samples=masked(rollout(), [0]))
     assert record.limits == [np.inf, np.inf, 0.1] and metrics["updates"] == 2
     assert metrics["loss"] == 2.5 and metrics["sampler/logp_abs_diff_max"] == 2
-    _, metrics = run(Learner(), Record(), samples=masked(rollout()), judge=True)
+    _, metrics = run(Learner(), Record(), samples=masked(rollout()), measure_kl=True)
     assert metrics.pop("updates") == 0 == metrics.pop("updates/not_finite")
     assert {"loss", "policy_kl", "controller/kl", "controller/kl_sequence"} < set(metrics)
     assert all(np.isnan(value) for value in metrics.values()), metrics
@@ -215,7 +215,7 @@ def test_a_controller_is_told_how_far_the_new_policy_is(where, minibatches):
         held=where is not None,
         samples=samples,
         algorithm=HELD_IN[where],
-        judge=True,
+        measure_kl=True,
     )
     old, new = (np.float64(unpacked_logp(model, samples)) for model in (tiny("windows"), OTHER))
     sampler, mask = (padded(samples, name) for name in ("sampler_logp", "mask"))
@@ -231,11 +231,11 @@ def test_a_controller_is_told_how_far_the_new_policy_is(where, minibatches):
 
 def test_nothing_is_measured_for_a_controller_that_is_not_there():
     record = Record()
-    _, metrics = run(Learner(), record, judge=True)
+    _, metrics = run(Learner(), record, measure_kl=True)
     assert not computed(record.seen[0]) and metrics["controller/kl"] == 0 == metrics["controller/kl_sequence"]
     record = Record()
-    run(Learner(), record, held=True, algorithm=HELD_IN["reward"], judge=True)
-    assert not computed(record.seen[0]), "what is judged by is not in the loss"
+    run(Learner(), record, held=True, algorithm=HELD_IN["reward"], measure_kl=True)
+    assert not computed(record.seen[0]), "what the KL is measured with is not in the loss"
     assert not any(name.startswith("controller/") for name in run(Learner(), Record())[1])
 
 

@@ -11,7 +11,7 @@ from tiny import VOCAB, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Training, create_state, learn, pack
-from jaxrl_llm.learner.epochs import judged
+from jaxrl_llm.learner.epochs import kl_of_policy
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import causal_rows, forward
@@ -69,7 +69,7 @@ def test_a_controller_costs_one_pass_over_each_minibatch():
     batches = [batch.with_tokens(old_logp=np.zeros(batch.mask.shape, np.float32)) for batch in batches]
     state = create_state(tiny("windows"), build(Learner().optimiser), False, MESH)
     assert (
-        embeddings(lambda state: judged(state, batches, forward_on(MESH, Layout(2, 40, T), Compute())), state)
+        embeddings(lambda state: kl_of_policy(state, batches, forward_on(MESH, Layout(2, 40, T), Compute())), state)
         == len(batches)
         == 3
     )

@@ -16,7 +16,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.plan.arrays import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import attention_share, counts, forward_flops, update_flops, visible_pairs, work
-from jaxrl_llm.plan.programs import compile_one, subject
+from jaxrl_llm.plan.lowering import compile_one, subject
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.stages.programs import coefficients_of
 

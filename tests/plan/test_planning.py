@@ -7,10 +7,10 @@ import pytest
 from commands import command, commands
 from plan.tinyrun import CONFIG, tiny_run, with_learner
 
+from jaxrl_llm.plan.lowering import compile_one, needed, subject
 from jaxrl_llm.plan.machines import parse_topology
 from jaxrl_llm.plan.picture import draw
 from jaxrl_llm.plan.planning import plan
-from jaxrl_llm.plan.programs import compile_one, needed, subject
 from jaxrl_llm.plan.report import lines, write
 from jaxrl_llm.plan.search import best, candidates, table
 from jaxrl_llm.plan.topology import describe

@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
 
+from jaxrl_llm import codec
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rollout.collect import collect
-from jaxrl_llm.rollout.groups import Carryover, tokens_in
-from jaxrl_llm.rollout.saved import carryover_from_json, carryover_to_json
+from jaxrl_llm.rollout.groups import RECORDS, Carryover, tokens_in
 
 
 def versions(group):
     """The policy versions that sampled its tokens."""
     return {int(v) for c in group.completions for v in c.version}
+
+
+def saved(left):
+    """What a checkpoint holds of what a step leaves."""
+    return json.dumps(codec.to_json(left, RECORDS))
 
 
 def learned(found):
@@ -211,9 +216,7 @@ def test_no_group_waits_for_ever():
 
 def test_a_group_that_grows_too_old_is_dropped():
     free, bound, strict = (steps(sampler(4, 64, 0.5, interrupt=True, max_age=age), 20) for age in (0, 6, 1))
-    assert json.dumps(carryover_to_json(free[-1].left)) == json.dumps(
-        carryover_to_json(bound[-1].left)
-    )  # none is older
+    assert saved(free[-1].left) == saved(bound[-1].left)  # none is older
     assert not sum(step.metrics["rollout/expired"] for step in free)
     for version, step in enumerate(strict):
         oldest = lambda group: min(int(v) for c in group.completions if c is not None for v in c.version)
@@ -267,14 +270,13 @@ def test_where_earlier_tokens_are_not_learned_from_nothing_finished_is_carried()
 def test_a_step_depends_on_the_backlog_alone_and_that_survives_the_checkpoint(settings):
     whole = steps(sampler(5, 32, 0.5, **settings), 8)
     start = max(range(7), key=lambda n: len(whole[n].left.carried) + len(whole[n].left.unfinished))
-    saved = json.loads(json.dumps(carryover_to_json(whole[start].left)))
-    assert saved["carried"] or saved["unfinished"]
-    left = carryover_from_json(saved)
+    left = codec.from_json(json.loads(saved(whole[start].left)), RECORDS)
+    assert left.carried or left.unfinished
     assert [u.age for u in left.unfinished] == [u.age for u in whole[start].left.unfinished]
     for version in range(start + 1, 8):
         found = collect(sampler(5, 32, 0.5, **settings), None, version, left)
         left = found.left
-        assert json.dumps(carryover_to_json(left)) == json.dumps(carryover_to_json(whole[version].left))
+        assert saved(left) == saved(whole[version].left)
         assert places(found.groups) == places(whole[version].groups)
         spared = lambda step: {n: v for n, v in step.metrics.items() if not n.startswith(("time/", "throughput/"))}
         assert spared(found) == spared(whole[version])
@@ -302,6 +304,6 @@ def test_a_stream_of_prompts_remembers_what_came_back():
     memory = found[-1].left.stream
     assert memory["asked"] == found[-1].left.cursor
     assert sorted(memory["scored"]) == sorted(int(g.problem.id) for step in found for g in step.sampled)
-    left = carryover_from_json(json.loads(json.dumps(carryover_to_json(found[0].left))))
+    left = codec.from_json(json.loads(saved(found[0].left)), RECORDS)
     again = collect(made, None, 1, left)
     assert again.left.stream == found[1].left.stream, "what it remembers is saved with the run"

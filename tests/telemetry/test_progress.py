@@ -10,7 +10,7 @@ from rich.console import Console
 from terminals import Terminal
 
 from jaxrl_llm.telemetry.compiling import Compiling
-from jaxrl_llm.telemetry.header import Header
+from jaxrl_llm.telemetry.header import model_line, steps_line
 from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress, patience
@@ -158,13 +158,10 @@ def test_a_terminal_keeps_finished_steps_and_is_left_in_order(terminals, columns
 
 
 def test_a_run_says_how_large_it_is():
-    header = Header("tiny", 90_600, 90_600, 1, "cpu", "sums", 1_000, 26, 8, 4, 1)
-    assert header.lines() == [
-        "tiny: 90.6 k parameters, on one device (cpu)",
-        "sums: 1,000 problems, 26 to test on; each step 8 x 4 completions, one update",
-    ]
-    header = Header("large", 8_030_000_000, 41_900_000, 64, "TPU v5p", "sums", 7, 0, 512, 16, 4)
-    assert header.lines() == [
-        "large: 8.0 B parameters, an adapter of 41.9 M is trained, on 64 devices (TPU v5p)",
-        "sums: 7 problems, 0 to test on; each step 512 x 16 completions, 4 updates",
-    ]
+    assert model_line("tiny", 90_600, 90_600, 1, "cpu") == "tiny: 90.6 k parameters, on one device (cpu)"
+    large = model_line("large", 8_030_000_000, 41_900_000, 64, "TPU v5p")
+    assert large == "large: 8.0 B parameters, an adapter of 41.9 M is trained, on 64 devices (TPU v5p)"
+    one = steps_line("sums", 1_000, 26, 8, 4, 1)
+    assert one == "sums: 1,000 problems, 26 to test on; each step 8 x 4 completions, one update"
+    several = steps_line("sums", 7, 0, 512, 16, 4)
+    assert several == "sums: 7 problems, 0 to test on; each step 512 x 16 completions, 4 updates"

@@ -7,9 +7,9 @@ from jaxrl_llm.algorithms.kl import K1, K2, K3, K3Plus
 from jaxrl_llm.algorithms.ratios import SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
-from jaxrl_llm.dialects.given import NOTHING, Given
-from jaxrl_llm.dialects.pieces import Fields, check_range, fields_of, kept, kind, with_bounds, with_temperatures
-from jaxrl_llm.dialects.spellings import ACTOR, CORRECTION
+from jaxrl_llm.cli.dialects.given import NOTHING, Given
+from jaxrl_llm.cli.dialects.pieces import Fields, check_range, fields_of, kept, kind, with_bounds, with_temperatures
+from jaxrl_llm.cli.dialects.spellings import ACTOR, CORRECTION
 from jaxrl_llm.recipes import Recipe
 
 ESTIMATOR, DEVIATION = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"

@@ -6,8 +6,8 @@ from typing import Any
 from jaxrl_llm.algorithms.advantages import KLInReward
 from jaxrl_llm.algorithms.loss import Algorithm
 from jaxrl_llm.algorithms.surrogates import SAPO, MiniRL, PPOClip
-from jaxrl_llm.dialects.given import Given
-from jaxrl_llm.dialects.spellings import SPELLINGS
+from jaxrl_llm.cli.dialects.given import Given
+from jaxrl_llm.cli.dialects.spellings import SPELLINGS
 
 Fields = dict[str, Any]
 

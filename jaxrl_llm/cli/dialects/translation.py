@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.dialects import trl, verl
-from jaxrl_llm.dialects.given import Given
-from jaxrl_llm.dialects.spellings import ACTOR, SPELLINGS
+from jaxrl_llm.cli.dialects import trl, verl
+from jaxrl_llm.cli.dialects.given import Given
+from jaxrl_llm.cli.dialects.spellings import ACTOR, SPELLINGS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
 

@@ -7,8 +7,8 @@ from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
-from jaxrl_llm.dialects.given import Given
-from jaxrl_llm.dialects.pieces import Fields, check_range, fields_of, kept, kind, with_bounds, with_temperatures
+from jaxrl_llm.cli.dialects.given import Given
+from jaxrl_llm.cli.dialects.pieces import Fields, check_range, fields_of, kept, kind, with_bounds, with_temperatures
 from jaxrl_llm.recipes import Recipe
 
 LOSSES = {

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxrl_llm.dialects.spellings import SPELLINGS
+from jaxrl_llm.cli.dialects.spellings import SPELLINGS
 from jaxrl_llm.errors import InputError
 
 SWITCH = {"true": True, "false": False}

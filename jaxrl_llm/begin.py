@@ -1,0 +1,130 @@
+"""A run before its first step here: what makes its steps, and a state that is fresh, restored, or another run's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import learner, tasks
+from jaxrl_llm.checkpoint import Checkpoints, parts_of_policy, restore_parts
+from jaxrl_llm.config import Run, Start
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state, reset_reference
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages import stage_of
+from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.step import LoopState
+from jaxrl_llm.telemetry.header import model_line
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import TrainState
+
+
+def load(
+    run: Run,
+    mesh: Any,
+    store: Checkpoints,
+    start: int | None,
+    resources: Any,
+    progress: Progress,
+    peers: Peers,
+    weights: Start | None,
+) -> tuple[Stage, TrainState, LoopState]:
+    """What makes the run's steps, and its state before its first step here; all that may refuse the run is tried before
+    it speaks.
+
+    The arguments are those of ``train``; ``start`` is the step whose checkpoint is gone on from, or None.
+    """
+    progress.status(f"loading {run.model}")
+    model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
+    stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
+    if start is not None:
+        progress.status(f"restoring step {start}")
+    parameters = count_of(model)
+    state, host = begin(run, stage, model, store, start, mesh, weights, progress.note)
+    check_problems(host.problems, stage.problems, run.task.label)
+    host.problems = stage.problems
+    device = jax.devices()[0].device_kind
+    lines = [model_line(run.model, parameters, count_of(state.policy.params), jax.device_count(), device), stage.size]
+    for line in [*lines, *configs.notes(run)]:
+        progress.note(line)
+    return stage, state, host
+
+
+def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:
+    """Refuse to go on with other problems than those that the run began with.
+
+    Raises:
+      InputError: says what has changed.
+    """
+    for name, found in now.items():
+        changed = tasks.difference(before.get(name, found), found)
+        configs.require(
+            not changed,
+            f"the {name.split()[0]} problems of {label} are not those that the run began with ({changed}): put the "
+            "old ones back, or begin a new run with --from RUN (on from its weights) or --fresh",
+        )
+
+
+def count_of(model: Any) -> int:
+    """Parameters of a model, or of an adapter."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def begin(
+    run: Run,
+    stage: Stage,
+    model: Decoder,
+    store: Checkpoints,
+    start: int | None,
+    mesh: Any,
+    weights: Start | None,
+    note: Callable[[str], None],
+) -> tuple[TrainState, LoopState]:
+    """A fresh state, or that of step ``start``; the model is taken, or read for its shapes only."""
+    optimiser = build(run.learner.optimiser)
+    reference = run.recipe.algorithm.needs_reference
+    lora = run.learner.lora
+    others = [one.begins for one in stage.training if one.begins is not None]
+    if start is None:
+        state = learner.create_state(model, optimiser, reference, mesh, lora, run.seed, others)
+        host = LoopState()
+        if weights is not None:
+            state = borrowed(state, run, weights, mesh, note)
+    else:
+        like = abstract_state(model, optimiser, reference, lora, others)
+        state, data = store.restore(start, like, mesh, model)
+        host = LoopState.from_json(data, stage.records)
+    if run.recipe.controller is not None:
+        host.coefficients.setdefault("kl_coef", run.recipe.algorithm.kl_coef)
+    return state, host
+
+
+def borrowed(state: TrainState, run: Run, weights: Start, mesh: Any, note: Callable[[str], None]) -> TrainState:
+    """A fresh state whose policy and reference are those of another run's checkpoint, and its optimiser where its
+    settings are the same.
+
+    Raises:
+      InputError: the other run's model or adapter is of another kind.
+    """
+    old = configs.whole(configs.read(Path(weights.run) / "config.json", own=False).run.learner)
+    shown = f"step {weights.step} of {weights.run}"
+    if old.lora != run.learner.lora:
+        raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
+    same = old.optimiser == run.learner.optimiser
+    policy = state.policy
+    like = jax.eval_shape(parts_of_policy, policy.params, policy.opt_state if same else None)
+    for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
+        array.delete()  # there need not be room for both
+    found = restore_parts(Path(weights.run) / "checkpoints" / str(weights.step), like, mesh, policy.base).policy
+    note(
+        f"begins with {shown}: its weights"
+        + (" and its optimiser" if same else "; the optimiser is new, as its settings are")
+    )
+    return reset_reference(
+        state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
+    )
