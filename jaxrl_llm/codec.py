@@ -125,7 +125,7 @@ def _write_clock(value: datetime.datetime | datetime.time) -> list[Any]:
     return [value.isoformat(), None, value.fold]
 
 
-def _read_clock(kind: type, data: list[Any]) -> Any:
+def _read_clock(kind: Any, data: list[Any]) -> Any:
     text, zone, fold = data
     value = kind.fromisoformat(text).replace(fold=fold)
     return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
@@ -155,7 +155,7 @@ def _write_scalar(value: np.generic) -> dict[str, Any]:
     return pack(np.asarray(value))
 
 
-def _read_scalar(packed: dict[str, Any]) -> np.generic:
+def _read_scalar(packed: dict[str, Any]) -> Any:
     return unpack(packed)[()]
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
 
 @contextlib.contextmanager
-def writable(place: Path, flag: str) -> Iterator[None]:
+def writable(place: Path, flag: str) -> Generator[None]:
     """Turn what the system says of a place that cannot be written into a line that names the flag; not a full disk.
 
     Raises:
@@ -48,7 +48,7 @@ def writable(place: Path, flag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(directory: Path, remedy: str) -> Iterator[Path]:
+def alone(directory: Path, remedy: str) -> Generator[Path]:
     """Hold a folder for this process; the kernel lets go of it when the process ends, however it ends.
 
     What shows it is the file ``lock``, which is yielded: it says who holds the folder and is removed at the end. Where

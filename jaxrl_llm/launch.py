@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def described(found: configs.Found) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, found: configs.Found) -> Iterator[None]:
+def claimed(directory: Path, found: configs.Found) -> Generator[None]:
     """The run's directory with its config.json, held for this process alone; a directory made here is removed again if
     nothing comes of the run, but for the traceback of a reward, which the message names.
     """

@@ -6,7 +6,7 @@ makes one update of each batch unless it says otherwise; ``config.notes`` tells 
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rules import Resets
 
+Kind = TypeVar("Kind", bound=type)
 OLD_RESETS = {
     "reference_reset": "reference_every",
     "reset_on_stall": "on_stall",
@@ -23,7 +24,7 @@ OLD_RESETS = {
 """Fields of ``Recipe`` before it had ``resets``, and their names there: configurations and runs still name them."""
 
 
-def taking_old_names(kind: type) -> type:
+def taking_old_names(kind: Kind) -> Kind:
     """A class decorator: the constructor of ``kind``, and ``replace``, also take the names of ``OLD_RESETS``."""
     made = kind.__init__
 
@@ -34,7 +35,7 @@ def taking_old_names(kind: type) -> type:
             values["resets"] = dataclasses.replace(values.get("resets", Resets()), **old)
         made(self, *args, **values)
 
-    kind.__init__ = __init__
+    setattr(kind, "__init__", __init__)  # noqa: B010  a type checker takes no assignment to it
     return kind
 
 

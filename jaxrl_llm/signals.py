@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
 
 PREEMPTED = 75
@@ -51,7 +51,7 @@ def _answer(reading: int) -> None:
 
 
 @contextlib.contextmanager
-def answering(answer: Answer) -> Iterator[None]:
+def answering(answer: Answer) -> Generator[None]:
     """Have signals answered by ``answer(number)`` within the block."""
     _answers.append(answer)
     try:
@@ -61,7 +61,7 @@ def answering(answer: Answer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def farewell(call: Farewell) -> Iterator[None]:
+def farewell(call: Farewell) -> Generator[None]:
     """Have ``call(code, line)`` made if the process is quit within the block, whose own end is not reached then.
 
     It runs in another thread, so it must wait for nothing that the block may hold.

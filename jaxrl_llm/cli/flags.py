@@ -32,7 +32,8 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
     with warnings.catch_warnings():
         # A class of one's own stands where the annotation names those that come with the package.
         warnings.filterwarnings("ignore", category=UserWarning, module="tyro")
-        known = {flag for action in tyro.extras.get_parser(kind, **options)._actions for flag in action.option_strings}
+        parser = tyro.extras.get_parser(kind, **options)  # ty: ignore[deprecated]  nothing else lists the flags
+        known = {flag for action in parser._actions for flag in action.option_strings}
         _refuse_unknown(arguments, known, program)
         try:
             with contextlib.redirect_stderr(captured):

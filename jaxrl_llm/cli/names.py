@@ -68,7 +68,8 @@ def recipes(whole: bool) -> list[str]:
     body = ast.parse(Path(module.__file__).read_text()).body
     notes = {}
     for node, note in zip(body[:-1], body[1:], strict=True):
-        if isinstance(node, ast.Assign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
+        documented = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and documented:
             sentence = re.split(r"\.\s", str(note.value.value), maxsplit=1)[0].rstrip(".")
             notes[node.targets[0].id] = textwrap.shorten(sentence, LONGEST_NOTE, placeholder=" ...")
     values = {id(recipe): name for name, recipe in vars(module).items() if isinstance(recipe, module.Recipe)}

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
@@ -39,7 +39,7 @@ def take_distributed(arguments: list[str]) -> Distributed:
 
 
 @contextlib.contextmanager
-def together(given: Distributed) -> Iterator[Peers]:
+def together(given: Distributed) -> Generator[Peers]:
     """The link to the other processes; whatever ends the block early on one of them ends all, with one line each."""
     peers = join(given)
     if peers.departure is None:

@@ -148,7 +148,7 @@ def find_class(name: str, origin: Origin | None) -> type | None:
         if not isinstance(kind, type):
             return None
     known = is_ours(kind) or (origin is not None and kind.__module__ in origin.modules)
-    return kind if known and dataclasses.is_dataclass(kind) else None
+    return kind if known and isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def _own_module(name: str, origin: Origin) -> ModuleType:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-import importlib.util
+import importlib
 import json
 import os
 from pathlib import Path
@@ -22,8 +22,7 @@ def config_folder() -> Path:
     tree = Path(__file__).resolve().parents[2]
     if (tree / "pyproject.toml").is_file() and (tree / "configs").is_dir():
         return tree / "configs"
-    spec = importlib.util.find_spec("jaxrl_llm.configs")
-    return Path(next(iter(spec.submodule_search_locations)))
+    return Path(importlib.import_module("jaxrl_llm.configs").__path__[0])
 
 
 def config_names() -> list[str]:

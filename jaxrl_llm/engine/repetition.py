@@ -1,6 +1,6 @@
 """When a completion that only repeats itself is ended: a small state for each row, a pure step for each token."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ class TailRule(NamedTuple):
       tail: int32[], confident tokens in a row that end it; 0 never.
     """
 
-    times: np.ndarray
-    logp: np.ndarray
-    tail: np.ndarray
+    times: Any
+    logp: Any
+    tail: Any
 
 
 class Tail(NamedTuple):

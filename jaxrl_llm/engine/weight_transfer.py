@@ -36,4 +36,7 @@ def weights_for_sampling(
         narrow = merge(cast(policy, dtype))
         return jax.tree.map(jnp.copy, narrow) if keep else narrow
 
-    return (lambda policy: jax.device_put(arranged(policy), layout)) if apart else arranged
+    def moved(policy: Decoder) -> Decoder:
+        return jax.device_put(arranged(policy), layout)
+
+    return moved if apart else arranged  # ty: ignore[invalid-explicit-return]  a compiled function is a function

@@ -36,13 +36,13 @@ def microbatch_loss(
     outputs = outputs_of(
         cast(model, compute.dtype), batch, names, coefficients["temperature"], compute, entropy_gradient
     )
-    losses = []
+    total: Any = 0
     metrics = {}
     for objective in objectives:
         own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
         loss, metrics[objective.name] = objective(outputs, own, counts[objective.name], coefficients)
-        losses.append(loss)
-    return sum(losses), jax.lax.stop_gradient(metrics)
+        total += loss
+    return total, jax.lax.stop_gradient(metrics)
 
 
 def accumulate(
@@ -74,7 +74,8 @@ def accumulate(
 def merged(metrics: Sequence[Metrics]) -> Metrics:
     """The metrics of a role's objectives together: losses are added, other names belong to one of them."""
     together = {name: value for one in metrics for name, value in one.items()}
-    return together | {"loss": sum(one["loss"] for one in metrics)}
+    loss: Any = sum(one["loss"] for one in metrics)
+    return together | {"loss": loss}
 
 
 def make_update(

@@ -119,7 +119,7 @@ def _scores_and_mix(config: Attention, q: jax.Array, seen: jax.Array, k: jax.Arr
 
 
 def _dot_product(
-    rows: Rows, config: Attention, implementation: str, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+    rows: Rows, config: Attention, implementation: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
 ) -> jax.Array:
     """jax.nn's attention with the whole mask; its fused kernels are for bfloat16 on GPUs."""
     heads = q.reshape(*q.shape[:2], -1, q.shape[-1])

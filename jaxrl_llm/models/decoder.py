@@ -6,7 +6,7 @@ The module tree is a JAX pytree whose every leaf is a trainable array of one flo
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ class Weights(nnx.Module):
         for name, value in parameters.items():
             value = Weights(value) if isinstance(value, dict) else value
             setattr(self, name, value if isinstance(value, nnx.Module) else nnx.Param(value))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def has(self, name: str) -> bool:
         """Whether the architecture has this parameter."""
@@ -198,15 +202,15 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
     positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
 
-    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
+    def one_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, None]:
         w, frequencies, window = per_layer
         w = merged(w)
         attend = functools.partial(attention, window=window)  # ty: ignore[unknown-argument]
         x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
         return activation(x, "residual"), None
 
-    if REMAT[compute.remat] is not None:
-        layer = jax.checkpoint(layer, policy=REMAT[compute.remat])
+    policy = REMAT[compute.remat]
+    layer = one_layer if policy is None else jax.checkpoint(one_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)), unroll=compute.unroll)

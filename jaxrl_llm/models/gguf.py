@@ -9,7 +9,7 @@ import dataclasses
 import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def _open(path: Path) -> _File:
 
 
 @contextlib.contextmanager
-def _as_input_error(path: Path) -> Iterator[None]:
+def _as_input_error(path: Path) -> Generator[None]:
     """The reader meets a broken file with whatever exception its arithmetic runs into."""
     try:
         yield

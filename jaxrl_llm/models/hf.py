@@ -5,7 +5,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def write_directory(
 
 
 @contextlib.contextmanager
-def new_directory(target: str | os.PathLike) -> Iterator[Path]:
+def new_directory(target: str | os.PathLike) -> Generator[Path]:
     """A folder beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

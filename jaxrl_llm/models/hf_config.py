@@ -68,7 +68,11 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     family = FAMILIES[config.family]
     values = _flatten(config)
-    written = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype}
+    written: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+    }
     written |= {name: values[FIELDS[name]] for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
     written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}

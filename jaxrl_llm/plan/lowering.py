@@ -108,7 +108,8 @@ def lower_growth(one: Subject) -> jax.stages.Lowered:
 def lower_weights(one: Subject) -> jax.stages.Lowered:
     """The policy cast and laid out for sampling."""
     with jax.set_mesh(one.mesh):
-        return one.programs.weights.lower(policy_model(one.arrays.state))
+        # Of a run whose weights are moved, they are not compiled.
+        return one.programs.weights.lower(policy_model(one.arrays.state))  # ty: ignore[missing-attribute]
 
 
 LOWERED: dict[str, Callable[[Subject], jax.stages.Lowered]] = {

@@ -102,7 +102,7 @@ def _links(collective: Collective, where: Places) -> float:
     axes = [axis for axis in range(coordinates.shape[1]) if len(np.unique(coordinates[:, axis])) > 1]
 
     def wraps(axis: int) -> bool:
-        return machine.chip.wrap and machine.shape[axis] % machine.chip.wrap == 0
+        return machine.chip.wrap > 0 and machine.shape[axis] % machine.chip.wrap == 0
 
     links = sum(2.0 if wraps(axis) else 1.0 for axis in axes) or 1.0
     return min(links, 2.0) if collective.kind == "collective-permute" else links

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import Run
-from jaxrl_llm.engine.slots import parts_of
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import ModelConfig
@@ -200,8 +199,7 @@ def _device(machine: Machine, held: Arrays, sizes: tuple[int, int, int]) -> Devi
     """One device's share: of a matrix product it does as much as it holds of the weights to sample from."""
     leaves = jax.tree.leaves(held.sampled)
     share = bytes_per_device(held.sampled) / sum(x.size * x.dtype.itemsize for x in leaves)
-    mesh = held.slots.tokens.sharding.mesh
-    return Device(machine.chip, share, sizes[0] * sizes[1], parts_of(mesh, held.slot_shape.rows))
+    return Device(machine.chip, share, sizes[0] * sizes[1], held.slot_shape.parts)
 
 
 def _temporaries(

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from jaxrl_llm.errors import InputError
@@ -36,7 +36,7 @@ def describe(machine: Machine) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """libtpu writes past Python that it has found no TPU."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -77,12 +77,12 @@ def _reason(machine: Machine, text: str) -> str:
 
 
 @contextlib.contextmanager
-def without_compilation_cache() -> Iterator[None]:
+def without_compilation_cache() -> Generator[None]:
     """A cached program of a TPU that is not there cannot be loaded, so none is kept."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    on = jax.config.jax_enable_compilation_cache
+    on = jax.config.jax_enable_compilation_cache  # ty: ignore[missing-attribute]  made at run time
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:

@@ -2,10 +2,26 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl_llm.rules.decision import Decision, Row
+
+
+class Controller(Protocol):
+    """Moves a KL coefficient towards its target.
+
+    Attributes:
+      reads: the metric that is its KL.
+    """
+
+    @property
+    def reads(self) -> str:
+        """A name in a step's row."""
+        ...
+
+    def __call__(self, coefficient: float, kl: float, completions: int, /) -> float:
+        """The next step's coefficient."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,10 +29,10 @@ class Controlled:
     """The KL coefficient of the next step, from this step's and from the KL that was measured after its last update.
 
     Attributes:
-      controller: ``(coefficient, kl, completions) -> coefficient``; its ``reads`` names the metric that is its KL.
+      controller: says what the next one is.
     """
 
-    controller: Callable[[float, float, int], float]
+    controller: Controller
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; a step that made no update leaves the coefficient as it is."""

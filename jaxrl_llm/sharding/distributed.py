@@ -54,7 +54,7 @@ def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any
     missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in named]
     if missing:
         raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)} beside it")
-    if not re.fullmatch(r".+:\d+", given.coordinator):
+    if not re.fullmatch(r".+:\d+", given.coordinator or ""):
         raise InputError(f"--distributed.coordinator must be HOST:PORT, got {given.coordinator!r}")
     if not 0 <= given.process < given.processes:
         raise InputError(f"--distributed.process must be from 0 to {given.processes - 1}, got {given.process}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,9 +40,9 @@ def objectives_of(run: Run) -> tuple[Objective, ...]:
     return (PolicyGradient(run.recipe.algorithm, run.learner.updates > 1),)
 
 
-def coefficients_of(run: Run) -> dict[str, float]:
+def coefficients_of(run: Run) -> dict[str, Any]:
     """What objectives and updates are given beside data, as before the first step."""
-    found = {"temperature": run.rollout.temperature}
+    found: dict[str, Any] = {"temperature": run.rollout.temperature}
     if run.recipe.controller is not None:
         found["kl_coef"] = run.recipe.algorithm.kl_coef
     if run.learner.target_kl is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
@@ -14,7 +14,7 @@ class _Log(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def logged(path: Path) -> Iterator[None]:
+def logged(path: Path) -> Generator[None]:
     """Append what the package logs to ``path`` within the block, each line with its time."""
     handler = _Log(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
