@@ -46,11 +46,11 @@ def load(
         progress.status(f"restoring step {start}")
     parameters = count_of(model)
     state, host = begin(run, stage, model, store, start, mesh, weights, progress.note)
-    check_problems(host.problems, stage.problems, run.task.label)
+    check_problems(host.problems, stage.problems, stage.label)
     host.problems = stage.problems
     device = jax.devices()[0].device_kind
-    lines = [model_line(run.model, parameters, count_of(state.policy.params), jax.device_count(), device), stage.size]
-    for line in [*lines, *configs.notes(run)]:
+    progress.note(model_line(run.model, parameters, count_of(state.policy.params), jax.device_count(), device))
+    for line in stage.notes:
         progress.note(line)
     return stage, state, host
 
@@ -87,20 +87,18 @@ def begin(
 ) -> tuple[TrainState, LoopState]:
     """A fresh state, or that of step ``start``; the model is taken, or read for its shapes only."""
     optimiser = build(run.learner.optimiser)
-    reference = run.recipe.algorithm.needs_reference
     lora = run.learner.lora
     others = [one.begins for one in stage.training if one.begins is not None]
     if start is None:
-        state = learner.create_state(model, optimiser, reference, mesh, lora, run.seed, others)
+        state = learner.create_state(model, optimiser, stage.reference, mesh, lora, run.seed, others)
         host = LoopState()
         if weights is not None:
             state = borrowed(state, run, weights, mesh, note)
     else:
-        like = abstract_state(model, optimiser, reference, lora, others)
+        like = abstract_state(model, optimiser, stage.reference, lora, others)
         state, data = store.restore(start, like, mesh, model)
         host = LoopState.from_json(data, stage.records)
-    if run.recipe.controller is not None:
-        host.coefficients.setdefault("kl_coef", run.recipe.algorithm.kl_coef)
+    host.coefficients = dict(stage.coefficients) | host.coefficients
     return state, host
 
 

@@ -99,6 +99,12 @@ def test_a_module_imports_only_from_rooms_above_its_own(path):
         assert allowed, f"{named(path)}:{line}: {room} must not import {other}"
 
 
+@pytest.mark.parametrize("name", ["begin", "step", "loop", "launch"])
+def test_the_loop_knows_no_stage(name):
+    read = re.findall(r"\brun\.(recipe|rollout|task|scoring)\b", (PACKAGE / f"{name}.py").read_text())
+    assert not read, f"what a run trains on and towards is its stage's affair, not {name}.py's: {read}"
+
+
 def test_tests_use_the_real_thing():
     # Names that no test may use: this test looks for them, it patches and skips nothing itself.
     banned = {"mock", "unittest.mock", "pytest_mock", "monkeypatch", "mocker", "skip", "skipif", "importorskip"}

@@ -108,7 +108,9 @@ def learned(run, update, groups, coefficient, step):
     given = {} if coefficient is None else {"kl_coef": coefficient}
     training = (Training(objectives_of(run), update),)
     forward = forward_on(mesh, Layout(2, 40, 10))
-    stage = Reinforcement(run=run, training=training, forward=forward, sampler=None, transfer=None, evaluation=None)
+    stage = Reinforcement(
+        run=run, training=training, forward=forward, label="digits", sampler=None, transfer=None, evaluation=None
+    )
     return learn_from(stage, run, state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Run
-from jaxrl_llm.engine import Sampling
+from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
 from jaxrl_llm.learner import Sample
@@ -120,42 +120,52 @@ def prepare(
     check_prompts(run, test_prompts, problems)
     progress.status("calling each reward once")
     scorer.rehearse(loaded.train[0], tokenizer)
-    rollout = run.rollout
     stops = model.config.tokens.eos
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
-    engine = programs.engine
     stream = tasks.Shuffled(loaded.train, run.seed)
-    source = GroupSource(tokenizer, prompts, stream, scorer, rollout.group, run.seed, run.recipe.shaping)
-    admission = AdmissionPolicy(
-        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect
-    )
-    rules = rollout.sampling(stops, run.learner.keep_sampling_mask)
-    sampler = Sampler(engine, source, rules, admission, progress.status)
+    source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
     answers = answering(run, stops)
 
     def test(weights: Decoder) -> Evaluated | None:
         if not problems:
             return None
         asked = Questions(test_prompts, problems, run.evaluation.samples, run.seed)
-        return evaluate(engine, weights, tokenizer, asked, scorer, answers, progress.status)
+        return evaluate(programs.engine, weights, tokenizer, asked, scorer, answers, progress.status)
 
-    size = steps_line(
-        run.task.label, len(loaded.train), len(problems), rollout.prompts, rollout.group, run.learner.updates
-    )
     return Reinforcement(
         training=programs.training,
         forward=programs.forward,
+        label=run.task.label,
         problems=prints,
+        reference=run.recipe.algorithm.needs_reference,
+        coefficients={} if run.recipe.controller is None else {"kl_coef": run.recipe.algorithm.kl_coef},
         rules=rules_for(run),
-        size=size,
-        ahead=rollout.collect.staleness > 0,
+        notes=[size_of(run, len(loaded.train), len(problems)), *configs.notes(run)],
+        ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.controller is not None,
         run=run,
-        sampler=sampler,
+        sampler=sampler_of(run, programs.engine, source, stops, progress.status),
         transfer=programs.weights,
         evaluation=test,
     )
+
+
+def sampler_of(
+    run: Run, engine: Engine, source: GroupSource, stops: tuple[int, ...], status: Callable[[str], None]
+) -> Sampler:
+    """What fills the run's steps with groups."""
+    rollout = run.rollout
+    admission = AdmissionPolicy(
+        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect
+    )
+    return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)
+
+
+def size_of(run: Run, problems: int, held_out: int) -> str:
+    """How much the run learns from, for people."""
+    rollout = run.rollout
+    return steps_line(run.task.label, problems, held_out, rollout.prompts, rollout.group, run.learner.updates)
 
 
 def answering(run: Run, stops: tuple[int, ...]) -> Sampling:

@@ -47,9 +47,12 @@ class Stage:
     Attributes:
       training: of each role, the policy first.
       forward: how the learner runs its models.
+      label: of its data, for people.
       problems: fingerprints of the data that it trains and tests on.
+      reference: whether it needs the policy as it was, frozen.
+      coefficients: that objectives read and rules may move, as they are at first.
       rules: what decides between steps, by name; of several that stop the run the first says why.
-      size: of its data and of a step; a line for people.
+      notes: lines for people before the first step: how large its data and a step are, what does nothing.
       ahead: whether the next batch is made with the weights from before this step's update.
       apart: whether making a batch and learning may run at one time.
       measures_kl: whether a rule wants to know how far the policy is after each step.
@@ -58,9 +61,12 @@ class Stage:
 
     training: Sequence[Training]
     forward: Forward
+    label: str
     problems: Fingerprints = dataclasses.field(default_factory=dict)
+    reference: bool = False
+    coefficients: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
-    size: str = ""
+    notes: Sequence[str] = ()
     ahead: bool = False
     apart: bool = False
     measures_kl: bool = False
