@@ -1,14 +1,16 @@
 """pass@k against counting all subsets, majority votes, and evaluation with a real engine."""
 
+import dataclasses
 import itertools
 import json
 
 import numpy as np
 import pytest
+from rollout.simulation import ToyEngine
 
 from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, Questions, evaluate, majority, pass_at
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rewards import Accuracy, Format, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, Table, Task, load
@@ -74,8 +76,24 @@ def test_without_a_verifier_the_mean_reward_of_what_could_be_scored_is_reported(
     assert np.isnan(nothing.metrics()["eval/sums/reward"])
 
 
+class NotingEngine(ToyEngine):
+    """Remembers the seeds that it was last given."""
+
+    def submit(self, prompts, seeds, *rest):
+        self.seeds = list(seeds)
+        return super().submit(prompts, seeds, *rest)
+
+
 def test_evaluation_and_training_never_share_a_seed():
     assert request_seed(3, SEED_SPACE - 1) < request_seed(3, SEED_SPACE) < request_seed(4, 0)
+    _, tokenizer = load_pretrained("tiny-random")
+    problems = [dataclasses.replace(PROBLEM, id=str(n), verifier="none") for n in range(2)]
+    prompts = Prompts(Task([{"prompt": "?"}], template="chatml"), tokenizer)
+    engine = NotingEngine(4)
+    with Scorer((Format("a"),)) as scorer:
+        evaluate(engine, None, tokenizer, Questions(prompts, problems, 3, 5), scorer, Sampling())
+    assert engine.seeds == [request_seed(5, SEED_SPACE + n) for n in range(6)]
+    assert min(engine.seeds) > request_seed(5, SEED_SPACE - 1), "training would have to ask for 2^39 completions"
 
 
 def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oracles import kept_tokens
 from tiny import VOCAB, Compilations, tiny
 
+from jaxrl_llm.engine.sampling import uniforms
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling
@@ -86,6 +87,19 @@ def test_greedy_is_the_argmax_of_the_full_forward(kind):
     ):
         np.testing.assert_array_equal(found.tokens, np.argmax(distributions(kind, prompt, found.tokens), axis=-1))
         assert not found.sampler_logp.any() and found.finish_reason == "length" and len(found.tokens) == 7
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_token_is_drawn_by_the_number_of_its_seed_and_its_place_in_the_sequence(group):
+    """Where the number falls among the probabilities of the full forward pass, added up in the vocabulary's order."""
+    for prompt, seed, found in zip(PROMPTS, SEEDS, expected(group), strict=True):
+        positions = np.arange(len(found.tokens), dtype=np.int32) + len(prompt)
+        words = np.tile(np.array([[seed & 0xFFFFFFFF, seed >> 32]], np.uint32), (len(positions), 1))
+        numbers = np.asarray(uniforms(words, positions))
+        above = np.cumsum(np.exp(np.float64(distributions("plain", prompt, found.tokens))), axis=-1)
+        below = np.concatenate([np.zeros((len(above), 1)), above[:, :-1]], axis=-1)
+        for row, (number, token) in enumerate(zip(numbers, found.tokens, strict=True)):
+            assert below[row, token] - 1e-5 <= number <= above[row, token] + 1e-5
 
 
 def test_what_a_completion_holds():
