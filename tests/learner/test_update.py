@@ -28,7 +28,6 @@ from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
 
-OPTIMISED = True
 COMPUTE = Compute(remat="full")
 LAYOUTS = {
     "one row": (Layout(1, 20, T), Compute()),
