@@ -13,6 +13,10 @@ from typing import IO
 
 from jaxrl_llm.errors import InputError
 
+GPU_SHARE = 0.9
+"""Of a GPU's memory, what JAX may take: by itself it takes 0.75. The rest is its libraries'."""
+GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+"""One of these is there where NVIDIA's driver is; the last under Windows."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and a file over its limit."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -100,8 +104,11 @@ def prepare_libraries() -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_SHARE),
     }.items():
         os.environ.setdefault(name, value)
+    if not any(Path(driver).exists() for driver in GPU_DRIVERS):  # the CUDA plugin compiles here, and nothing else
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if "jax" in sys.modules:  # it has read its environment already
         sys.modules["jax"].config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
                       [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
 
-NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64, planned by formula alone).
+NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
 --mean_tokens N    completions have N tokens on average (times only; memory is planned for the longest)
 --search           try meshes and microbatches; compile the most promising and print the best
@@ -39,17 +39,16 @@ def plan(arguments: list[str]) -> int:
     if given is None:
         return 0
     prepare_libraries()
+    from jaxrl_llm.plan.topology import prepare_compilers
+
+    prepare_compilers()
     asked = options(arguments)
     run = settings(given, arguments, asked["--slices"])
     from jaxrl_llm.plan.machines import parse_topology
     from jaxrl_llm.plan.shapes import model_config
 
     machine = parse_topology(asked["--topology"], asked["--slices"])
-    devices = None
-    if machine.chip.platform == "tpu":
-        from jaxrl_llm.plan.topology import describe
-
-        devices = describe(machine)
+    devices, lacking = described(machine, asked["--quick"])
     configs.validate(run)
     config, source = model_config(run.model)
     if asked["--search"]:
@@ -63,7 +62,18 @@ def plan(arguments: list[str]) -> int:
     )
     status("")
     show(made, source, asked)
+    if lacking:
+        print(lacking)
     return 0
+
+
+def described(machine: "Machine", quick: bool) -> tuple[list[Any] | None, str]:
+    """Its devices for the compiler; None for GPUs that nothing is compiled for, and what to say of that."""
+    from jaxrl_llm.plan.topology import NO_COMPILER, compiles_for_gpus, describe
+
+    if machine.chip.platform == "gpu" and (quick or not compiles_for_gpus()):
+        return None, "" if quick else NO_COMPILER["gpu"]
+    return describe(machine), ""
 
 
 def options(arguments: list[str]) -> dict[str, Any]:

@@ -114,6 +114,20 @@ def collectives(program: Program, unknown: Sequence[float] = ()) -> list[Collect
     return list(_walk(program, program.entry, 1.0, tuple(unknown)))
 
 
+PRODUCTS = {
+    "cuBLAS": r'custom_call_target="__cublas',
+    "cuDNN": r'custom_call_target="__cudnn',
+    "Triton": r'"kind":"__triton\w*gemm',
+}
+"""What a GPU's compiler may make of a matrix product, and how that stands in its program."""
+
+
+def products(text: str) -> dict[str, int]:
+    """How many matrix products a GPU's program has, by who computes them."""
+    found = {name: len(re.findall(pattern, text)) for name, pattern in PRODUCTS.items()}
+    return {name: count for name, count in found.items() if count}
+
+
 def _walk(program: Program, name: str, times: float, unknown: tuple[float, ...]) -> Iterator[Collective]:
     yield from _own(program, name, times)
     for instruction in program.computations[name].values():
@@ -165,14 +179,29 @@ def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instructio
 
 def _collective(kind: str, instruction: Instruction, program: Program, times: float) -> Collective:
     groups = _groups(instruction.rest, program.devices)
-    shapes = instruction.shapes
-    if instruction.operation.endswith("-start") and kind in ("all-gather", "collective-permute"):
-        found = re.findall(r"\w+\[[\d,]*\]", shapes)  # operands first, then results, then flags
-        shapes = found[1] if len(found) > 1 else shapes
-    size = bytes_of(shapes)
-    if kind == "reduce-scatter" and instruction.operation.startswith("reduce-scatter"):
-        size *= groups.shape[1]
+    parts = parts_of(instruction.shapes) if instruction.operation.endswith("-start") else []
+    if kind == "all-reduce" or len(parts) < 2:
+        size = bytes_of(instruction.shapes)
+        if instruction.operation.startswith("reduce-scatter"):
+            size *= groups.shape[1]
+    else:  # what begins only: its operands, its results, then flags
+        size = bytes_of(parts[0] if kind == "reduce-scatter" else parts[1])
     return Collective(kind, size, groups, times)
+
+
+def parts_of(shapes: str) -> list[str]:
+    """The members of a tuple's shape, each a shape or a tuple of them; none where it is no tuple."""
+    if not shapes.startswith("("):
+        return []
+    found = [""]
+    depth = 0
+    for letter in shapes[1 : _closing(shapes, 0)]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def bytes_of(shapes: str) -> float:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class Compiled:
       outputs: bytes of what it returns in new memory.
       temporary: bytes that exist while it runs.
       collectives: what it sends in one call; loops multiplied out.
+      products: of matrices, by who computes them; a GPU's compiler chooses.
       seconds: that its compilation took.
       refused: bytes that it would need, where that is more than the device has; the other numbers are 0 then.
     """
@@ -42,6 +43,7 @@ class Compiled:
     outputs: int = 0
     temporary: int = 0
     collectives: tuple[hlo.Collective, ...] = ()
+    products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     refused: float = 0.0
 
@@ -135,11 +137,16 @@ def compile_one(one: Subject, name: str) -> Compiled:
         except jax.errors.JaxRuntimeError as error:
             return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
+    text = done.as_text()
     return Compiled(
-        name, memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        name,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        tuple(hlo.collectives(hlo.parse(done.as_text(), where.size), _repeats(one, name))), time.monotonic() - began,
-    )  # fmt: skip
+        tuple(hlo.collectives(hlo.parse(text, where.size), _repeats(one, name))),
+        hlo.products(text),
+        time.monotonic() - began,
+    )
 
 
 def _repeats(one: Subject, name: str) -> tuple[float, ...]:
@@ -161,5 +168,5 @@ def needed(text: str) -> float:
     """
     found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
     if "RESOURCE_EXHAUSTED" not in text and not found:
-        raise InputError(f"the TPU compiler failed: {text.splitlines()[0]}")
+        raise InputError(f"the compiler failed: {text.splitlines()[0]}")
     return float(found[1]) * _UNITS[found[2]] if found else float("inf")

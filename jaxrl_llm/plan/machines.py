@@ -5,6 +5,7 @@ import math
 import re
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import GPU_SHARE
 
 GB, GIB = 1e9, 2.0**30
 
@@ -22,7 +23,7 @@ class Chip:
       link: bytes/s one way over one link to a neighbour (TPU), or to all others of its host together (GPU).
       network: bytes/s one way out of its slice (TPU) or host (GPU), for each chip.
       dimensions: of the torus that links make; 0 for a switch.
-      per_host: devices of a host; for a GPU those behind one switch.
+      per_host: devices of a host; for a GPU those behind one switch, where a topology does not say.
       wrap: how long an axis of the torus must be for its ends to be linked; 0 for never.
     """
 
@@ -47,14 +48,14 @@ CHIPS: dict[str, Chip] = {
         Chip("v6e", "tpu", 918e12, 1640 * GB, 31.25 * GIB, 90 * GB, 12.5 * GB, 2, 4, 16),
         # Two devices make a chip, which shares links and network among them.
         Chip("tpu7x", "tpu", 1153e12, 3690 * GB, 94.75 * GIB, 50 * GB, 6.25 * GB, 3, 8, 4),
-        Chip("a100", "gpu", 312e12, 2039 * GB, 80 * GB, 300 * GB, 25 * GB),
-        Chip("h100", "gpu", 989e12, 3350 * GB, 80 * GB, 450 * GB, 50 * GB),
-        Chip("h200", "gpu", 989e12, 4800 * GB, 141 * GB, 450 * GB, 50 * GB),
-        Chip("b200", "gpu", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 50 * GB),
+        Chip("a100", "gpu", 312e12, 2039 * GB, GPU_SHARE * 80 * GB, 300 * GB, 25 * GB),
+        Chip("h100", "gpu", 989e12, 3350 * GB, GPU_SHARE * 80 * GB, 450 * GB, 50 * GB),
+        Chip("h200", "gpu", 989e12, 4800 * GB, GPU_SHARE * 141 * GB, 450 * GB, 50 * GB),
+        Chip("b200", "gpu", 2250e12, 8000 * GB, GPU_SHARE * 180 * GB, 900 * GB, 50 * GB),
     )
 }
 """Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). A TPU's memory is
-what its compiler lets a program use."""
+what its compiler lets a program use, a GPU's what the trainer lets JAX take."""
 
 EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x1",
             "a100": "a100:8", "h100": "h100:8", "h200": "h200:8", "b200": "b200:8"}  # fmt: skip
@@ -75,7 +76,7 @@ class Machine:
 
     Attributes:
       chip: each of them.
-      shape: of the torus of one slice; (n,) for n GPUs.
+      shape: of the torus of one slice; (hosts, devices of each) for GPUs.
       slices: how many such, linked by the data centre's network.
     """
 
@@ -96,13 +97,16 @@ class Machine:
     @property
     def name(self) -> str:
         """As on the command line."""
+        if self.chip.platform == "gpu":
+            hosts, each = self.shape
+            return f"{self.chip.name}:{self.devices if hosts == 1 or each == self.chip.per_host else f'{hosts}x{each}'}"
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}" + (
             f" x {self.slices} slices" if self.slices > 1 else ""
         )
 
 
 def parse_topology(text: str, slices: int = 1) -> Machine:
-    """A machine from ``v5p:8x8x4`` or ``h100:64``.
+    """A machine from ``v5p:8x8x4``, ``h100:64`` or, where hosts hold other numbers than 8, ``h100:2x4``.
 
     Raises:
       InputError: no such chip, or no such shape; the line says what to write.
@@ -114,13 +118,26 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
     if chip is None:
         raise InputError(f"no topology {text!r}: {_hint(text)}")
     shape = tuple(int(size) for size in match[2].split("x"))
-    wanted = chip.dimensions or 1
-    if len(shape) != wanted or min(shape) < 1:
-        kind = f"{wanted} sizes" if chip.dimensions else "a number of devices"
+    if min(shape) < 1 or len(shape) not in ({chip.dimensions} if chip.dimensions else {1, 2}):
+        kind = f"{chip.dimensions} sizes" if chip.dimensions else "a number of devices, or hosts x devices of each"
         raise InputError(f"topology {text!r}: {chip.name} takes {kind}, as in {EXAMPLES[chip.name]}")
-    if chip.platform == "gpu" and slices > 1:
-        raise InputError(f"--slices is for TPUs; write all GPUs as one number: {chip.name}:{shape[0] * slices}")
+    if chip.platform == "gpu":
+        if slices > 1:
+            raise InputError(f"--slices is for TPUs; write hosts x devices of each: {chip.name}:{slices}x{shape[0]}")
+        shape = shape if len(shape) == 2 else _hosts(chip, shape[0])
     return Machine(chip, shape, slices)
+
+
+def _hosts(chip: Chip, devices: int) -> tuple[int, int]:
+    """So many GPUs as whole hosts, or a part of one."""
+    if devices <= chip.per_host:
+        return 1, devices
+    if devices % chip.per_host:
+        raise InputError(
+            f"{devices} devices are no whole hosts of {chip.per_host}: write hosts x devices of each, as in "
+            f"{chip.name}:2x{chip.per_host}"
+        )
+    return devices // chip.per_host, chip.per_host
 
 
 def _hint(text: str) -> str:

@@ -55,9 +55,11 @@ class Places:
 
 
 def places(machine: Machine, devices: Iterable[Any]) -> Places:
-    """Of described TPU devices, in the order of a program's partitions."""
-    dimensions = len(machine.shape)
+    """Of described devices, in the order of a program's partitions."""
     devices = list(devices)
+    if machine.chip.platform == "gpu":
+        return Places(machine, np.array([d.process_index for d in devices]), np.zeros((len(devices), 0), int))
+    dimensions = len(machine.shape)
     return Places(
         machine,
         np.array([getattr(d, "slice_index", 0) or 0 for d in devices]),
@@ -66,8 +68,8 @@ def places(machine: Machine, devices: Iterable[Any]) -> Places:
 
 
 def hosts(machine: Machine) -> Places:
-    """Of GPUs, counted through their hosts."""
-    return Places(machine, np.arange(machine.devices) // machine.chip.per_host, np.zeros((machine.devices, 0), int))
+    """Of GPUs that nothing describes, counted through their hosts."""
+    return Places(machine, np.arange(machine.devices) // machine.shape[1], np.zeros((machine.devices, 0), int))
 
 
 def traffic(collective: Collective, where: Places) -> Traffic:

@@ -19,6 +19,7 @@ from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
 from jaxrl_llm.plan.roofline import Device, Phase, phases
+from jaxrl_llm.plan.topology import compiles_cudnn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Plan:
       sampling: and while it samples.
       phases: of a step, with their least times.
       compiled: seconds of compilation by program; empty where all is by formula.
+      chosen: what computes attention and matrix products, in words.
       refused: those of them that need more memory than there is.
       more: bytes that one more of each adds to a device: "prompts", "slots", "rows" of a microbatch.
     """
@@ -48,6 +50,7 @@ class Plan:
     sampling: Memory
     phases: tuple[Phase, ...]
     compiled: dict[str, float]
+    chosen: tuple[str, ...]
     refused: tuple[str, ...]
     more: dict[str, float]
 
@@ -117,19 +120,21 @@ def plan(
       run: resolved.
       config: the model's.
       machine: what is planned for.
-      devices: of a TPU, as its compiler describes them; None for GPUs.
+      devices: as their compiler describes them; None where all is by formula.
       mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
       compiling: whether the run's programs are compiled; if not all is by formula.
       more: find out how large microbatches may be, which takes one more compilation.
       say: told what is being compiled.
     """
     sizes = run.mesh.sizes(machine.devices)
+    run, lacking = compilable(run, config, machine) if compiling else (run, ())
     compute = compute_for(run.learner, config, machine.chip.platform)
     if not compiling:
         described = abstract_mesh(sizes), abstract_mesh(run.mesh.sampling_sizes(machine.devices))
         mesh, where = described if devices is None else meshes(run, devices)
         spots = hosts(machine) if devices is None else places(machine, mesh.devices.flat)
-        layout = layout_for(run.learner, compute, run.rollout.max_length, run.rollout.max_new_tokens, mesh)
+        lengths = run.rollout.max_length, run.rollout.max_new_tokens
+        layout = layout_for(run.learner, compute, *lengths, mesh, machine.chip.platform)
         held = arrays(run, config, layout, mesh, where)
         todo = work(run, config, layout, mean)
         return _assembled(run, config, machine, sizes, held, todo, compute, spots, {})
@@ -141,10 +146,21 @@ def plan(
     todo = work(run, config, one.programs.forward.layout, mean)
     spots = places(machine, one.mesh.devices.flat)
     found = _assembled(run, config, machine, sizes, one.arrays, todo, compute, spots, done)
+    found = dataclasses.replace(found, chosen=(*found.chosen, *lacking))
     if not more:
         return found
     say(f"compiling update for {machine.name} with other microbatches")
     return dataclasses.replace(found, more=found.more | row_bytes(run, config, devices, done["update"]))
+
+
+def compilable(run: Run, config: ModelConfig, machine: Machine) -> tuple[Run, tuple[str, ...]]:
+    """The run with an attention that can be compiled here, and what to know where that is not its own."""
+    if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or compiles_cudnn():
+        return run, ()
+    learner = dataclasses.replace(run.learner, attention="xla")
+    return dataclasses.replace(run, learner=learner), (
+        "the run takes cuDNN's attention, which needs less memory; to compile that: pip install nvidia-cudnn-cu13",
+    )
 
 
 def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compiled) -> dict[str, float]:
@@ -187,12 +203,24 @@ def _assembled(
         memory.learning(run, held, base, learn, bool(done)), sampler,
         tuple(phases(run, config, held, todo, device, compute, traffics)),
         {name: one.seconds for name, one in done.items()},
+        (f"attention: {compute.attention}", *_products(done)),
         tuple(name for name, one in done.items() if one.refused),
         {
             "prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts,
             "slots": (sampler.cache + sample) / run.rollout.slots,
         },
     )  # fmt: skip
+
+
+def _products(done: dict[str, Compiled]) -> list[str]:
+    """Who computes the matrix products of the update and of decoding, where the compiler had a choice."""
+    found = []
+    for name in ("update", "decode"):
+        products = done[name].products if name in done else {}
+        if products:
+            shares = ", ".join(f"{count} by {who}" for who, count in products.items())
+            found.append(f"matrix products of {name}, as compiled: {shares}")
+    return found
 
 
 def _device(machine: Machine, held: Arrays, sizes: tuple[int, int, int]) -> Device:

@@ -29,6 +29,7 @@ def lines(plan: Plan, source: str) -> list[str]:
         "",
         *network_lines(plan),
         "",
+        *plan.chosen,
         *conclusion(plan),
     ]
 
@@ -137,7 +138,8 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
             "learning": memory(plan.learning),
         },
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
-        "compiled_s": plan.compiled, "refused": list(plan.refused), "fits": plan.fits, "step_s": plan.seconds,
+        "compiled_s": plan.compiled, "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
+        "step_s": plan.seconds,
         "mfu": plan.utilisation(plan.seconds),
         "most": {"prompts": plan.most_prompts, "slots": plan.most_slots, "microbatch_rows": plan.most_rows},
     }  # fmt: skip

@@ -1,43 +1,99 @@
-"""The devices of a TPU that is not there, as its compiler describes them."""
+"""The devices of a TPU or of GPUs that are not there, as their compilers describe them."""
 
 import contextlib
+import importlib.util
 import os
+import sys
 from collections.abc import Generator
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.plan.gpus import target_config
 from jaxrl_llm.plan.machines import Machine
 
-NO_COMPILER = "planning for a TPU needs its compiler: pip install -e '.[tpu]' in the checkout (no TPU is needed)"
+NO_COMPILER = {
+    "tpu": "planning for a TPU needs its compiler: pip install -e '.[tpu]' in the checkout (no TPU is needed)",
+    "gpu": "by formula alone: for the compiler's word pip install -e '.[gpu-plan]' in the checkout (no GPU is needed)",
+}
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+PTX = ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm")
+"""Where the wheels of CUDA 13 and 12 keep what turns XLA's code into a GPU's, among a Python's packages."""
+CUDNN = "nvidia.cudnn"
 
 
 def describe(machine: Machine) -> list[Any]:
     """The machine's devices, for meshes and ahead-of-time compilation only.
 
     Raises:
-      InputError: libtpu is not installed, is in use by a process that will not share it, or knows no such shape.
+      InputError: the compiler is not installed, is in use by a process that will not share it, or knows no such shape.
     """
-    # No question to a metadata server, and no claim on a TPU: other processes may compile at the same time.
+    prepare_compilers()
+    if machine.chip.platform == "gpu" and not compiles_for_gpus():
+        raise InputError(NO_COMPILER["gpu"])
+    import jax
+    from jax.experimental import topologies
+
+    platform, name, options = _tpu(machine) if machine.chip.platform == "tpu" else _gpu(machine)
+    try:
+        with _quiet():
+            return list(topologies.get_topology_desc(platform=platform, topology_name=name, **options).devices)
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ModuleNotFoundError) as error:
+        raise InputError(_reason(machine, str(error))) from None
+
+
+def prepare_compilers() -> None:
+    """Before JAX has looked for devices: it looks for none, asks no metadata server, and claims no TPU.
+
+    Other processes may compile at the same time.
+    """
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_PLATFORMS": "cpu",
     }.items():  # fmt: skip
         os.environ.setdefault(name, value)
-    import jax
-    from jax.experimental import topologies
+    if "jax" in sys.modules:  # it has read its environment already
+        sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
+
+def compiles_for_gpus() -> bool:
+    """Whether JAX's CUDA plugin is installed, and what it needs to make a GPU's code."""
+    return any(_has(name) for name in PLUGINS) and any(_holds(folder) for folder in PTX)
+
+
+def compiles_cudnn() -> bool:
+    """Whether cuDNN's attention can be compiled."""
+    return _has(CUDNN)
+
+
+def _has(name: str) -> bool:
     try:
-        with _quiet():
-            return list(
-                topologies.get_topology_desc(platform="tpu", topology_name=_name(machine), **_options(machine)).devices
-            )
-    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ModuleNotFoundError) as error:
-        raise InputError(_reason(machine, str(error))) from None
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _holds(folder: str) -> bool:
+    return any(os.path.isdir(os.path.join(root, folder)) for root in sys.path)
+
+
+def _tpu(machine: Machine) -> tuple[str, str, dict[str, Any]]:
+    """Hosts hold 2x2 chips; a smaller slice is one host. Both cores of a v4 chip work as one."""
+    options: dict[str, Any] = {"chips_per_host_bounds": (*(min(size, 2) for size in machine.shape[:2]), 1)}
+    if machine.slices > 1:
+        options["num_slices"] = machine.slices
+    if machine.chip.name == "v4":
+        options["chip_config_name"] = "megacore"
+    return "tpu", f"{machine.chip.name}:{'x'.join(map(str, machine.shape))}", options
+
+
+def _gpu(machine: Machine) -> tuple[str, str, dict[str, Any]]:
+    hosts, each = machine.shape
+    return "cuda", "", {"target_config": target_config(machine.chip), "topology": f"1x{hosts}x{each}"}
 
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """libtpu writes past Python that it has found no TPU."""
+    """Compilers write past Python that they have found no device."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -49,21 +105,6 @@ def _quiet() -> Generator[None]:
         os.close(nowhere)
 
 
-def _name(machine: Machine) -> str:
-    return f"{machine.chip.name}:{'x'.join(map(str, machine.shape))}"
-
-
-def _options(machine: Machine) -> dict[str, Any]:
-    """Hosts hold 2x2 chips; a smaller slice is one host. Both cores of a v4 chip work as one."""
-    bounds = tuple(min(size, 2) for size in machine.shape[:2]) + (1,)
-    several = {"num_slices": machine.slices} if machine.slices > 1 else {}
-    return (
-        {"chips_per_host_bounds": bounds}
-        | several
-        | ({"chip_config_name": "megacore"} if machine.chip.name == "v4" else {})
-    )
-
-
 def _reason(machine: Machine, text: str) -> str:
     line = next(iter(text.splitlines()), "")
     if "lockfile" in text or "libtpu_lock" in text:
@@ -72,13 +113,14 @@ def _reason(machine: Machine, text: str) -> str:
             "command again"
         )
     if "TPU support not installed" in text or "No module" in text:
-        return NO_COMPILER
-    return f"topology {machine.name}: the TPU compiler refuses it ({line}); sizes of 1, 2 or multiples of 4 are known"
+        return NO_COMPILER[machine.chip.platform]
+    remedy = "; sizes of 1, 2 or multiples of 4 are known" if machine.chip.platform == "tpu" else ""
+    return f"topology {machine.name}: the compiler refuses it ({line}){remedy}"
 
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Generator[None]:
-    """A cached program of a TPU that is not there cannot be loaded, so none is kept."""
+    """A cached program of a device that is not there cannot be loaded, so none is kept."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

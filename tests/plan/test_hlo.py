@@ -95,6 +95,34 @@ def test_loops_channels_and_fusions_of_a_tpu_program():
     assert gather.moved == 64 * 8 * 2 * 15 / 16 and scatter.moved == 32 * 8 * 4 / 2
 
 
+GPU_LIKE = """
+%g (p: bf16[192,12]) -> bf16[192,12] {
+  ROOT %p = bf16[192,12]{1,0} parameter(0)
+}
+
+ENTRY %main (a: bf16[192,12], b: bf16[192,2]) -> bf16[192,12] {
+  %a = bf16[192,12]{1,0} parameter(0)
+  %b = bf16[192,2]{1,0} parameter(1)
+  %one = (bf16[192,12]{1,0}, bf16[1536,12]{1,0}) all-gather-start(%a), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  %both = ((bf16[192,12]{1,0}, bf16[192,2]{1,0}), (bf16[1536,12]{1,0}, bf16[1536,2]{1,0})) all-gather-start(%a, %b), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}
+  %back = ((bf16[1536,12]{1,0}, /*index=1*/bf16[1536,2]{1,0}), (bf16[192,12]{1,0}, bf16[192,2]{1,0})) reduce-scatter-start(%x, %y), channel_id=3, replica_groups=[1,8]<=[8], dimensions={0}
+  %sum = (f32[16]{0}, f32[]) all-reduce-start(%c, %d), channel_id=4, replica_groups=[1,8]<=[8], to_apply=%add
+  %gemm = bf16[192,12]{1,0} fusion(%a), kind=kCustom, calls=%g, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %blas = bf16[192,12]{1,0} custom-call(%a), custom_call_target="__cublas$lt$matmul"
+  ROOT %plain = bf16[192,12]{1,0} fusion(%gemm), kind=kCustom, calls=%g, backend_config={"fusion_backend_config":{"kind":"__triton"}}
+}
+"""  # noqa: E501
+
+
+def test_what_a_gpus_program_begins_is_counted_by_what_travels():
+    sizes = [(c.kind, c.size) for c in hlo.collectives(hlo.parse(GPU_LIKE, 8))]
+    both = (1536 * 12 + 1536 * 2) * 2
+    assert sizes == [
+        ("all-gather", 1536 * 12 * 2), ("all-gather", both), ("reduce-scatter", both), ("all-reduce", 16 * 4 + 4),
+    ]  # fmt: skip
+    assert hlo.products(GPU_LIKE) == {"cuBLAS": 1, "Triton": 1}
+
+
 def test_a_real_program_sends_what_it_was_written_to_send():
     mesh = make_mesh(MeshShape(1, 4, 2))
 
@@ -165,3 +193,4 @@ def test_gpus_of_one_host_have_a_switch():
     found = traffic(collective("all-gather", [list(range(8))]), where)
     assert found.dcn == 0 and found.ici_s == pytest.approx(875 / where.machine.chip.link)
     assert traffic(collective("all-gather", [[0, 8]]), where).dcn == 500
+    assert traffic(collective("all-gather", [[3, 4]]), hosts(parse_topology("h100:2x4"))).dcn == 500

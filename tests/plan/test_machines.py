@@ -12,8 +12,8 @@ from jaxrl_llm.plan.shapes import model_config, published
 
 
 @pytest.mark.parametrize("text, devices, shape", [
-    ("v5e:4x4", 16, (4, 4)), ("v5p:8x8x4", 256, (8, 8, 4)), ("V6E:16x16", 256, (16, 16)), ("h100:64", 64, (64,)),
-    ("tpu7x:2x2x1", 8, (2, 2, 1))])  # fmt: skip
+    ("v5e:4x4", 16, (4, 4)), ("v5p:8x8x4", 256, (8, 8, 4)), ("V6E:16x16", 256, (16, 16)), ("h100:64", 64, (8, 8)),
+    ("tpu7x:2x2x1", 8, (2, 2, 1)), ("b200:3", 3, (1, 3)), ("h200:2x4", 8, (2, 4))])  # fmt: skip
 def test_a_topology_is_a_chip_and_a_shape(text, devices, shape):
     machine = parse_topology(text)
     assert (machine.devices, machine.shape, machine.name) == (devices, shape, text.lower())
@@ -27,7 +27,9 @@ def test_slices_multiply_devices():
 @pytest.mark.parametrize("text, remedy", [
     ("v5litepod-16", "write v5e:4x4"), ("v6e-8", "write v6e:2x4"), ("v5p-128", "write v5p:4x4x4"),
     ("h100-8", "write h100:8"),
-    ("v5e:16", "2 sizes, as in v5e:4x4"), ("v5p:4x4", "3 sizes"), ("h200:2x4", "a number of devices"),
+    ("v5e:16", "2 sizes, as in v5e:4x4"), ("v5p:4x4", "3 sizes"),
+    ("h200:2x4x1", "a number of devices, or hosts x devices of each"),
+    ("a100:12", "write hosts x devices of each, as in a100:2x8"),
     ("v9:2x2", "there are v4")])  # fmt: skip
 def test_another_name_is_refused_with_the_right_one(text, remedy):
     with pytest.raises(InputError, match=remedy):

@@ -2,18 +2,20 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from commands import command, commands
 from plan.tinyrun import CONFIG, tiny_run, with_learner
 
+from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
 from jaxrl_llm.plan.machines import parse_topology
 from jaxrl_llm.plan.picture import draw
-from jaxrl_llm.plan.planning import plan
+from jaxrl_llm.plan.planning import compilable, plan
 from jaxrl_llm.plan.report import lines, write
 from jaxrl_llm.plan.search import best, candidates, table
-from jaxrl_llm.plan.topology import describe
+from jaxrl_llm.plan.topology import compiles_cudnn, describe
 
 GPUS = parse_topology("h100:8")
 SLICE = parse_topology("v5e:2x2")
@@ -73,10 +75,15 @@ def by_formula(run):
     return plan(run, CONFIG, GPUS, None, None, False)
 
 
-def test_gpus_are_planned_by_formula_alone():
+def test_without_a_compiler_gpus_are_planned_by_formula():
     found = by_formula(tiny_run((1, 4, 2)))
     assert found.fits and not found.compiled and not found.learning.compiled
     assert "a formula's" in "\n".join(lines(found, ""))
+
+
+def test_a_row_whose_length_is_left_open_is_planned_too():
+    found = by_formula(with_learner(tiny_run((1, 4, 2)), row_tokens=0))
+    assert found.work.row_tokens % 128 == 0 and found.fits
 
 
 def test_more_of_everything_costs_more():
@@ -115,17 +122,34 @@ def test_a_search_ranks_meshes_that_fit():
     assert len(table(found)) == 1 + len(found)
 
 
-def test_the_command_plans(tmp_path):
-    done = command("plan", "smoke", "--topology", "h100:2", "--json", "plan.json", folder=tmp_path)
-    assert (
-        done.code == 0
-        and "tiny-random: 90,624 parameters" in done.out
-        and "FITS" in done.out
-        and (tmp_path / "plan.json").exists()
-    )
+def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
+    asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
+    done = command(*asked.split(), folder=tmp_path)
+    assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
+    assert "activations and other temporaries, the compiler's" in done.out and "by formula alone" not in done.out
+    assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "growth", "update"}
+    assert found["machine"] == "h100:2x2" and found["memory"]["available"] == 72e9
+    [update] = [phase for phase in found["phases"] if phase["name"] == "update"]
+    sent = {name: sum(one[name] for one in update["traffic"]) for name in ("ici", "dcn")}
+    assert 0 < sent["dcn"] and 0 < sent["ici"], "gradients are summed over both hosts, weights gathered inside"
+
+
+def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
+    config = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, head_dim=16))
+    run = with_learner(tiny_run((1, 4, 2)), compute_dtype="bfloat16")
+    planned, said = compilable(run, config, GPUS)
+    assert compute_for(run.learner, config, "gpu").attention == "cudnn"
+    installed = compiles_cudnn()
+    assert (planned.learner.attention, bool(said)) == (("auto", False) if installed else ("xla", True))
+    assert compilable(tiny_run((1, 4, 2)), config, GPUS)[1] == ()
 
 
 def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
+    hidden = "import sys; sys.modules['jax_plugins.xla_cuda13'] = sys.modules['jax_plugins.xla_cuda12'] = None"
+    done = command("plan", "smoke", "--topology", "h100:2", folder=tmp_path, before=hidden)
+    assert done.code == 0 and "pip install -e '.[gpu-plan]'" in done.out.splitlines()[-1], done
     # As where it is not installed; JAX has told this process, and so its children, where it is.
     without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
     answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
