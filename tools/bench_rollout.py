@@ -1,13 +1,14 @@
 """How fast the sampler is, on this machine's default device.
 
-    python tools/bench_rollout.py [--model 7m] [--lengths equal] [--slots 64] [--group 8] [--repeats 3]
+    python tools/bench_rollout.py [--model 7m] [--dtype float32] [--lengths equal] [--slots 64] [--group 8]
+    [--repeats 3]
 
 Prints one JSON line. Every request has its length forced by a limit of its own, so that all samplers do the same work:
 ``equal`` gives each the longest one, ``long`` a long tail whose mean is 0.3 of it. There are four requests for each
 slot, in groups that share a prompt. ``roofline`` is the share that the least possible time has of the time taken: the
 larger of the bytes read (the weights at each of the fewest steps that will do, and the cache of the live rows) over the
-memory's bandwidth, and the tokens' matrix products over their speed, both measured here first. ``compile_s`` is what
-the first run took longer.
+memory's bandwidth, and the tokens' matrix products over their speed, both measured here first. ``mbu`` is those bytes a
+second over that bandwidth. ``compile_s`` is what the first run took longer.
 """
 
 import dataclasses
@@ -23,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models import layers, load_pretrained
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.plan.shapes import model_config
 from jaxrl_llm.rollout import Engine, Sampling
 
 
@@ -36,6 +38,7 @@ def qwen3_shape(width: int, layers: int) -> ModelConfig:
 
 
 SHAPES = {"7m": qwen3_shape(256, 6), "20m": qwen3_shape(384, 9)}
+RANDOM = "random:"
 WAVES = 4
 """Requests for each slot."""
 
@@ -45,7 +48,8 @@ class Options:
     """The work.
 
     Attributes:
-      model: 7m or 20m (random weights), or anything that jaxrl-llm loads.
+      model: 7m, 20m or ``random:NAME`` of a published shape (random weights), or anything that jaxrl-llm loads.
+      dtype: of the weights; float32 or bfloat16.
       lengths: equal or long (a long tail).
       slots: completions sampled at one time.
       group: completions of each prompt.
@@ -56,6 +60,7 @@ class Options:
     """
 
     model: str = "7m"
+    dtype: str = "float32"
     lengths: Literal["equal", "long"] = "equal"
     slots: int = 64
     group: int = 8
@@ -76,27 +81,38 @@ def best_seconds(run: Callable[..., Any], *arguments: Any) -> float:
     return min(times)
 
 
-def measured_peaks() -> tuple[float, float]:
-    """Bytes a second of a copy, and operations a second of a matrix product in float32."""
-    large, square = jnp.ones(1 << 26, jnp.float32), jnp.ones((2048, 2048), jnp.float32)
+@jax.jit
+def product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Of two matrices, as the models compute it."""
+    return layers.product("ij,jk->ik", x, y)
+
+
+def measured_peaks(dtype: str = "float32") -> tuple[float, float]:
+    """Bytes a second of a copy, and operations a second of a matrix product of this type."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    size = 2048 if on_cpu else 8192
+    large = jnp.ones(1 << (26 if on_cpu else 30), jnp.float32)
     bandwidth = 2 * large.nbytes / best_seconds(jax.jit(lambda x: x + 1), large)
-    return bandwidth, 2 * 2048**3 / best_seconds(jax.jit(lambda x: x @ x), square)
+    del large
+    return bandwidth, 2 * size**3 / best_seconds(product, *[jnp.ones((size, size), dtype)] * 2)
 
 
-def least_seconds(model: Decoder, prompt: int, limits: np.ndarray, slots: int) -> float:
-    """The roofline's time, with every slot in use at every step; the embedding table counts as the head's product."""
+def least_work(model: Decoder, prompt: int, limits: np.ndarray, slots: int) -> tuple[float, float]:
+    """Bytes and operations, with every slot in use at every step; the embedding table counts as the head's product."""
     steps = max(int(limits.max()), -(-int(limits.sum()) // slots))
-    bandwidth, speed = measured_peaks()
     attention, leaves = model.config.attention, jax.tree.leaves(model)
     weights, size = sum(x.nbytes for x in leaves), sum(x.size for x in leaves)
     column = 2 * model.config.layers * attention.kv_heads * attention.head_dim * leaves[0].dtype.itemsize
     cache = column * float(np.sum(limits * prompt + limits * (limits + 1) / 2))
-    return max((steps * weights + cache) / bandwidth, 2 * size * int(limits.sum()) / speed)
+    return steps * weights + cache, 2.0 * size * int(limits.sum())
 
 
-def model_of(name: str) -> Decoder:
+def model_of(name: str, dtype: str = "float32") -> Decoder:
     """The model that is named: random weights of a shape from the same key always, or a loaded one."""
-    return initialise(SHAPES[name], jax.random.key(0)) if name in SHAPES else load_pretrained(name)[0]
+    shape = SHAPES.get(name)
+    if name.startswith(RANDOM):
+        shape, _ = model_config(name.removeprefix(RANDOM))
+    return load_pretrained(name, dtype)[0] if shape is None else initialise(shape, jax.random.key(0), dtype)
 
 
 def requests(
@@ -120,7 +136,7 @@ def work_of(options: Options, words: int, waves: int = WAVES) -> tuple[list[np.n
 
 def run(options: Options) -> dict[str, Any]:
     """The row."""
-    model = model_of(options.model)
+    model = model_of(options.model, options.dtype)
     prompts, limits = work_of(options, model.config.vocab_size)
     count = len(prompts)
     engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk, group=options.group)
@@ -134,6 +150,8 @@ def run(options: Options) -> dict[str, Any]:
         assert sum(len(done.tokens) for _, done in engine.collect()) == limits.sum()
         seconds.append(time.perf_counter() - began)
     taken = statistics.median(seconds[1:])
+    moved, operations = least_work(model, options.prompt, limits, options.slots)
+    bandwidth, speed = measured_peaks(options.dtype)
     return dataclasses.asdict(options) | {
         "device": jax.devices()[0].device_kind,
         "parameters_m": round(sum(x.size for x in jax.tree.leaves(model)) / 1e6, 2),
@@ -143,7 +161,8 @@ def run(options: Options) -> dict[str, Any]:
         "tokens_per_s": round(limits.sum() / taken, 1),
         "slot_utilisation": round(float(limits.sum()) / engine.slot_steps, 3),
         "compile_s": round(max(seconds[0] - taken, 0), 1),
-        "roofline": round(least_seconds(model, options.prompt, limits, options.slots) / taken, 3),
+        "roofline": round(max(moved / bandwidth, operations / speed) / taken, 3),
+        "mbu": round(moved / bandwidth / taken, 3),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
 

@@ -61,7 +61,7 @@ class Options:
     """The work.
 
     Attributes:
-      model: 7m or 20m (random weights), or anything that jaxrl-llm loads.
+      model: 7m, 20m or ``random:NAME`` of a published shape (random weights), or anything that jaxrl-llm loads.
       lengths: equal or long (a long tail).
       rows: completions.
       group: completions of each prompt.
@@ -172,7 +172,7 @@ def run(options: Options) -> dict[str, Any]:
         holder[0], _ = updated(holder[0], groups, setup)
 
     compile_s, update_s = timed(once, options.repeats)
-    _, speed = measured_peaks()
+    _, speed = measured_peaks(options.learner.compute_dtype)
     least = least_operations(model, options.prompt, limits, options.group) / speed
     return dataclasses.asdict(options) | {
         "device": jax.devices()[0].device_kind,

@@ -1,0 +1,103 @@
+"""How far a fused attention is from plain scores, through a whole model, on this machine's default device.
+
+    python tools/check_attention.py [--attention cudnn] [--layers 4] [--tokens 1024]
+
+Prints one JSON line. The model has the published shape of Qwen2.5-0.5B with fewer layers and random weights; packed
+rows hold groups that share a prompt. ``logp`` is the mean distance of log-probabilities, ``gradient`` that of gradients
+by their norm, both from a pass in float32; ``plain_logp`` and ``plain_gradient`` are those of plain scores in bfloat16,
+which round as much. ``ok``: the fused one is at most half as far again. On a CPU the kernel's arithmetic is computed by
+XLA: that rehearses the command and proves nothing of the kernel.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from bench_update import ALGORITHM, samples_of
+
+from jaxrl_llm.learner import Layout, PolicyGradient, pack
+from jaxrl_llm.learner.forward import score
+from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.plan.shapes import model_config
+from jaxrl_llm.types import Role
+
+GROUP, PROMPT = 4, 32
+TOLERANCE = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The work.
+
+    Attributes:
+      attention: the fused one.
+      model: whose shape.
+      layers: of it.
+      tokens: of a row.
+      rows: of them.
+    """
+
+    attention: str = "cudnn"
+    model: str = "Qwen/Qwen2.5-0.5B"
+    layers: int = 4
+    tokens: int = 1024
+    rows: int = 4
+
+
+def batch(options: Options, words: int) -> Any:
+    """Packed groups of completions of several lengths."""
+    random = np.random.default_rng(0)
+    shared = options.attention != "splash"  # which knows no branches
+    longest = (options.tokens - PROMPT) // GROUP if shared else options.tokens // GROUP - PROMPT
+    layout = Layout(options.rows, options.tokens, longest, share_prompts=shared)
+    count = options.rows * GROUP
+    prompts = [prompt for prompt in random.integers(0, words, (options.rows, PROMPT)) for _ in range(GROUP)]
+    completions = [random.integers(0, words, length) for length in random.integers(longest // 2, longest, count)]
+    groups = samples_of(prompts, completions, random.standard_normal(count).tolist(), GROUP)
+    return pack([sample for group in groups for sample in group], layout)
+
+
+def results(model: Decoder, packed: Any, compute: Compute) -> tuple[jax.Array, Any]:
+    """Log-probabilities of all tokens, and the gradient of GRPO's loss."""
+    coefficients = {"temperature": jnp.float32(1)}
+    objectives = (PolicyGradient(ALGORITHM),)
+
+    def gradient(model: Decoder) -> Any:
+        return accumulate(Role(model, None, jnp.int32(0)), packed, objectives, coefficients, compute)[0]
+
+    return score(model, packed, jnp.float32(1), compute), jax.jit(gradient)(model)
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """Of two gradients, by the norm of the second."""
+    norms = []
+    for difference in (jax.tree.map(jnp.subtract, found, wanted), wanted):
+        norms.append(float(jnp.sqrt(sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(difference)))))
+    return norms[0] / norms[1]
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The row."""
+    config = dataclasses.replace(model_config(options.model)[0], layers=options.layers)
+    model = initialise(config, jax.random.key(0))
+    packed = batch(options, config.vocab_size)
+    device = jax.devices()[0]
+    wanted, gradient = results(model, packed, Compute("float32"))
+    row = dataclasses.asdict(options) | {"device": device.device_kind}
+    fused = Compute("bfloat16", attention=options.attention, interpret=device.platform == "cpu")
+    for name, compute in {"plain_": Compute("bfloat16"), "": fused}.items():
+        logp, found = results(model, packed, compute)
+        row[f"{name}logp"] = float(jnp.abs(logp - wanted).sum()) / int(packed.mask.sum())
+        row[f"{name}gradient"] = distance(found, gradient)
+    close = [row[name] <= TOLERANCE * row[f"plain_{name}"] for name in ("logp", "gradient")]
+    return row | {"ok": all(close)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(tyro.cli(Options, description=__doc__))))
