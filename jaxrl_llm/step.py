@@ -29,7 +29,7 @@ class LoopState:
     """What lives beside the device state and is saved with it.
 
     Attributes:
-      left: what the last batch left to the next; None before the first.
+      left: what the last batch left to the next; None before the first, and where a ready one holds what it leaves.
       ready: a batch that was made ahead, for the next step; None where none is.
       memory: what each rule remembers.
       coefficients: of the loss, for the next step, where a rule moves them.
@@ -44,21 +44,21 @@ class LoopState:
 
     def to_json(self, records: Sequence[type]) -> dict[str, Any]:
         """Plain values; exact. ``records``: the kinds of dataclasses in it."""
-        left = None if self.ready is not None else self.left  # a batch holds what it leaves
-        return codec.to_json(vars(self) | {"left": left}, records)
+        return codec.to_json(vars(self), records)
 
     @classmethod
     def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
         """The inverse of ``to_json``; also reads what earlier versions have saved."""
         if "backlog" in data:
             return _from_earlier(data)
-        found = cls(**codec.from_json(data, records))
-        return found if found.ready is None else dataclasses.replace(found, left=found.ready.left)
+        return cls(**codec.from_json(data, records))
 
 
 def _from_earlier(data: dict[str, Any]) -> LoopState:
     """As saved before values were records, before rules had a memory, and before problems had a fingerprint."""
     left, ready = earlier.read(data)
+    if ready is not None:
+        left = None
     problems = data.get("problems", {})
     if "memory" in data:
         return LoopState(left, ready, data["memory"], data["coefficients"], problems)
@@ -94,7 +94,7 @@ def take_step(
         # In the last step too: should the run be given more, the next one's groups are of these weights, which the
         # update replaces. A run that is given no more pays for one collection that it does not need.
         (state, measured), host.ready = both(learn, lambda: make(batch.left), stage.apart)
-        host.left = host.ready.left
+        host.left = None
     else:
         del make  # and with it the weights that it sampled from
         state, measured = learn()

@@ -54,7 +54,7 @@ def create_state(
     layout = shardings(abstract_state(model, optimiser, reference, lora, others), mesh)
 
     def made(model: Decoder) -> TrainState:
-        return jax.tree.map(jnp.copy, _fresh(model, optimiser, reference, lora, seed, others))
+        return _fresh(model, optimiser, reference, lora, seed, others)  # each result has a buffer of its own
 
     return jax.jit(made, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
 

@@ -26,6 +26,7 @@ from jaxrl_llm.algorithms.surrogates import PPOClip
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.compute import Compute
 
 COMPUTE = Compute(remat="full")
@@ -276,8 +277,19 @@ def test_the_reference_outlives_the_donated_policy():
     jax.tree.map(np.testing.assert_array_equal, new.reference, MODEL)
     assert largest_difference(new.policy.params, MODEL) > 1e-3
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
-    pointers = lambda tree: {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
     assert not pointers(new.reference) & pointers(new.policy.params) and reference is not None
+
+
+def pointers(tree):
+    """Where its arrays lie."""
+    return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
+
+
+def test_no_two_parts_of_a_fresh_state_share_a_buffer():
+    optimiser = build(Optimiser())
+    others = (NewRole("critic", lambda model: model, optimiser),)
+    state = create_state(tiny("windows"), optimiser, True, one_device(), others=others)
+    assert len(pointers(state)) == len(jax.tree.leaves(state))
 
 
 def shortened(sample):
