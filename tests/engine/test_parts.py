@@ -12,8 +12,6 @@ from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, sampling_shardings
 
-OPTIMISED = True
-
 RULES = Sampling(max_new_tokens=24)
 LIMITS = [2, 24, 3, 2, 2, 2, 24, 2] * 4  # the fullest part decides how far the batch can shrink
 

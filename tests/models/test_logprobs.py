@@ -16,8 +16,6 @@ from jaxrl_llm.models.decoder import from_parameters, initialise, unembed
 from jaxrl_llm.models.logprobs import token_logprobs
 from jaxrl_llm.sharding import BATCH, MeshShape, make_mesh, shardings
 
-OPTIMISED = True
-
 P, N, D = 2, 23, 16
 HIDDEN = 3 * jax.random.normal(jax.random.key(0), (P, N, D))
 TARGETS = np.random.default_rng(0).integers(0, VOCAB, (P, N)).astype(np.int32)
