@@ -40,11 +40,14 @@ def objectives_of(run: Run) -> tuple[Objective, ...]:
     return (PolicyGradient(run.recipe.algorithm, run.learner.updates > 1),)
 
 
+def moved_by_rules(run: Run) -> dict[str, float]:
+    """The coefficients of the loss that a rule moves from step to step, as before the first step."""
+    return {} if run.recipe.controller is None else {"kl_coef": run.recipe.algorithm.kl_coef}
+
+
 def coefficients_of(run: Run) -> dict[str, Any]:
     """What objectives and updates are given beside data, as before the first step."""
-    found: dict[str, Any] = {"temperature": run.rollout.temperature}
-    if run.recipe.controller is not None:
-        found["kl_coef"] = run.recipe.algorithm.kl_coef
+    found: dict[str, Any] = {"temperature": run.rollout.temperature} | moved_by_rules(run)
     if run.learner.target_kl is not None:
         found["target_kl"] = run.learner.target_kl
     return found

@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBat
 from jaxrl_llm.rules import Controlled, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.programs import build_programs
+from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.telemetry.progress import Progress
@@ -138,7 +138,7 @@ def prepare(
         label=run.task.label,
         problems=prints,
         reference=run.recipe.algorithm.needs_reference,
-        coefficients={} if run.recipe.controller is None else {"kl_coef": run.recipe.algorithm.kl_coef},
+        coefficients=moved_by_rules(run),
         rules=rules_for(run),
         notes=[size_of(run, len(loaded.train), len(problems)), *configs.notes(run)],
         ahead=run.rollout.collect.staleness > 0,
