@@ -13,6 +13,7 @@ from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.begin import check_problems
 from jaxrl_llm.config import Evaluation, Run, Scoring, load_config, resolved
 from jaxrl_llm.errors import InputError
@@ -22,7 +23,7 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.programs import objectives_of
+from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
 from jaxrl_llm.stages.rl import Reinforcement, problems_of, read_problems, separately
 from jaxrl_llm.step import learn_from
 from jaxrl_llm.tasks import Task
@@ -139,6 +140,22 @@ def test_a_coefficient_that_was_moved_reaches_the_update(coefficient):
     run, seen = dataclasses.replace(resolved(load_config("smoke")[1]), learner=Learner()), []
     learned(run, noting(seen), [group_of(3, 4)], coefficient, 1)
     assert seen == [(coefficient, 3)]
+
+
+@pytest.mark.parametrize("controller", [None, AdaptiveKL(0.1)])
+@pytest.mark.parametrize("target_kl", [None, 0.2])
+def test_an_update_is_given_the_coefficients_that_a_plan_gives_it(controller, target_kl):
+    run = resolved(load_config("smoke")[1])
+    recipe = dataclasses.replace(run.recipe, controller=controller)
+    run = dataclasses.replace(run, recipe=recipe, learner=Learner(target_kl=target_kl))
+    given = []
+
+    def update(state, packed, coefficients):
+        given.append(coefficients.keys())
+        return noting([])(state, packed, coefficients)
+
+    learned(run, update, [group_of(3, 4)], moved_by_rules(run).get("kl_coef"), 1)
+    assert given == [coefficients_of(run).keys()] and ("kl_coef" in given[0]) == (controller is not None)
 
 
 def test_each_step_orders_its_later_epochs_anew():

@@ -67,6 +67,14 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
     assert (found[-1].left.seen, found[-1].left.good) == (len(seen), sum(made.source.informative(n) for n in seen))
 
 
+def test_processes_compare_the_scores_and_tokens_of_all_groups_that_are_learned_from():
+    batch = steps(sampler(3, 8), 1)[0]
+    wanted = [array for g in batch.groups for array in (g.rewards, *(c.tokens for c in g.completions))]
+    found = list(batch.common)
+    assert len(found) == 3 * (1 + 4) and all(one is other for one, other in zip(found, wanted, strict=True))
+    assert batch.examples == batch.groups
+
+
 def test_a_step_that_finishes_nothing_measures_nothing_and_leaves_the_engine_empty():
     made = sampler(2, 8, token_budget=1, group=8)
     found = collect(made, None, 0, Carryover())
