@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 # Environment, not jax.config: the processes that some tests start are then held to the same rules.
@@ -20,7 +21,11 @@ os.environ.setdefault("PJRT_NPROC", "32")
 PATIENT = ("--xla_cpu_collective_call_terminate_timeout_seconds=600", "--xla_cpu_collective_timeout_seconds=600")
 # Workers share the cores already: a program that is split to be compiled by several threads only costs more.
 UNSPLIT = "--xla_cpu_parallel_codegen_split_count=1"
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT, UNSPLIT)).strip()
+# What XLA fuses goes to LLVM at once, not by way of MLIR, and is there in half the time. JAX 0.12 has this choice no
+# more, and ends a process that asks for it.
+JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
+DIRECT = ("--xla_cpu_use_fusion_emitters=false",) if JAXLIB < (0, 12) else ()
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT, UNSPLIT, *DIRECT)).strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
