@@ -16,6 +16,7 @@ from jaxrl_llm.engine.sampling import Asked, as_rule, asked, draw, inverse_cdf, 
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 
+OPTIMISED = True  # a hundred thousand draws take longer than their program
 VOCAB, DRAWS, BATCH = 150, 100_000, 10_000
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
 """Spread over two blocks of the inverse distribution function, the second one not full."""
