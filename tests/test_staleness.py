@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_resume import CONFIG, finish, plain, rows
+from commands import commands
+from test_resume import CONFIG, plain, rows
 from tiny import tiny
 
 from jaxrl_llm.algorithms import PolicyBatch, policy_loss
@@ -19,22 +20,27 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Collect
 from jaxrl_llm.sharding import MeshShape, make_mesh, rollout_mesh, shardings
 
-STEPS = (
-    "--steps 3 --recipe grpo --rollout.prompts 8 --rollout.collect.token_budget 0 --rollout.collect.no-interrupt"
-).split()
-AHEAD, APART = ["--rollout.collect.staleness", "1"], ["--mesh.rollout", "1"]
+AHEAD = (
+    f"train {CONFIG} --run_dir {{}} --steps {{}} --recipe grpo --rollout.prompts 8 --rollout.collect.token_budget 0"
+    " --rollout.collect.no-interrupt --rollout.collect.staleness 1"
+)
+APART = f"{AHEAD} --mesh.rollout 1"
+
+
+def trained(folder, *lines):
+    """These runs, one after the other in a process of two devices."""
+    for answer in commands(list(lines), folder, JAX_NUM_CPU_DEVICES="2"):
+        assert answer.code == 0, answer.err
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Ahead on devices apart, the same with its last step added later, ahead on the learner's devices: the rows of
-    each.
+    """Ahead on devices apart, the same with its last step added later by another process, ahead on the learner's
+    devices: the rows of each.
     """
     folder = tmp_path_factory.mktemp("runs")
-    finish(folder / "apart", *STEPS, *AHEAD, *APART)
-    finish(folder / "extended", *STEPS, *AHEAD, *APART, "--steps", "2")
-    finish(folder / "extended", *STEPS, *AHEAD, *APART)
-    finish(folder / "shared", *STEPS, *AHEAD)
+    trained(folder, APART.format("extended", 2), APART.format("apart", 3))
+    trained(folder, APART.format("extended", 3), AHEAD.format("shared", 3))
     return {name: rows(folder / name) for name in ("apart", "extended", "shared")}
 
 
