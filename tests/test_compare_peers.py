@@ -1,13 +1,13 @@
 """The comparison with peers, as far as it needs none but our own: real runs, and the table's arithmetic."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import environment
 
 from jaxrl_llm.models import logits
 
@@ -24,8 +24,7 @@ TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 
 
 def run(*arguments):
     command = [sys.executable, str(TOOLS / "compare_peers.py"), *arguments]
-    one_device = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent, env=one_device)
+    return subprocess.run(command, capture_output=True, text=True, cwd=TOOLS.parent, env=environment())
 
 
 def answer(seconds, computed=100, others=0.0):
