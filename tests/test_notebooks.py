@@ -1,5 +1,6 @@
 """The notebooks run, and what they show on the web is what their source makes."""
 
+import os
 import runpy
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TOOL = runpy.run_path(str(ROOT / "tools" / "run_notebooks.py"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_compile_sooner():
+    """What a notebook shows depends on no compiler's choice."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    yield
+    del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
 
 
 def shown(notebook):
