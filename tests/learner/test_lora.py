@@ -17,7 +17,7 @@ from learner.rollouts import (
     rollout,
     sample,
 )
-from tiny import KINDS, compiled, largest_difference, tiny
+from tiny import KINDS, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoint import Checkpoints, flatten, restore_policy
@@ -169,8 +169,7 @@ def memory(lora):
     state = abstract_state(model, build(OPTIMISER), False, lora)
     packed = pack(rollout(), Layout(1, 20, T))
     update = policy_training(PRESETS["dapo"], OPTIMISER, COMPUTE).update
-    with compiled(optimised=True):
-        made = update.lower(state, packed, {"temperature": TEMPERATURE}).compile()
+    made = update.lower(state, packed, {"temperature": TEMPERATURE}).compile()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     return made.memory_analysis().temp_size_in_bytes, size(model), size(state.policy.params)
 

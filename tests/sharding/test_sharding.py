@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from learner.rollouts import PROMPTS, WIDTH, T, one_device, policy_gradient, policy_update, rollout
-from tiny import KINDS, Compilations, compiled, largest_difference, tiny
+from tiny import KINDS, Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
@@ -111,7 +111,7 @@ def kept_of_a_layer(mesh, columns):
         )
         tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(BATCH)))
         loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), Compute(remat="full"))))
-        with jax.set_mesh(mesh), compiled(optimised=True):
+        with jax.set_mesh(mesh):
             made = jax.jit(jax.grad(loss), out_shardings=shardings(model, mesh)).lower(like, tokens).compile()
         found.append(made.memory_analysis().temp_size_in_bytes)
     return (found[1] - found[0]) / 8
