@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.hf_config import read_config
@@ -36,6 +37,12 @@ def load_counted(directory, mesh, dtype="float32"):
     reads = []
     config = read_config(read_json(directory / "config.json"))
     return read_parameters(config, counted(open_checkpoint(directory), reads), dtype, mesh), reads
+
+
+def example_of(directory):
+    """Tokens, and the logits that transformers computed of them."""
+    with np.load(directory / "example.npz") as stored:
+        return dict(stored)
 
 
 def anonymous():

@@ -7,6 +7,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
+from models.loading import example_of
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits
@@ -78,7 +79,7 @@ def test_tensors_equal_those_of_the_directory(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
 def test_model_equals_that_of_the_directory(name):
-    example = np.load(FIXTURES / name / "example.npz")
+    example = example_of(FIXTURES / name)
     model, _ = load_pretrained(FIXTURES / f"{name}.gguf")
     config, parameters, _ = read_directory(FIXTURES / name)
     assert model.config.attention == config.attention and model.config.norm == config.norm
