@@ -84,7 +84,7 @@ def test_who_comes_second_removes_nothing(tmp_path):
         with pytest.raises(InUse), claimed(directory, found(directory, seed=3)):
             pass
         assert json.loads((directory / "config.json").read_text())["seed"] == 0
-    with pytest.raises(InputError), claimed(tmp_path / "other", found(directory)):
+    with pytest.raises(InputError, match="nothing came of it"), claimed(tmp_path / "other", found(directory)):
         raise InputError("nothing came of it")
     assert directory.is_dir() and not (tmp_path / "other").exists()
 

@@ -46,5 +46,6 @@ def test_the_order_is_the_same_on_every_machine():
 
 @pytest.mark.parametrize("arguments", [(0, 0, 0), (-1, 0, 5), (0, -1, 5)])
 def test_impossible_positions_are_refused(arguments):
-    with pytest.raises(InputError):
+    named = "no problem at seed {}, cursor {}, size {}; size starts at 1".format(*arguments)
+    with pytest.raises(InputError, match=named):
         problem_index(*arguments)
