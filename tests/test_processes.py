@@ -93,9 +93,9 @@ def test_the_first_steps_are_those_of_one_process(several, alone, request):
     assert len(found) == COMPARED * 64 and trained_on(other) == found
     assert not {problem for _, problem, _ in found} & held_out(), "evaluations ask the verifier alone"
     # The last step of the one is evaluated.
-    for one, many in zip(rows(alone / "run")[:COMPARED], rows(other / "run"), strict=False):
+    for one, many in zip(rows(alone / "run")[:COMPARED], rows(other / "run")[:COMPARED], strict=True):
         same = {name for name in one if name.startswith(("reward/", "completions/", "eval/"))}
-        assert {name: one[name] for name in same} == {name: many[name] for name in same}
+        assert same and {name: one[name] for name in same} == {name: many[name] for name in same}
     # The first moments after one update are the accumulated gradient, times 0.1.
     first, others = arrays(alone, 1), arrays(other, 1)
     gradients = [name for name in first if "/mu/" in name]
