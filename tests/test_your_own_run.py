@@ -44,7 +44,8 @@ def answers(folder):
     train, again, *others = [line.removeprefix("jaxrl-llm ") for line in lines()]
     train = f"{train} {SMALLER.format(2)}"
     again = f"{again.partition(' --steps')[0]} {SMALLER.format(3)}"
-    return commands([train, again, *others], folder)
+    # Compiled as on the machine of somebody who reads the page: with optimisations, and what is fused by way of MLIR.
+    return commands([train, again, *others], folder, JAX_DISABLE_MOST_OPTIMIZATIONS="false", XLA_FLAGS="")
 
 
 def test_the_page_has_its_files_and_commands():
