@@ -129,7 +129,7 @@ def products(text: str) -> dict[str, int]:
 
 
 def _walk(program: Program, name: str, times: float, unknown: tuple[float, ...]) -> Iterator[Collective]:
-    yield from _own(program, name, times)
+    yield from own_collectives(program, name, times)
     for instruction in program.computations[name].values():
         called = calls(instruction)
         if instruction.operation == "while":
@@ -150,8 +150,8 @@ def calls(instruction: Instruction) -> dict[str, list[str]]:
     return {key: re.findall(r"%?([\w.-]+)", names) for key, names in _CALLED.findall(instruction.rest)}
 
 
-def _own(program: Program, name: str, times: float) -> Iterator[Collective]:
-    """Those of one computation and its fusions.
+def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator[Collective]:
+    """Transfers of one computation and its fusions, without the loops in it.
 
     One that is spread over several fusions, to overlap, bears one channel.
     """
