@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from jaxrl_llm.engine.weight_transfer import for_sampling
 from jaxrl_llm.models import layers, load_pretrained
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import Decoder, initialise
@@ -136,7 +137,7 @@ def work_of(options: Options, words: int, waves: int = WAVES) -> tuple[list[np.n
 
 def run(options: Options) -> dict[str, Any]:
     """The row."""
-    model = model_of(options.model, options.dtype)
+    model = for_sampling(model_of(options.model, options.dtype), jax.default_backend())
     prompts, limits = work_of(options, model.config.vocab_size)
     count = len(prompts)
     engine = Engine(model, options.slots, options.prompt + options.completion, options.chunk, group=options.group)

@@ -112,7 +112,9 @@ def test(
     import jax
     import jax.numpy as jnp
 
+    from jaxrl_llm.engine.weight_transfer import for_sampling
     from jaxrl_llm.evaluate import Questions, evaluate
+    from jaxrl_llm.learner.platform import platform_of
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
@@ -136,7 +138,9 @@ def test(
         ):
             prompts = Prompts(options.task, policy.tokenizer)
             length = max_length(prompts.longest(problems), options, policy)
-            model = jax.jit(cast, static_argnums=1)(policy.model, jnp.dtype(settings.learner.compute_dtype))
+            dtype = jnp.dtype(settings.learner.compute_dtype)
+            platform = platform_of(policy.mesh)
+            model = jax.jit(lambda m: for_sampling(cast(m, dtype), platform))(policy.model)
             engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
             asked = Questions(prompts, problems, options.samples, options.seed)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.plan.planning import Plan
 
 USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
-                      [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
+                      [--loops] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
@@ -21,6 +21,7 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --search           try meshes and microbatches; compile the most promising and print the best
 --quick            by formula, nothing is compiled
 --largest          also how many microbatch_rows fit, which compiles the update once more
+--loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg or .png; needs matplotlib)
 jaxrl-llm train CONFIG --help lists the fields."""
@@ -28,9 +29,10 @@ MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
 )
 HELP = (
-    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --json, --plot and --recipe: "
+    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --json, --plot and --recipe: "
     "jaxrl-llm plan --help."
 )
+FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
 def plan(arguments: list[str]) -> int:
@@ -82,7 +84,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
     Raises:
       InputError: no topology, or no number where one belongs.
     """
-    found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in ("--search", "--quick", "--largest")}
+    found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in FLAGS}
     found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
     if not found["--topology"]:
         raise InputError(
@@ -110,9 +112,11 @@ def settings(given: str, arguments: list[str], slices: int) -> configs.Run:
 
 def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
     """Print it, and write what was asked for."""
-    from jaxrl_llm.plan.report import lines, to_json, write
+    from jaxrl_llm.plan.report import lines, loop_lines, to_json, write
 
     print("\n".join(lines(made, source)))
+    if asked["--loops"]:
+        print("\n".join(["", *loop_lines(made)]))
     if asked["--json"]:
         with writable(Path(asked["--json"]), "--json"):
             write(Path(asked["--json"]), [(made, source)])

@@ -44,6 +44,11 @@ class SlotShape(NamedTuple):
         """Where a slot is."""
         return slot // (self.rows // self.parts)
 
+    def row(self, slot: int, rows: int) -> int:
+        """The row of a slot in a cache of so many rows, of which each part's first are its slots."""
+        each = self.rows // self.parts
+        return slot // each * (rows // self.parts) + slot % each
+
 
 def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape) -> None:
     """Give each request a free slot: beside those with its prompt if they leave a lane, or in the emptiest part."""
@@ -142,20 +147,31 @@ def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
 def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) -> tuple[np.ndarray, dict[int, Request]]:
     """Which of ``old`` slots each of ``rows`` becomes, int32[rows], negative for an idle one; and who runs where then.
 
-    Each stays in its part: there must be room for all that run there.
+    Each stays in its part, where there must be room for all that run there, and at its place in it if that remains.
     """
     order = np.full(rows, -1, np.int32)
-    moved = {}
     before = old // parts
     after = rows // parts
+    moved = {}
     for part in range(parts):
-        own = range(part * before, (part + 1) * before)
-        kept = sorted(slot for slot in own if slot in running) if after < before else list(own)
-        order[part * after : part * after + len(kept)] = kept
-        moved |= {part * after + i: running[slot] for i, slot in enumerate(kept) if slot in running}
+        kept = [place for place in range(before) if part * before + place in running]
+        free = collections.deque(place for place in range(after) if place not in kept)
+        for place in kept:
+            slot = part * after + (place if place < after else free.popleft())
+            order[slot] = part * before + place
+            moved[slot] = running[order[slot]]
     for slot, request in moved.items():
         request.slot = slot
     return order, moved
+
+
+def moved_rows(order: np.ndarray, old: int, parts: int) -> np.ndarray:
+    """For each slot of ``order`` (from ``moved_slots``) the row of its part that its keys and values are moved from,
+    int32; negative where they stay.
+    """
+    slots = np.arange(len(order), dtype=np.int32)
+    stays = (order < 0) | (order % (old // parts) == slots % (len(order) // parts))
+    return np.where(stays, np.int32(-1), order % (old // parts)).astype(np.int32)
 
 
 def moved_blocks(before: dict[int, int], running: dict[int, Request], shape: SlotShape) -> np.ndarray:

@@ -26,8 +26,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Completion
 
-LOOK_AHEAD = 256
-"""Waiting requests among which prompts are looked for that may be computed with those needed now."""
+LOOK_AHEAD = 32
+"""Waiting requests, for each sequence of a call, among which prompts are looked for that may be computed with it."""
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Engine:
         self._scheduler = Scheduler(self._build, sampling)
         self._flight: Flight | None = None
         self._weights: list[weakref.ref] = []
-        self._prefix_cache = PrefixCache(self._build.config, self._build.dtype, self.max_length)
+        self._prefix_cache = PrefixCache(self.max_length, self._build.mesh)
         self._queue: collections.deque[Request] = collections.deque()
         self._finished: list[tuple[int, Completion]] = []
         self._handles = 0
@@ -247,7 +247,8 @@ class Engine:
         """Give waiting requests to free slots, in a batch of the size that all of them need."""
         room = self.slots - len(self._scheduler.running)
         taken = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
-        upcoming = (request.given for request in itertools.islice(self._queue, LOOK_AHEAD) if request.begun is None)
+        near = itertools.islice(self._queue, LOOK_AHEAD * self._prefix_cache.rows)
+        upcoming = (request.given for request in near if request.begun is None)
         self._prefix_cache.prepare(model, [r.given for r in taken], [r.begun is not None for r in taken], upcoming)
         self.prompts_prefilled = self._prefix_cache.count
         self._scheduler.begin(taken, self._prefix_cache, self._flight is not None)

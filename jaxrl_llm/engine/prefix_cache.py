@@ -1,19 +1,20 @@
 """Keys and values of token sequences, computed once for all requests that begin with them."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.slots import Slots, extend_prompts, kept_sequence
-from jaxrl_llm.models.cache import Cache, empty_cache, with_columns
+from jaxrl_llm.engine.slots import Slots, extend_prompts, joined, kept_sequence
+from jaxrl_llm.models.cache import Cache, with_columns
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding import batch_parts
 
 ROWS, TOKENS = 8, 8192
-"""Sequences in one call, fewer where their tokens would exceed the second number."""
+"""Sequences in one call, fewer where their tokens would exceed the second number; one on each device at least."""
 LONGEST_CALL, PIECE = 1024, 512
 """Sequences of more tokens than the first number are computed in pieces of the second."""
 
@@ -26,6 +27,11 @@ def bucket(length: int) -> int:
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size
+
+
+def rows_of_call(tokens: int, parts: int) -> int:
+    """Sequences of so many tokens in one call, where the mesh divides a batch into ``parts``."""
+    return parts * max(1, min(ROWS, TOKENS // tokens) // parts)
 
 
 class PrefillShape(NamedTuple):
@@ -64,15 +70,20 @@ class PrefixCache:
     """The sequences at hand: those of waiting requests, and what is kept of earlier ones to go on from.
 
     Args:
-      config: the model's.
-      dtype: of keys and values.
       max_length: tokens of a sequence at most.
+      mesh: that divides the sequences of a call; None for one device.
+
+    Attributes:
+      rows: sequences of a call at most.
+      count: sequences computed.
+      shapes: of all calls so far.
     """
 
-    def __init__(self, config: Any, dtype: Any, max_length: int):
-        self._config = config
-        self._dtype = dtype
+    def __init__(self, max_length: int, mesh: Mesh | None = None):
         self._max_length = max_length
+        self._mesh = mesh
+        self._parts = 1 if mesh is None else batch_parts(mesh)
+        self.rows = rows_of_call(1, self._parts)
         self._computed: dict[bytes, Entry] = {}
         self._kept: dict[bytes, Entry] = {}
         self.count = self._weights = 0
@@ -95,11 +106,11 @@ class PrefixCache:
         prompt = request.prompt.tobytes()
         return (held.origin, prompt) if request.prompt_columns <= held.exact else (held.origin, prompt, sequence)
 
-    def keep(self, request: Request, slots: Slots) -> None:
-        """Remember the columns of a request that still has its slot."""
+    def keep(self, request: Request, slots: Slots, row: int) -> None:
+        """Remember the columns of a request that still has its slot; ``row``: of the cache."""
         sequence = request.sequence()
         columns = min(bucket(len(sequence)), slots.blocks.columns + slots.cache.columns)
-        one = kept_sequence(slots, request.slot, request.lane[0], columns)
+        one = kept_sequence(slots, row, request.slot, request.lane[0], columns)
         self._kept[sequence.tobytes()] = Entry(one, 0, request.block_key[0], request.prompt_columns)
 
     def release(self, waiting: Iterable[np.ndarray]) -> None:
@@ -130,7 +141,7 @@ class PrefixCache:
                 continue
             groups.setdefault(_shape(len(sequence), start), []).append((sequence, start, base))
         for shape, members in groups.items():
-            rows = max(1, min(ROWS, TOKENS // (shape.columns if shape.continues else shape.piece)))
+            rows = rows_of_call(shape.columns if shape.continues else shape.piece, self._parts)
             if not shape.continues:
                 there = {sequence.tobytes() for sequence, _, _ in members} | self._computed.keys()
                 next_ones = _next(upcoming, shape, there, -len(members) % rows)
@@ -146,16 +157,11 @@ class PrefixCache:
         for row, (sequence, start, _) in enumerate(batch):
             starts[row] = start
             tokens[row, : len(sequence) - start] = sequence[start:]
-        cache = empty_cache(self._config, rows, shape.columns, self._dtype)
-        if shape.continues:
-            bases = [_resized(base.cache, shape.columns) for _, _, base in batch]
-            cache = jax.tree.map(
-                lambda whole, *some: whole.at[:, : len(some)].set(jnp.concatenate(some, 1)), cache, *bases
-            )
+        cache = joined([base.cache for _, _, base in batch], rows, shape.columns) if shape.continues else None
         for call in range(shape.calls):
             at = call * shape.piece
             now = tokens[:, at : at + shape.piece]
-            cache = extend_prompts(model, cache, starts + at, now, shape.continues or call > 0)
+            cache = extend_prompts(model, cache, starts + at, now, shape.columns, self._mesh)
         if shape.columns > self._max_length:
             cache = _resized(cache, self._max_length)
         for row, (sequence, start, base) in enumerate(batch):

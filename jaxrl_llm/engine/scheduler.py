@@ -16,11 +16,13 @@ from jaxrl_llm.engine.blocks import (
     assign_blocks,
     lane_table,
     moved_blocks,
+    moved_rows,
     moved_slots,
     power_of_two,
     seat,
     with_blocks_for,
 )  # fmt: skip
+from jaxrl_llm.engine.placement import parts_of
 from jaxrl_llm.engine.prefix_cache import Entry, PrefixCache
 from jaxrl_llm.engine.repetition import Tail, tail_of
 from jaxrl_llm.engine.requests import Request
@@ -33,7 +35,6 @@ from jaxrl_llm.engine.slots import (
     as_rules,
     empty_slots,
     fill_slots,
-    parts_of,
     rearranged,
     run_chunk,
     stop_slots,
@@ -48,6 +49,8 @@ FEWEST_SLOTS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEW_SLOTS_COLUMNS = 16, 64,
 
 The last: of both, with so few slots.
 """
+MANY_COLUMNS, LANES = 1024, 128
+"""From the first number on a cache has a multiple of the second."""
 WORTH_SHRINKING = 4
 """Chunks that some request may still take for a smaller batch to be worth compiling."""
 
@@ -121,7 +124,10 @@ class Scheduler:
         """Send a chunk to the device; returns what it samples, and which slots go on after it."""
         build = self._build
         rules = asked(self._sampling)
-        self._state, told = run_chunk(model, self._state, self._rules, build.chunk, rules, build.group, build.mesh)
+        columns = self._held.columns
+        self._state, told = run_chunk(
+            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, columns
+        )
         return told
 
     def stop(self, handles: set[int]) -> list[Request]:
@@ -137,21 +143,25 @@ class Scheduler:
         """Free the slot of a request that has ended; what it asked to keep goes to the prefixes."""
         del self.running[request.slot]
         if request.keep:
-            prefixes.keep(request, self._state)
+            prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
 
     def _resize_slots(self, shape: SlotShape) -> None:
-        """Bring the slots to this shape, and the running requests with them."""
-        if self._state is None or (shape.rows, shape.columns) == (self._held.rows, self._held.columns):
+        """Bring the slots to this number, and the running requests with them."""
+        if self._state is None or shape.rows == self._held.rows:
             return
-        parts = _common_parts(self._held, shape)
-        order, self.running = moved_slots(self.running, self._held.rows, shape.rows, parts)
-        self._state = rearranged(self._state, order, shape.columns, self._build.mesh, parts)
+        order, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
+        source = moved_rows(order, self._held.rows, shape.parts)
+        cache = self._state.cache
+        blocks = self._state.blocks
+        light = self._state._replace(cache=None, blocks=None)
+        self._state = rearranged(cache, light, order, source, self._build.mesh)._replace(blocks=blocks)
 
     def _resize_blocks(self, shape: SlotShape) -> None:
         """Bring the blocks to this shape, and give every request a lane of one."""
         build = self._build
         if self._state is None:
-            self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition)
+            most = room(build, self._sampling)
+            self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
             self._held = shape
         stay = self._held._replace(columns=shape.columns) == shape
         before = {request.handle: request.lane[0] for request in self.running.values() if request.lane}
@@ -159,37 +169,36 @@ class Scheduler:
         if not stayed:
             order = moved_blocks(before, self.running, shape)
             lanes = lane_table(self.running, shape)
-            parts = _common_parts(self._held, shape)
-            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, parts)
+            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
         self._held = shape
 
 
-def _common_parts(held: SlotShape, shape: SlotShape) -> int:
-    """The parts within which all moves from one shape to another stay; 1 where the mesh divides only one of them."""
-    return shape.parts if held.parts == shape.parts else 1
+def room(build: Build, sampling: Sampling) -> tuple[int, int]:
+    """Rows and columns of the cache: as many as there may ever have to be, for it is made once and never copied."""
+    # With few slots it is small, and one size then serves whatever the sampler is asked for.
+    few = build.slots <= FEWEST_SLOTS and not build.strict
+    columns = build.chunk + (build.max_length if few else sampling.max_new_tokens)
+    # TPUs hold numbers by 128: a cache of other sizes lies otherwise than prompts, and is turned over to take one in.
+    return build.slots, columns if columns < MANY_COLUMNS else -(-columns // LANES) * LANES
 
 
 def wanted(
     build: Build, sampling: Sampling, requests: list[Request], held: SlotShape | None, unread: bool
 ) -> SlotShape:
     """Slots and columns of the next chunk: few sizes, so that few programs are compiled; and blocks at least."""
-    slots = build.slots
-    longest = sampling.max_new_tokens + build.chunk
+    slots, longest = room(build, sampling)
+    parts = parts_of(build.mesh, slots)
     if build.strict:
-        return SlotShape(
-            slots, longest, 0, build.max_length - sampling.max_new_tokens, parts_of(build.mesh, slots), build.group
-        )
-    few = slots <= FEWEST_SLOTS
+        return SlotShape(slots, longest, 0, build.max_length - sampling.max_new_tokens, parts, build.group)
     least = (FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS)
-    if few:  # where it saves little, no setting of the sampler compiles anything, and neighbours hardly ever do
-        longest = build.max_length + build.chunk
+    if slots <= FEWEST_SLOTS:  # no setting of the sampler compiles anything, and neighbours hardly ever do
         least = (FEW_SLOTS_COLUMNS, FEW_SLOTS_COLUMNS)
     rows, blocks = _rows_and_blocks(build, requests, held)
     # What the chunk before has sampled is not known yet.
     columns = max(request.columns for request in requests) + build.chunk * (2 if unread else 1)
     columns = min(max(power_of_two(columns), least[0]), longest)
     prompt = max(power_of_two(max(request.prompt_columns for request in requests)), least[1])
-    return SlotShape(rows, columns, blocks, min(prompt, build.max_length), parts_of(build.mesh, rows), build.group)
+    return SlotShape(rows, columns, blocks, min(prompt, build.max_length), parts, build.group)
 
 
 def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | None) -> tuple[int, int]:
@@ -222,12 +231,15 @@ def _admissions(
     fresh = {request.handle for request in taken}
     made = {request.lane[0] for request in running.values() if request.handle not in fresh}
     for cache, members in batches.values():
-        begun = _idle(shape, lanes, repetition)
+        begun = idle(shape, cache.v.shape[1], lanes, repetition)
         for held, request in members:
             if request.lane[0] not in made:
                 begun.blocks[request.lane[0]] = held.row
                 made.add(request.lane[0])
             _begin(begun, held, request, repetition)
+        needed = np.unique(np.concatenate([begun.blocks, begun.source]))
+        needed = needed[needed >= 0]
+        begun.needed[: len(needed)] = needed
         yield cache, begun
 
 
@@ -247,8 +259,8 @@ def _begin(begun: Admission, held: Entry, request: Request, repetition: Repetiti
             whole[slot] = one
 
 
-def _idle(shape: SlotShape, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
-    """What begins no slot."""
+def idle(shape: SlotShape, prefilled: int, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
+    """What begins no slot, of so many prefilled rows."""
 
     def int32(*size: int) -> np.ndarray:
         return np.zeros(size, np.int32)
@@ -256,6 +268,7 @@ def _idle(shape: SlotShape, lanes: np.ndarray, repetition: Repetition | None) ->
     rows = shape.rows
     period = repetition.longest_period if repetition else 0
     return Admission(
+        needed=int32(prefilled) - 1,
         blocks=int32(shape.blocks) - 1,
         source=int32(rows) - 1,
         new=np.zeros(rows, bool),

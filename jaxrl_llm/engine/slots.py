@@ -1,7 +1,6 @@
 """What the sampler holds on the device, and the compiled calls that change it."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,31 +8,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.blocks import SlotShape
+from jaxrl_llm.engine.placement import inserted, on_own_rows, parts_of, placed, resized, slot_shardings
 from jaxrl_llm.engine.repetition import Tail, TailRule, extend_tail, fresh_tail, tail_rule
 from jaxrl_llm.engine.sampling import Asked, DrawRule, as_rule, draw, uniforms
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.models.cache import (
-    Beginnings,
-    Cache,
-    beginnings,
-    decode,
-    empty_cache,
-    extend,
-    flush,
-    insert,
-    sequence_of,
-    take_rows,
-    with_columns,
-)  # fmt: skip
+from jaxrl_llm.models.cache import Cache, empty_cache, flush, move_rows, sequence_of, with_columns
 from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.sharding import BATCH, batch_parts, fitting
+from jaxrl_llm.models.decoding import beginnings, decode, extend
+from jaxrl_llm.sharding import BATCH, constrain
 
 
 class Slots(NamedTuple):
     """What the device holds between calls; [B] for each slot unless said.
 
     Attributes:
-      cache: keys and values of what follows the prompt.
+      cache: keys and values of what follows the prompt. It may have more rows: of each of its parts the first are those
+        of the slots there.
       blocks: those of prompts, [U].
       lanes: which lane of the blocks each slot reads, as ``beginnings`` takes them.
       before: columns of its block that a slot begins with.
@@ -89,36 +79,45 @@ class Emitted(NamedTuple):
     repeats: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition"))
+@functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "room"))
 def empty_slots(
-    config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None
-) -> Slots:
-    """Slots of which none is active, on the mesh: B and U over data and fsdp, key/value heads over tensor."""
+    config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None,
+    room: tuple[int, int] | None = None,
+) -> Slots:  # fmt: skip
+    """Slots of which none is active, on the mesh: B and U over data and fsdp, key/value heads over tensor.
+
+    ``room``: rows and columns of the cache, those of the slots unless more are given.
+    """
     rows = shape.rows
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
     slots = Slots(
-        empty_cache(config, rows, shape.columns, dtype), empty_cache(config, shape.blocks, shape.prompt_columns, dtype),
+        empty_cache(config, *(room or (rows, shape.columns)), dtype),
+        empty_cache(config, shape.blocks, shape.prompt_columns, dtype),
         zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
         fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
     return slots if mesh is None else jax.lax.with_sharding_constraint(slots, slot_shardings(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Asked, group: int = 1, mesh: Mesh | None = None
-) -> tuple[Slots, tuple[Emitted, jax.Array]]:
+    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Asked, group: int = 1, mesh: Mesh | None = None,
+    columns: int | None = None,
+) -> tuple[Slots, tuple[Emitted, jax.Array]]:  # fmt: skip
     """Up to ``steps`` tokens for every active slot; ends early when none is left.
 
-    The cache needs ``steps`` columns beyond the longest active row; ``group`` slots at most read one block. Returns the
-    slots, and for the host, on every device of the mesh, what was emitted and which slots go on.
+    The cache needs ``steps`` columns beyond the longest active row; of it ``columns`` are read, which must hold all
+    that is there (None: the whole); ``group`` slots at most read one block. Returns the slots, and for the host, on
+    every device of the mesh, what was emitted and which slots go on.
     """
     config = model.config
     rows = slots.tokens.shape[0]
-    before = beginnings(slots.blocks, slots.before, slots.lanes, parts_of(mesh, rows), group)
+    before = beginnings(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
 
     def pick(now: Slots, chunk: Cache, step: jax.Array) -> tuple[Slots, Cache, Emitted]:
-        return _pick(model, slots, before, rules, asked, now, chunk, step)
+        hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
+        now, emitted = _pick(model, hidden, slots, rules, asked, now, step)
+        return now, chunk, emitted
 
     light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
@@ -137,7 +136,7 @@ def run_chunk(
 
     # The cache is read, never carried: only the small chunk travels through the loop.
     _, now, chunk, out = jax.lax.while_loop(more, one, (jnp.int32(0), light, chunk, out))
-    cache = _on_rows(flush, mesh, slots.cache, chunk, slots.lengths)
+    cache = on_own_rows(flush, mesh, slots.cache, chunk, slots.lengths)
     lengths = slots.lengths + now.sampled - slots.sampled
     told = (out, now.active)
     if mesh is not None:
@@ -145,44 +144,34 @@ def run_chunk(
     return now._replace(cache=cache, blocks=slots.blocks, lengths=lengths), told
 
 
-def parts_of(mesh: Mesh | None, rows: int) -> int:
-    """Into how many parts the mesh divides the slots and the blocks that they read."""
-    parts = 1 if mesh is None else batch_parts(mesh)
-    return parts if rows % parts == 0 else 1
-
-
 def _pick(
-    model: Decoder,
-    slots: Slots,
-    before: Beginnings,
-    rules: Rules,
-    asked: Asked,
-    now: Slots,
-    chunk: Cache,
-    step: jax.Array,
-) -> tuple[Slots, Cache, Emitted]:
-    """One token for every row; ``slots`` as the chunk began, ``now`` without its caches."""
-    hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before)
-    drawn = draw(
-        unembed(model, hidden), uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules.draw, asked
-    )
+    model: Decoder, hidden: jax.Array, slots: Slots, rules: Rules, asked: Asked, now: Slots, step: jax.Array
+) -> tuple[Slots, Emitted]:
+    """One token for every row of hidden [B, D]; ``slots`` as the chunk began, ``now`` without its caches."""
+    logits = constrain(unembed(model, hidden), BATCH, "tensor")
+    # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
+    logits = constrain(logits, (*BATCH, "tensor"))
+    drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules.draw, asked)
+    drawn = jax.tree.map(lambda x: constrain(x, BATCH), drawn)
     sampled = now.sampled + now.active.astype(jnp.int32)
     tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules.tail)
     stopped = jnp.any(drawn.token[:, None] == rules.draw.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
     emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
-    return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), chunk, emitted
+    return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), emitted
 
 
 class Admission(NamedTuple):
     """How slots begin, [B] each.
 
     Attributes:
+      needed: [rows prefilled], those that any block or slot is made of, then negative numbers.
       blocks: [U], the prefilled row that a block is made of; negative leaves it alone.
       source: that which a slot's own columns are made of, from its column ``before`` on; negative for none.
       new: which slots begin; the other fields of these are those of ``Slots``.
       lanes: of all slots, new or not.
     """
 
+    needed: Any
     blocks: Any
     source: Any
     new: Any
@@ -203,8 +192,8 @@ OF_EACH_SLOT = ("before", "lengths", "tokens", "seeds", "sampled", "limits", "ta
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None = None) -> Slots:
     """Slots and blocks begun with rows of ``given``."""
-    cache = _on_rows(insert, mesh, slots.cache, given, begun.source, begun.before)
-    blocks = _on_rows(insert, mesh, slots.blocks, given, begun.blocks, jnp.zeros_like(begun.blocks))
+    cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, begun.before)
+    blocks = inserted(mesh, slots.blocks, given, begun.needed, begun.blocks, jnp.zeros_like(begun.blocks))
 
     def choose(given: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(begun.new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
@@ -214,17 +203,21 @@ def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None =
     return filled if mesh is None else jax.lax.with_sharding_constraint(filled, slot_shardings(filled, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
-def rearranged(slots: Slots, order: jax.Array, columns: int, mesh: Mesh | None = None, parts: int = 1) -> Slots:
-    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative; the cache gets ``columns``
-    columns.
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
+def rearranged(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, mesh: Mesh | None = None) -> Slots:
+    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative.
 
-    ``parts``: of the mesh, which no slot leaves.
+    Args:
+      cache: of the slots; what moves in it is moved where it lies, so there is never a second one.
+      rows: the slots without their cache and blocks.
+      order: int32[new B].
+      source: int32[new B], the row in its part of the cache that slot i's is made of; negative where it stays.
+      mesh: that divides them.
     """
-    rows = jnp.maximum(order, 0)
-    moved = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), slots._replace(cache=None, blocks=None))
-    cache = _moved(slots.cache, rows, columns, mesh, parts)
-    moved = moved._replace(cache=cache, blocks=slots.blocks, active=moved.active & (order >= 0))
+    old = jnp.maximum(order, 0)
+    moved = jax.tree.map(lambda x: jnp.take(x, old, axis=0), rows)
+    cache = on_own_rows(move_rows, mesh, cache, None, source)
+    moved = moved._replace(cache=cache, active=moved.active & (order >= 0))
     return moved if mesh is None else jax.lax.with_sharding_constraint(moved, slot_shardings(moved, mesh))
 
 
@@ -233,27 +226,14 @@ def with_blocks(
     slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
 ) -> Slots:
     """The slots with block i made of what block ``order[i]`` was, of ``columns`` columns, and read by other lanes."""
-    moved = slots._replace(blocks=_moved(slots.blocks, order, columns, mesh, parts), lanes=lanes)
+    moved = slots._replace(blocks=resized(slots.blocks, order, columns, mesh, parts), lanes=lanes)
     return moved if mesh is None else jax.lax.with_sharding_constraint(moved, slot_shardings(moved, mesh))
 
 
-def _moved(cache: Cache, order: jax.Array, columns: int, mesh: Mesh | None, parts: int) -> Cache:
-    """Rows in that order, of ``columns`` columns; every device moves its own, or each would gather the whole cache."""
-    if mesh is None or parts == 1:
-        return with_columns(take_rows(cache, order), columns)
-    rows = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
-
-    def own(cache: Cache, order: jax.Array) -> Cache:
-        return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)
-
-    inside = Cache(rows, rows), PartitionSpec(rows[1])
-    return jax.shard_map(own, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(cache, order)
-
-
 @functools.partial(jax.jit, static_argnames="columns")
-def kept_sequence(slots: Slots, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
-    """One row with the keys and values of a slot's whole sequence, in ``columns`` columns."""
-    return with_columns(sequence_of(slots.cache, slot, slots.blocks, block, slots.before[slot]), columns)
+def kept_sequence(slots: Slots, row: jax.Array, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
+    """One row with the keys and values of a slot's whole sequence, in ``columns`` columns; ``row``: of the cache."""
+    return with_columns(sequence_of(slots.cache, row, slots.blocks, block, slots.before[slot]), columns)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -262,42 +242,27 @@ def stop_slots(slots: Slots, gone: jax.Array) -> Slots:
     return slots._replace(active=slots.active & ~gone)
 
 
-@functools.partial(jax.jit, static_argnames="continues", donate_argnums=1)
-def extend_prompts(model: Decoder, cache: Cache, lengths: jax.Array, tokens: jax.Array, continues: bool) -> Cache:
+@functools.partial(jax.jit, static_argnames=("columns", "mesh"), donate_argnums=1)
+def extend_prompts(
+    model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, columns: int, mesh: Mesh | None = None
+) -> Cache:
     """The cache [P rows] with the keys and values of ``tokens`` int32[P, C] at each row's positions ``lengths`` and on.
 
-    ``continues``: whether any row holds something already.
+    ``cache``: None where no row holds anything yet; it gets so many columns. Each device computes rows of its own.
     """
-    return flush(cache, extend(model, cache if continues else None, lengths, tokens), lengths)
+    tokens = constrain(tokens, BATCH)
+    new = extend(model, cache, lengths, tokens)
+    begun = empty_cache(model.config, len(tokens), columns, new.k.dtype) if cache is None else cache
+    return placed(on_own_rows(flush, mesh, placed(begun), new, lengths))
 
 
-def slot_shardings(slots: Slots, mesh: Any) -> Slots:
-    """Where each array is: B and U over data and fsdp, key/value heads over tensor."""
+@functools.partial(jax.jit, static_argnames=("rows", "columns"))
+def joined(caches: list[Cache], rows: int, columns: int) -> Cache:
+    """One cache of so many rows and columns that begins with the rows of these."""
+    given = [with_columns(cache, columns) for cache in caches]
 
-    def spec(x: Any) -> tuple[Any, ...]:
-        return (None, BATCH, "tensor") if x.ndim == 5 else (BATCH,)
+    def join(*parts: jax.Array) -> jax.Array:
+        whole = jnp.concatenate(parts, axis=1)
+        return jnp.pad(whole, [(0, 0), (0, rows - whole.shape[1]), *[(0, 0)] * 3])
 
-    return jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, spec(x), mesh)), slots)
-
-
-def _on_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Cache, *index: jax.Array) -> Cache:
-    """``change(cache, new, *index)`` on every device's own rows and heads; ``index`` has an entry for each row.
-
-    ``new`` has a row for each slot (a chunk), or any rows (prompts), which every device then sees all of.
-    """
-    if mesh is None:
-        return change(cache, new, *index)
-
-    def spec(x: Any, axes: tuple[Any, ...]) -> PartitionSpec:
-        return fitting(x.shape, axes, mesh)
-
-    rows = spec(cache.k, (None, BATCH, "tensor"))
-    own = BATCH if change is flush else None
-    inside = (
-        Cache(rows, rows),
-        jax.tree.map(lambda x: spec(x, (None, own, "tensor")), new),
-        *(spec(x, (BATCH,)) for x in index),
-    )
-    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(
-        cache, new, *index
-    )
+    return placed(jax.tree.map(join, *given))

@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.models.decoder import Decoder, by_layer, cast
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.sharding import sampling_shardings
+
+
+def for_sampling(model: Decoder, platform: str) -> Decoder:
+    """The model in the form that an engine is fastest with on a platform ("cpu", "gpu" or "tpu")."""
+    return by_layer(model) if platform == "gpu" else model
 
 
 def weights_for_sampling(
@@ -18,7 +23,8 @@ def weights_for_sampling(
 ) -> Callable[[Decoder], Decoder]:
     """A function from the policy to weights to sample from.
 
-    One compiled call casts them, adds an attached adapter as the learner's layers do, and lays them out; where the
+    One compiled call casts them, adds an attached adapter as the learner's layers do, gives them the form that the
+    platform wants (``for_sampling``), and lays them out; where the
     sampler has devices of its own, they are then moved there.
 
     Args:
@@ -29,11 +35,12 @@ def weights_for_sampling(
       keep: whether the weights must outlive the policy, whose buffers an update takes.
     """
     apart = learner.devices.tolist() != sampler.devices.tolist()
-    layout = sampling_shardings(shapes, sampler)
+    platform = sampler.devices.flat[0].platform
+    layout = sampling_shardings(jax.eval_shape(lambda model: for_sampling(model, platform), shapes), sampler)
 
     @functools.partial(jax.jit, **({} if apart else {"out_shardings": layout}))
     def arranged(policy: Decoder) -> Decoder:
-        narrow = merge(cast(policy, dtype))
+        narrow = for_sampling(merge(cast(policy, dtype)), platform)
         return jax.tree.map(jnp.copy, narrow) if keep else narrow
 
     def moved(policy: Decoder) -> Decoder:

@@ -114,7 +114,7 @@ def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: 
 
 
 def _scores_and_mix(config: Attention, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    s = jnp.where(seen[:, None, None], layers.scores(q, k, config), layers.MASKED)
+    s = jnp.where(seen[:, None, :, None], layers.scores(q, k, config), layers.MASKED)
     return layers.mix(jax.nn.softmax(s, axis=-1), v)
 
 

@@ -136,6 +136,32 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     return jax.tree.map(lambda x: x.astype(dtype), model)
 
 
+def by_layer(model: Decoder) -> Decoder:
+    """The model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``over_layers`` alone."""
+    parameters = to_parameters(model)
+    layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
+    return from_parameters(model.config, parameters | {"blocks": layers})
+
+
+def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *others: Any) -> tuple[Any, Any]:
+    """``jax.lax.scan`` of ``layer(x, (weights, *others))`` over the layers, written out where the model is
+    ``by_layer``.
+
+    ``others`` have a leading axis of layers. A GPU's compiler copies a slice of stacked weights before a matrix product
+    reads it, three passes through memory for one; weights of their own are read where they lie, and take longer to
+    compile.
+    """
+    blocks = model.weights.blocks
+    if blocks.has("attn"):
+        return jax.lax.scan(layer, x, (blocks, *others))
+    found = []
+    for index in range(model.config.layers):
+        own = jax.tree.map(lambda stacked, index=index: stacked[index], others)
+        x, result = layer(x, (getattr(blocks, str(index)), *own))
+        found.append(result)
+    return x, jax.tree.map(lambda *results: jnp.stack(results), *found)
+
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H]) -> [B, S, K, N / K, H]; rotary already applied."""
 

@@ -146,10 +146,11 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
     """Scaled, soft-capped attention scores, float32.
 
-    q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, N / K, S, Z].
+    q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, S, N / K, Z], as the product gives them: in another order
+    they are turned over in both passes.
     """
     scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
-    raw = product("bskgh,bkhz->bkgsz", q, k) * scale
+    raw = product("bskgh,bkhz->bksgz", q, k) * scale
     return softcap(raw, attention.softcap)
 
 
@@ -163,8 +164,8 @@ def scores_of_one(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array
 
 
 def mix_for_one(probabilities: jax.Array, v: jax.Array) -> jax.Array:
-    """``mix`` for a single query: [B, K, N / K, Z] with [B, K, Z, H] gives [B, K, N / K, H]."""
-    return jnp.einsum("bkgz,bkzh->bkgh", probabilities.astype(v.dtype), v)
+    """``mix`` for a single query, float32: [B, K, N / K, Z] with [B, K, Z, H] gives [B, K, N / K, H]."""
+    return product("bkgz,bkzh->bkgh", probabilities.astype(v.dtype), v)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -173,5 +174,5 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def mix(probabilities: jax.Array, v: jax.Array) -> jax.Array:
-    """Values weighted by attention: [B, K, N / K, S, Z] with [B, K, Z, H] gives [B, S, K, N / K, H]."""
-    return jnp.einsum("bkgsz,bkzh->bskgh", probabilities.astype(v.dtype), v)
+    """Values weighted by attention: [B, K, S, N / K, Z] with [B, K, Z, H] gives [B, S, K, N / K, H]."""
+    return jnp.einsum("bksgz,bkzh->bskgh", probabilities.astype(v.dtype), v)

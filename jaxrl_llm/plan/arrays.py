@@ -13,11 +13,13 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.engine.blocks import SlotShape
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import Slots
+from jaxrl_llm.engine.weight_transfer import for_sampling
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import batch_shardings
 from jaxrl_llm.learner.objectives import names_of
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.learner.platform import platform_of
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, cast, initialise
@@ -66,7 +68,8 @@ def arrays(run: Run, config: ModelConfig, layout: learner.Layout, mesh: Any, whe
     model = abstract_model(config, run.learner.dtype)
     compute_dtype = jnp.dtype(run.learner.compute_dtype)
     state = abstract_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, run.learner.lora)
-    sampled = jax.eval_shape(lambda m: cast(m, compute_dtype), model)
+    platform = platform_of(where) if isinstance(where, Mesh) else ""
+    sampled = jax.eval_shape(lambda m: for_sampling(cast(m, compute_dtype), platform), model)
     sampling = run.rollout.sampling(config.tokens.eos, run.learner.keep_sampling_mask)
     shape = largest_shape(config, run.rollout, compute_dtype, where, sampling)
     objectives = objectives_of(run)

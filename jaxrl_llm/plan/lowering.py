@@ -17,6 +17,7 @@ from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.plan import hlo, sampler
 from jaxrl_llm.plan.arrays import Arrays, abstract_model, arrays, meshes
+from jaxrl_llm.plan.movement import Loop, loops
 from jaxrl_llm.plan.topology import without_compilation_cache
 from jaxrl_llm.stages.programs import Programs, build_programs, coefficients_of
 
@@ -28,11 +29,12 @@ class Compiled:
     """A program and what one device needs to run it.
 
     Attributes:
-      name: "weights", "prompts", "decode", "growth" or "update".
+      name: "weights", "prompts", "refill", "decode" or "update".
       arguments: bytes of what it is given.
       outputs: bytes of what it returns in new memory.
       temporary: bytes that exist while it runs.
       collectives: what it sends in one call; loops multiplied out.
+      loops: what it and each of its loops move in memory.
       products: of matrices, by who computes them; a GPU's compiler chooses.
       seconds: that its compilation took.
       refused: bytes that it would need, where that is more than the device has; the other numbers are 0 then.
@@ -43,6 +45,7 @@ class Compiled:
     outputs: int = 0
     temporary: int = 0
     collectives: tuple[hlo.Collective, ...] = ()
+    loops: tuple[Loop, ...] = ()
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     refused: float = 0.0
@@ -98,13 +101,11 @@ def lower_prompts(one: Subject) -> jax.stages.Lowered:
     return sampler.lower_prompts(one.arrays.sampled, one.run.rollout, one.arrays.slots.cache.k.dtype, one.where)
 
 
-def lower_growth(one: Subject) -> jax.stages.Lowered:
-    """The last growth of the cache, from half its length or so."""
+def lower_refill(one: Subject) -> jax.stages.Lowered:
+    """Slots begun with prompts."""
     a = one.arrays
-    columns = one.arrays.slot_shape.columns
-    before = a.slot_shape._replace(columns=sampler.columns_before(columns))
-    small = sampler.abstract_slots(a.sampled.config, before, a.slots.cache.k.dtype, one.where, a.sampling)
-    return sampler.lower_growth(small, columns, one.where)
+    given = sampler.prompts(a.sampled.config, one.run.rollout, a.slots.cache.k.dtype, one.where)
+    return sampler.lower_refill(a.slots, a.slot_shape, given, a.sampling.repetition, one.where)
 
 
 def lower_weights(one: Subject) -> jax.stages.Lowered:
@@ -115,16 +116,15 @@ def lower_weights(one: Subject) -> jax.stages.Lowered:
 
 
 LOWERED: dict[str, Callable[[Subject], jax.stages.Lowered]] = {
-    "weights": lower_weights, "prompts": lower_prompts, "decode": lower_decode, "growth": lower_growth,
+    "weights": lower_weights, "prompts": lower_prompts, "refill": lower_refill, "decode": lower_decode,
     "update": lower_update,
 }  # fmt: skip
 """The programs of a step, in their order."""
 
 
 def names(one: Subject) -> list[str]:
-    """The programs of this run: weights that go to other devices are moved by none, a strict cache never grows."""
-    left_out = {"weights"} if one.apart else set()
-    return [name for name in LOWERED if name not in left_out | ({"growth"} if one.run.rollout.strict else set())]
+    """The programs of this run; weights that go to other devices are moved by none."""
+    return [name for name in LOWERED if name != "weights" or not one.apart]
 
 
 def compile_one(one: Subject, name: str) -> Compiled:
@@ -138,12 +138,15 @@ def compile_one(one: Subject, name: str) -> Compiled:
             return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
     text = done.as_text()
+    program = hlo.parse(text, where.size)
+    repeats = _repeats(one, name)
     return Compiled(
         name,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        tuple(hlo.collectives(hlo.parse(text, where.size), _repeats(one, name))),
+        tuple(hlo.collectives(program, repeats)),
+        tuple(loops(program, repeats)),
         hlo.products(text),
         time.monotonic() - began,
     )

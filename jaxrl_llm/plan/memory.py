@@ -10,7 +10,7 @@ from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.plan.arrays import Arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import Work
 from jaxrl_llm.plan.lowering import Compiled
-from jaxrl_llm.plan.sampler import columns_before, prompt_calls
+from jaxrl_llm.plan.sampler import prompt_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,9 @@ def compiled_temporary(done: Compiled, given: float) -> float:
     return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
 
 
-def prompts_waiting(run: Run) -> int:
+def prompts_waiting(run: Run, parts: int) -> int:
     """Calls whose keys and values wait at one time to be copied into slots: those of a first filling."""
-    rows, _, _ = prompt_calls(run.rollout.max_prompt_tokens)
+    rows, _, _ = prompt_calls(run.rollout.max_prompt_tokens, parts)
     return -(-min(-(-run.rollout.slots // run.rollout.group), run.rollout.prompts) // rows)
 
 
@@ -112,15 +112,11 @@ def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, p
 
 
 def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int, share: float) -> float:
-    """About what sampling needs beside weights and cache: logits, prompts that wait, a cache that grows."""
-    rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens)
+    """About what sampling needs beside weights and cache: logits, prompts that wait, blocks that become more."""
+    rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens, parts)
     width = arrays.slots.cache.k.dtype.itemsize
     heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
-    waiting = (
-        prompts_waiting(run) * 2 * config.layers * rows * piece * calls * heads * config.attention.head_dim * width
-    )
+    tokens = prompts_waiting(run, parts) * rows / parts * piece * calls
+    waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * width
     logits = 4 * 4 * run.rollout.slots / parts * config.vocab_size * share
-    columns = arrays.slot_shape.columns
-    # The cache of before, beside the one that it becomes.
-    growing = 0 if run.rollout.strict else bytes_per_device(arrays.slots.cache) * columns_before(columns) / columns
-    return max(logits, growing) + waiting
+    return max(logits, bytes_per_device(arrays.slots.blocks) / 2) + waiting

@@ -35,9 +35,8 @@ class Plan:
       learning: memory of one device while it learns.
       sampling: and while it samples.
       phases: of a step, with their least times.
-      compiled: seconds of compilation by program; empty where all is by formula.
+      compiled: programs by name; empty where all is by formula.
       chosen: what computes attention and matrix products, in words.
-      refused: those of them that need more memory than there is.
       more: bytes that one more of each adds to a device: "prompts", "slots", "rows" of a microbatch.
     """
 
@@ -49,10 +48,14 @@ class Plan:
     learning: Memory
     sampling: Memory
     phases: tuple[Phase, ...]
-    compiled: dict[str, float]
+    compiled: dict[str, Compiled]
     chosen: tuple[str, ...]
-    refused: tuple[str, ...]
     more: dict[str, float]
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """The programs that need more memory than there is."""
+        return tuple(name for name, one in self.compiled.items() if one.refused)
 
     @property
     def peak(self) -> float:
@@ -202,9 +205,8 @@ def _assembled(
         run, machine, sizes, counts(config).total, todo,
         memory.learning(run, held, base, learn, bool(done)), sampler,
         tuple(phases(run, config, held, todo, device, compute, traffics)),
-        {name: one.seconds for name, one in done.items()},
+        done,
         (f"attention: {compute.attention}", *_products(done)),
-        tuple(name for name, one in done.items() if one.refused),
         {
             "prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts,
             "slots": (sampler.cache + sample) / run.rollout.slots,
@@ -243,15 +245,13 @@ def _temporaries(
     slots = size(held.slots)
     learn = memory.compiled_temporary(done["update"], state + size(held.packed))
     waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
-    waiting = max(waiting, 0) * memory.prompts_waiting(run)
+    waiting = max(waiting, 0) * memory.prompts_waiting(run, device.slot_parts)
     decode = memory.compiled_temporary(done["decode"], sampled + slots)
     weights = done.get("weights", Compiled("weights"))
     moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
+    refill = memory.compiled_temporary(done["refill"], slots + waiting)
+    # The blocks that prompts had before, while they become more.
+    blocks = size(held.slots.blocks) / 2
     # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
-    return learn, max(decode + waiting, _growth(done) + waiting, done["prompts"].temporary + waiting, moving - slots)
-
-
-def _growth(done: dict[str, Compiled]) -> float:
-    """Bytes beside the full cache while it grows to that length: the one before it."""
-    growth = done.get("growth")
-    return 0.0 if growth is None else growth.refused or growth.arguments + growth.temporary
+    busiest = max(decode, blocks, refill, done["prompts"].temporary)
+    return learn, max(busiest + waiting, moving - slots)

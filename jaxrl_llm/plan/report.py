@@ -1,11 +1,14 @@
 """A plan for people and for machines."""
 
+import collections
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.plan.memory import Memory
+from jaxrl_llm.plan.movement import Loop
 from jaxrl_llm.plan.network import by_kind
 from jaxrl_llm.plan.planning import Plan
 
@@ -103,6 +106,37 @@ def refused(plan: Plan, name: str) -> bool:
     return name in plan.refused
 
 
+def loop_lines(plan: Plan) -> list[str]:
+    """What the compiled programs move in memory, loop by loop; loops of less than a hundredth of theirs left out."""
+    rows = [
+        f"{'read and written by one device, as compiled':<50}{'rounds':>10}{'each, GiB':>12}{'copied':>10}{'sent':>10}"
+    ]
+    for name, one in plan.compiled.items():
+        for loop in one.loops:
+            if loop.times * loop.moved < one.loops[0].moved / 100:
+                continue
+            place = "  " * (loop.depth + 1)
+            beside = f", {loop.moved / one.arguments:.2f} of its arguments" if loop.depth == 1 else ""
+            what = f"loop{beside}" if loop.depth else name
+            copied = sum(copy.size for copy in loop.copies) / GIB
+            sent = sum(c.moved for c in loop.collectives) / GIB
+            rows.append(f"{place + what:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
+            details = (*_most((f"{c.kind}: {c.source}", c.size) for c in loop.copies),
+                       *_most((f"{c.kind} among {c.groups.shape[1]}", c.size) for c in loop.collectives))  # fmt: skip
+            rows += [f"{place}  {text}" for text in details]
+    return rows
+
+
+def _most(items: Iterable[tuple[str, float]]) -> list[str]:
+    """The largest sums of items by name, of a MiB or more."""
+    sums: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for name, size in items:
+        sums.update({name: size})
+        counts.update({name: 1})
+    return [f"{size / 2**20:,.0f} MiB in {counts[name]}: {name}" for name, size in sums.most_common(5) if size >= 2**20]
+
+
 def conclusion(plan: Plan) -> list[str]:
     """Whether it fits, how large it may be, how fast it can be."""
     half = "learning" if plan.learning.total >= plan.sampling.total else "sampling"
@@ -138,10 +172,21 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
             "learning": memory(plan.learning),
         },
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
-        "compiled_s": plan.compiled, "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
+        "compiled_s": {name: one.seconds for name, one in plan.compiled.items()},
+        "loops": {name: [loop_json(loop) for loop in one.loops] for name, one in plan.compiled.items()},
+        "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
         "step_s": plan.seconds,
         "mfu": plan.utilisation(plan.seconds),
         "most": {"prompts": plan.most_prompts, "slots": plan.most_slots, "microbatch_rows": plan.most_rows},
+    }  # fmt: skip
+
+
+def loop_json(loop: Loop) -> dict[str, Any]:
+    """A loop as plain values."""
+    sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
+    return {
+        "depth": loop.depth, "times": loop.times, "bytes": loop.moved,
+        "copies": [dataclasses.asdict(copy) for copy in loop.copies], "collectives": sent,
     }  # fmt: skip
 
 

@@ -78,9 +78,9 @@ def phase(name: str, chip: Chip, calls: float, flops: float, moved: float, traff
     )  # fmt: skip
 
 
-def calls_of(run: Run, work: Work) -> dict[str, float]:
+def calls_of(run: Run, work: Work, parts: int) -> dict[str, float]:
     """How often a step calls each program; slots are always full, and wait for the longest only at the end."""
-    rows, _, calls = prompt_calls(run.rollout.max_prompt_tokens)
+    rows, _, calls = prompt_calls(run.rollout.max_prompt_tokens, parts)
     waves = max(work.completions / run.rollout.slots, 1.0)
     return {
         "weights": 1.0, "prompts": math.ceil(run.rollout.prompts / rows) * calls,
@@ -100,7 +100,7 @@ def phases(
     sent: dict[str, tuple[Traffic, ...]],
 ) -> list[Phase]:
     """The parts of a step; ``sent`` is what one call of each program sends."""
-    calls = calls_of(run, work)
+    calls = calls_of(run, work, device.slot_parts)
     costs = {
         "weights": (
             0.0,
@@ -119,11 +119,11 @@ def phases(
 
 
 def prompts_cost(run: Run, config: ModelConfig, arrays: Arrays, device: Device) -> tuple[float, float]:
-    """FLOPs and bytes of one call; rows that the mesh cannot divide are computed by every part of it."""
-    rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens)
-    own = rows / device.slot_parts if rows % device.slot_parts == 0 else rows
+    """FLOPs and bytes of one call."""
+    rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens, device.slot_parts)
     pairs = visible_pairs(config, 0, piece * calls) / calls
-    return forward_flops(config, piece, pairs, 0) * own * device.share, bytes_per_device(arrays.sampled)
+    flops = forward_flops(config, piece, pairs, 0) * rows / device.slot_parts * device.share
+    return flops, bytes_per_device(arrays.sampled)
 
 
 def decode_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device) -> tuple[float, float]:

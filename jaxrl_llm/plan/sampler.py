@@ -8,25 +8,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.prefix_cache import LONGEST_CALL, PIECE, ROWS, TOKENS, bucket
+from jaxrl_llm.engine.placement import slot_shardings
+from jaxrl_llm.engine.prefix_cache import LONGEST_CALL, PIECE, bucket, rows_of_call
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.sampling import asked
-from jaxrl_llm.engine.scheduler import Build, wanted
-from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.engine.scheduler import Build, idle, wanted
+from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.engine.slots import (
     Slots,
     as_rules,
     empty_slots,
     extend_prompts,
-    parts_of,
-    rearranged,
+    fill_slots,
     run_chunk,
-    slot_shardings,
 )
 from jaxrl_llm.models.cache import Cache, empty_cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.settings import Rollout
-from jaxrl_llm.sharding import abstract
+from jaxrl_llm.sharding import abstract, batch_parts
 
 
 def largest_shape(config: Any, rollout: Rollout, dtype: Any, mesh: Any, sampling: Sampling) -> SlotShape:
@@ -55,32 +54,37 @@ def lower_chunk(
         return run_chunk.lower(model, slots, rules, rollout.chunk, asked(sampling), group, mesh)
 
 
-def lower_growth(slots: Slots, columns: int, mesh: Mesh) -> jax.stages.Lowered:
-    """The cache brought to ``columns`` columns: for a moment there are two."""
-    order = jax.ShapeDtypeStruct((slots.tokens.shape[0],), jnp.int32)
-    with jax.set_mesh(mesh):
-        return rearranged.lower(slots, order, columns, mesh, parts_of(mesh, slots.tokens.shape[0]))
+def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
+    """How prompts of so many tokens are computed: sequences in one call, tokens of each, calls for each.
 
-
-def columns_before(columns: int) -> int:
-    """Columns of the cache before it grew to so many, at most."""
-    return 1 << (columns - 1).bit_length() - 1
-
-
-def prompt_calls(tokens: int) -> tuple[int, int, int]:
-    """How prompts of so many tokens are computed: sequences in one call, tokens of each, calls for each."""
+    ``parts``: into which the mesh divides the sequences.
+    """
     piece = bucket(tokens) if bucket(tokens) <= LONGEST_CALL else PIECE
     calls = -(-tokens // piece)
-    return max(1, min(ROWS, TOKENS // (piece if calls == 1 else piece * calls))), piece, calls
+    return rows_of_call(piece if calls == 1 else piece * calls, parts), piece, calls
+
+
+def prompts(config: Any, rollout: Rollout, dtype: Any, mesh: Any) -> Cache:
+    """What a call returns of the longest prompts, as shapes with their layout; ``mesh`` may be abstract."""
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, batch_parts(mesh))
+    cache = jax.eval_shape(lambda: empty_cache(config, rows, bucket(calls * piece), dtype))
+    return abstract(cache, slot_shardings(cache, mesh))
 
 
 def lower_prompts(model: Decoder, rollout: Rollout, dtype: Any, mesh: Mesh) -> jax.stages.Lowered:
     """Keys and values of the longest prompts; the last call, where there are several."""
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens)
-
-    def int32(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    cache: Cache = jax.eval_shape(lambda: empty_cache(model.config, rows, bucket(calls * piece), dtype))
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, batch_parts(mesh))
+    cache = prompts(model.config, rollout, dtype, mesh)
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, piece), jnp.int32)
     with jax.set_mesh(mesh):
-        return extend_prompts.lower(model, cache, int32(rows), int32(rows, piece), calls > 1)
+        return extend_prompts.lower(model, cache if calls > 1 else None, lengths, tokens, cache.columns, mesh)
+
+
+def lower_refill(
+    slots: Slots, shape: SlotShape, given: Cache, repetition: Repetition | None, mesh: Mesh
+) -> jax.stages.Lowered:
+    """Slots and blocks begun with prompts of a call."""
+    begun = jax.eval_shape(lambda: idle(shape, given.v.shape[1], np.zeros(shape.rows, np.int32), repetition))
+    with jax.set_mesh(mesh):
+        return fill_slots.lower(slots, given, begun, mesh)

@@ -1,5 +1,6 @@
 """Where everything lives: one table from a parameter's path to its mesh axes, and one from an activation's name."""
 
+import re
 from typing import Any
 
 import jax
@@ -87,10 +88,14 @@ def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
-    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all."""
+    """As ``shardings``, for weights that only sample: whole over ``fsdp``, or each decode step would gather all.
+
+    The weights may be ``by_layer``.
+    """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        spec = [_without_fsdp(axis) for axis in RULES.get(parameter_path(path), ())]
+        name, layers = re.subn(r"^blocks/\d+/", "blocks/", parameter_path(path))
+        spec = [_without_fsdp(axis) for axis in RULES.get(name, ())[layers:]]
         return NamedSharding(mesh, fitting(x.shape, spec, mesh))
 
     return jax.tree.map_with_path(leaf, tree)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine
-from jaxrl_llm.engine.weight_transfer import weights_for_sampling
+from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
 from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
@@ -85,8 +85,8 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Program
     rollout = run.rollout
     optimiser = run.learner.optimiser
     compute = compute_for(run.learner, model.config, platform_of(mesh))
-    shapes = jax.eval_shape(lambda m: cast(m, compute.dtype), model)
-    engine = Engine(shapes, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
+    sampled = jax.eval_shape(lambda m: for_sampling(cast(m, compute.dtype), platform_of(where)), model)
+    engine = Engine(sampled, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, rollout.group)
     weights = weights_for_sampling(model, compute.dtype, mesh, where, keep=rollout.collect.staleness > 0)
     objectives = objectives_of(run)
     update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-from jaxrl_llm.engine.blocks import SlotShape, moved_slots
+from jaxrl_llm.engine.blocks import SlotShape, moved_rows, moved_slots
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
 from jaxrl_llm.rollout import Engine, Sampling
@@ -29,6 +29,14 @@ def test_no_request_leaves_its_part(parts, old, rows, places):
     assert {slot: order[slot] for slot in moved} == {slot: r.handle for slot, r in moved.items()}
     assert sorted(r.handle for r in moved.values()) == sorted(running)
     assert all(slot // after == r.handle // before and r.slot == slot for slot, r in moved.items())
+    source = moved_rows(order, old, parts)
+    most = SlotShape(rows, 8, 0, 8, parts, 1)
+    lies = {request.handle % before + request.handle // before * 12: slot for slot, request in moved.items()}
+    for old_row, slot in lies.items():  # in a cache of 12 rows for each part
+        row = most.row(slot, 12 * parts)
+        assert source[slot] == (-1 if row == old_row else old_row % 12)
+    for of_part in source.reshape(parts, -1):
+        assert not {*of_part[of_part >= 0]} & {*np.flatnonzero(of_part >= 0)}  # no row made is another's source
 
 
 def test_a_batch_that_shrinks_moves_what_it_keeps():
@@ -54,10 +62,10 @@ def test_a_batch_that_shrinks_moves_what_it_keeps():
 def test_no_device_sends_its_cache_away():
     mesh, config = make_mesh(MeshShape(data=2, fsdp=2, tensor=2)), tiny("plain").config
     shape = SlotShape(16, 64, 8, 32, 4, 4)
-    slots = empty_slots(config, shape, np.float32, mesh)
+    slots = empty_slots(config, shape, np.float32, mesh, room=(32, 64))
     order = np.arange(8, dtype=np.int32)
     calls = [
-        rearranged.lower(slots, order, 128, mesh, 4),
+        rearranged.lower(slots.cache, slots._replace(cache=None, blocks=None), order, order - 1, mesh),
         with_blocks.lower(slots, np.arange(4, dtype=np.int32), 64, np.zeros(16, np.int32), mesh, 4),
     ]
     for call in calls:
@@ -65,4 +73,4 @@ def test_no_device_sends_its_cache_away():
             text = call.compile().as_text()
         for line in text.splitlines():
             if any(f" {kind}" in line for kind in ("all-gather(", "all-to-all(", "collective-permute(", "all-reduce(")):
-                assert not any(f",{columns}" in line.split("=", 1)[1].split("]")[0] for columns in (64, 32, 128)), line
+                assert not any(f",{columns}" in line.split("=", 1)[1].split("]")[0] for columns in (64, 32)), line

@@ -11,10 +11,10 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.repetition import fresh_tail
 from jaxrl_llm.engine.sampling import asked
+from jaxrl_llm.engine.scheduler import idle
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.engine.slots import Admission, as_rules, empty_slots, fill_slots, run_chunk
+from jaxrl_llm.engine.slots import as_rules, empty_slots, fill_slots, rearranged, run_chunk
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
@@ -37,24 +37,35 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip()), tree)
 
 
+def shape(columns):
+    return SlotShape(SLOTS, columns, SLOTS // GROUP, columns, 1, GROUP)
+
+
 def slots(columns):
-    """As many columns in slots as in the blocks of prompts."""
-    shape = SlotShape(SLOTS, columns, SLOTS // GROUP, columns, 1, GROUP)
-    return abstract(jax.eval_shape(lambda: empty_slots(CONFIG, shape, jnp.bfloat16)))
+    """As many columns in slots as in the blocks of prompts, and room for more slots."""
+    make = lambda: empty_slots(CONFIG, shape(columns), jnp.bfloat16, room=(SLOTS + 8, columns))
+    return abstract(jax.eval_shape(make))
 
 
 def chunk(columns):
+    """Three quarters of the columns are read."""
     make = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialise(CONFIG, key))
     model = abstract(jax.eval_shape(make, jax.random.key(0)))
-    return run_chunk.lower(model, slots(columns), abstract(as_rules(Sampling())), STEPS, asked(Sampling()), GROUP)
+    rules = abstract(as_rules(Sampling()))
+    return run_chunk.lower(model, slots(columns), rules, STEPS, asked(Sampling()), GROUP, columns=columns * 3 // 4)
 
 
 def fill(columns):
-    row = np.zeros(SLOTS, np.int32)
-    blocks, seeds = np.zeros(SLOTS // GROUP, np.int32), np.zeros((SLOTS, 2), np.uint32)
-    begun = Admission(blocks, row, row > 0, row, row, row, row, seeds, row, row, fresh_tail(SLOTS, None))
+    begun = idle(shape(columns), 8, np.zeros(SLOTS, np.int32), None)
     prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
     return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
+
+
+def shrink(columns):
+    """To half as many slots."""
+    light = slots(columns)._replace(cache=None, blocks=None)
+    order = abstract(np.zeros(SLOTS // 2, np.int32))
+    return rearranged.lower(slots(columns).cache, light, order, order)
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +79,15 @@ def nothing_is_read_from_the_compilation_cache():
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("call", [chunk, fill])
+@pytest.mark.parametrize("call", [chunk, fill, shrink])
 def test_memory_beside_the_cache_does_not_grow_with_it(call):
     found = [call(columns).compile().memory_analysis() for columns in COLUMNS]
     small, large = (
-        sum(x.size * x.dtype.itemsize for x in [*slots(columns).cache, *slots(columns).blocks]) for columns in COLUMNS
+        sum(
+            x.size * x.dtype.itemsize
+            for x in [*slots(columns).cache, *(() if call is shrink else slots(columns).blocks)]
+        )
+        for columns in COLUMNS
     )
     assert found[0].alias_size_in_bytes >= small and found[1].alias_size_in_bytes >= large
     assert found[1].temp_size_in_bytes - found[0].temp_size_in_bytes < 0.01 * (large - small)

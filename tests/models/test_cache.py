@@ -6,21 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from tiny import KINDS, VOCAB, tiny
 
 from jaxrl_llm.models.cache import (
     Cache,
-    beginnings,
-    decode,
     empty_cache,
-    extend,
     flush,
     insert,
+    insert_divided,
+    move_rows,
     sequence_of,
     take_rows,
     with_columns,
 )  # fmt: skip
-from jaxrl_llm.models.decoder import causal_rows, forward
+from jaxrl_llm.models.decoder import by_layer, causal_rows, forward
+from jaxrl_llm.models.decoding import beginnings, decode, extend
+from jaxrl_llm.sharding import MeshShape, make_mesh
 
 PROMPTS, LENGTH, CHUNKS = (1, 4, 6), 14, (3, 3)
 """Prompt lengths of the rows, columns of the cache, and decode steps of two calls."""
@@ -172,3 +174,76 @@ def test_rows_and_columns_are_taken_and_added():
     for got, was in by_position(with_columns(old, 11), old):
         np.testing.assert_array_equal(got[:, :, :, :8], was)
         assert got.shape[3] == 11 and not got[:, :, :, 8:].any()
+
+
+@pytest.mark.parametrize("kind", ["plain", "gemma"])
+def test_layers_written_out_compute_what_their_loop_does(kind):
+    model = tiny(kind)
+    tokens = np.arange(1, 7, dtype=np.int32).reshape(1, -1) % VOCAB
+
+    @jax.jit
+    def both(model):
+        none = jnp.zeros(1, jnp.int32)
+        cache = flush(empty_cache(model.config, 1, 8, jnp.float32), extend(model, None, none, tokens), none)
+        chunk = empty_cache(model.config, 1, 2, jnp.float32)
+        return cache, decode(model, cache, chunk, jnp.int32(0), jnp.array([5]), jnp.array([6]))
+
+    expected = both(model)
+    found = both(by_layer(model))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_a_call_reads_the_first_rows_and_columns_of_a_larger_cache():
+    model = tiny("plain")
+    lengths = jnp.array([4, 2])
+    tokens = jnp.array([5, 7])
+
+    @functools.partial(jax.jit, static_argnames="width")
+    def run(cache, width=None):
+        chunk = empty_cache(model.config, 2, 2, jnp.float32)
+        found, chunk = decode(model, cache, chunk, jnp.int32(0), tokens, lengths, width=width)
+        return found, flush(cache, chunk, lengths)
+
+    key = jax.random.key(0)
+    small = jax.tree.map(lambda x: jax.random.normal(key, x.shape), empty_cache(model.config, 2, 8, jnp.float32))
+    more = [(0, 0), (0, 3), (0, 0)]
+    large = Cache(
+        jnp.pad(small.k, [*more, (0, 0), (0, 5)], constant_values=np.nan),
+        jnp.pad(small.v, [*more, (0, 5), (0, 0)], constant_values=np.nan),
+    )
+    hidden, after = run(small)
+    found, whole = run(large, width=8)
+    np.testing.assert_array_equal(found, hidden)
+    np.testing.assert_array_equal(whole.v[:, :2, :, :8], after.v)
+    assert np.isnan(whole.v[:, 2:]).all() and np.isnan(whole.v[:, :2, :, 8:]).all()
+
+
+def test_rows_are_moved_in_their_cache():
+    cache = jax.tree.map(
+        lambda x: jnp.arange(6.0).reshape(1, 6, 1, 1, 1) + jnp.zeros_like(x),
+        empty_cache(tiny("plain").config, 6, 4, jnp.float32),
+    )
+    moved = jax.jit(move_rows)(cache, None, jnp.array([-1, 5, -1, 4]))
+    np.testing.assert_array_equal(moved.k[0, :, 0, 0, 0], [0, 5, 2, 4, 4, 5])
+
+
+@pytest.mark.parametrize("axes", [("data",), ("data", "fsdp")])
+def test_rows_that_are_divided_reach_every_device_that_needs_them(axes):
+    """As ``insert`` of all of them would do it."""
+    mesh = make_mesh(MeshShape(data=2, fsdp=2, tensor=1), jax.devices()[:4])
+    config = tiny("plain").config
+    cache = empty_cache(config, 8, 6, jnp.float32)
+    key = jax.random.key(1)
+    given = jax.tree.map(lambda x: jax.random.normal(key, x.shape), empty_cache(config, 4, 6, jnp.float32))
+    source = jnp.array([3, -1, 0, 3, -1, -1, 2, 0])
+    start = jnp.array([0, 0, 2, 1, 0, 0, 0, 3])
+    needed = jnp.array([0, 2, 3, -1])
+    rows = P(None, ("data", "fsdp"))
+    inside = (Cache(rows, rows), Cache(P(None, axes), P(None, axes)), P(rows[1]), P(rows[1]), P())
+    divided = jax.shard_map(
+        functools.partial(insert_divided, axes=axes), mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows),
+        check_vma=False,
+    )  # fmt: skip
+    found = jax.jit(divided)(cache, given, source, start, needed)
+    expected = jax.jit(insert)(cache, given, source, start)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

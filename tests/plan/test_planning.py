@@ -28,7 +28,7 @@ def compiled():
 
 
 def test_the_real_programs_compile_for_a_tpu_slice(compiled):
-    assert set(compiled.compiled) == {"weights", "prompts", "decode", "growth", "update"} and not compiled.refused
+    assert set(compiled.compiled) == {"weights", "prompts", "decode", "refill", "update"} and not compiled.refused
     assert compiled.fits and compiled.learning.compiled and compiled.learning.temporary > 0
     by_name = {p.name: p for p in compiled.phases}
     assert set(by_name) == {"weights", "prompts", "decode", "score", "update"}
@@ -123,13 +123,16 @@ def test_a_search_ranks_meshes_that_fit():
 
 
 def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
-    asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
+    asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --loops --json plan.json"
     done = command(*asked.split(), folder=tmp_path)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
     assert "activations and other temporaries, the compiler's" in done.out and "by formula alone" not in done.out
     assert "attention: xla\n" in done.out and re.search(r"products of update, as compiled: \d+ by Triton", done.out)
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "growth", "update"}
+    assert set(found["compiled_s"]) == {"weights", "prompts", "decode", "refill", "update"}
+    decode = found["loops"]["decode"]
+    assert [loop["depth"] for loop in decode[:2]] == [0, 1] and decode[0]["bytes"] > decode[1]["bytes"] > 0
+    assert "of its arguments" in done.out and any(one["collectives"] for one in found["loops"]["update"])
     assert found["machine"] == "h100:2x2" and found["memory"]["available"] == 72e9
     [update] = [phase for phase in found["phases"] if phase["name"] == "update"]
     sent = {name: sum(one[name] for one in update["traffic"]) for name in ("ici", "dcn")}

@@ -1,0 +1,214 @@
+"""The model over the cache: tokens appended to sequences, many at once or one for every row.
+
+A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
+so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. Rows that begin alike may
+read their beginning from one block: its keys and values then pass through memory once for all of them.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models import layers
+from jaxrl_llm.models.cache import Cache, layer_of
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder, block, embed, layer_constants, over_layers
+from jaxrl_llm.sharding import BATCH, constrain
+
+
+class Beginnings(NamedTuple):
+    """Blocks that rows read what comes before their own columns from; none crosses the parts that a mesh divides rows
+    into.
+
+    Attributes:
+      cache: one row for each of U blocks.
+      lengths: int32[B], columns of its block that a row begins with; its own column 0 holds that position.
+      rows: int32[parts, U / parts * lanes], which row of its part a lane of a block serves; any, where it serves none.
+      lanes: int32[parts, B / parts], the lane of each row, counted through the blocks of its part.
+    """
+
+    cache: Cache
+    lengths: jax.Array
+    rows: jax.Array
+    lanes: jax.Array
+
+
+def beginnings(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> Beginnings:
+    """Beginnings in blocks of ``width`` lanes.
+
+    ``lanes`` int32[B] as above, beyond the last lane for a row that reads none.
+    """
+    lanes = lanes.reshape(parts, -1)
+    count = cache.v.shape[1] // parts * width
+
+    def put(of_part: jax.Array) -> jax.Array:
+        return jnp.zeros(count, jnp.int32).at[of_part].set(jnp.arange(len(of_part)), mode="drop")
+
+    return Beginnings(cache, lengths, jax.vmap(put)(lanes), jnp.minimum(lanes, count - 1))
+
+
+def _moved(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """x [rows, ...] as [count, ..., ...]: entries ``index`` [parts, ...] of each part of the rows, in their order."""
+    parts = x.reshape(len(index), -1, *x.shape[1:])
+    return jax.vmap(lambda part, at: part[at])(parts, index).reshape(count, -1, *x.shape[1:])
+
+
+def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array) -> Cache:
+    """Keys and values of the next C tokens of every row.
+
+    Args:
+      model: the decoder.
+      cache: read only; row p is valid below ``lengths[p]``. None where nothing is.
+      lengths: int32[P].
+      tokens: int32[P, C], at positions ``lengths`` and on; padding on the right changes nothing before it.
+
+    Returns:
+      A cache of C columns.
+    """
+    config = model.config
+    count = tokens.shape[1]
+    steps = jnp.arange(count)
+    columns = jnp.arange(cache.columns if cache else 0)
+    positions = lengths[:, None] + steps[None]
+    since = jnp.broadcast_to(steps[:, None] - steps[None], (len(tokens), count, count))
+    distance = jnp.concatenate([positions[:, :, None] - columns[None, None], since], 2)
+    before = jnp.broadcast_to(columns[None, None] < lengths[:, None, None], (len(tokens), count, len(columns)))
+    valid = jnp.concatenate([before, since >= 0], 2)
+
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
+        w, frequencies, window, main = per_layer
+        visible = valid & ((window == 0) | (distance < window))
+        written = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            written.append(Cache(k, v))
+            parts = [main, written[0]] if cache else written
+            s = jnp.concatenate([layers.scores(q, part.k, config.attention) for part in parts], -1)
+            weights = jax.nn.softmax(jnp.where(visible[:, None, :, None], s, layers.MASKED), axis=-1)
+            near = layers.mix(weights[..., len(columns) :], v)
+            return near + layers.mix(weights[..., : len(columns)], main.v) if cache else near
+
+        x = block(w, config, x, positions[..., None].astype(jnp.float32) * frequencies[None, None], attend)
+        return constrain(x, BATCH), written[0]
+
+    x = constrain(embed(model, tokens), BATCH)
+    return over_layers(layer, x, model, *layer_constants(config), cache)[1]
+
+
+def decode(
+    model: Decoder,
+    cache: Cache,
+    chunk: Cache,
+    step: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    before: Beginnings | None = None,
+    width: int | None = None,
+) -> tuple[jax.Array, Cache]:
+    """One token for every row.
+
+    Args:
+      model: the decoder.
+      cache: read only; row b is valid below ``lengths[b]``. It may have more rows: of each part the first are read.
+      chunk: a cache of C columns, of which those below ``step`` are valid; this step writes column ``step``.
+      step: int32[], 0 <= step < C.
+      tokens: int32[B], each row's newest token, at position ``lengths + step`` after its beginning.
+      lengths: int32[B].
+      before: what comes before column 0; None for nothing.
+      width: columns of the cache that hold anything at most; None for all.
+
+    Returns:
+      Final hidden states [B, D] and the chunk with the new column.
+    """
+    config = model.config
+    rows = tokens.shape[0]
+    positions = lengths + step + (0 if before is None else before.lengths)
+    steps = jnp.arange(chunk.columns)
+    columns = jnp.arange(width or cache.columns)
+    parts = 1 if before is None else len(before.rows)
+    since = (step - steps)[None]
+    distance = (lengths + step)[:, None] - columns[None]
+    valid = columns[None] < lengths[:, None]
+
+    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, Cache]:
+        w, frequencies, window, index, main, new, first = per_layer
+        main = layer_of(cache, main, index, rows, len(columns), parts)
+        in_window = [(window == 0) | (ago < window) for ago in (distance, since)]
+        written = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            put = jax.lax.dynamic_update_slice
+            fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
+            written.append(fresh)
+            q = q[:, 0]
+            own = _part(config, q, main, (valid & in_window[0])[:, None, None])
+            near = _part(config, q, fresh, ((since >= 0) & in_window[1])[:, None, None])
+            begun = [] if before is None else [_begun(config, q, first, before, positions, window)]
+            return _merged([own, near, *begun]).astype(q.dtype)[:, None]
+
+        angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
+        return block(w, config, x, angles, attend), written[0]
+
+    x = constrain(embed(model, tokens)[:, None], BATCH)
+    blocks = None if before is None else before.cache
+    others = (*layer_constants(config), np.arange(config.layers), cache, chunk, blocks)
+    x, chunk = over_layers(layer, x, model, *others)
+    return layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm), chunk
+
+
+class Part(NamedTuple):
+    """Attention of one query for each row over some of the columns, float32.
+
+    Attributes:
+      top: [B, K, N / K, 1], the largest score.
+      mass: [B, K, N / K, 1], the sum of exp(score - top).
+      mixed: [B, K, N / K, H], the values weighted by exp(score - top).
+    """
+
+    top: jax.Array
+    mass: jax.Array
+    mixed: jax.Array
+
+
+def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> Part:
+    """Over one layer's cache: q [B, K, N / K, H], and which columns each query sees, bool[B, 1, N / K or 1, S]."""
+    found = jnp.where(visible, layers.scores_of_one(q, cache.k, config.attention), layers.MASKED)
+    top = jnp.max(found, axis=-1, keepdims=True)
+    weights = jnp.exp(found - top)
+    return Part(top, jnp.sum(weights, axis=-1, keepdims=True), layers.mix_for_one(weights, cache.v))
+
+
+def _merged(parts: list[Part]) -> jax.Array:
+    """Attention over all the columns; their scores are never put together, which would write and read them again."""
+    top = functools.reduce(jnp.maximum, [part.top for part in parts])
+    mass = jnp.zeros_like(top)
+    mixed = jnp.zeros_like(parts[0].mixed)
+    for part in parts:
+        share = jnp.exp(part.top - top)
+        mass += share * part.mass
+        mixed += share * part.mixed
+    return mixed / mass
+
+
+def _begun(
+    config: ModelConfig, q: jax.Array, blocks: Cache, before: Beginnings, positions: jax.Array, window: jax.Array
+) -> Part:
+    """Over each row's beginning: the queries [B, K, N / K, H] go to the blocks and the results come back, all small."""
+    count = blocks.v.shape[0]
+    (_, heads, queries, width) = q.shape
+
+    def there(x: jax.Array) -> jax.Array:
+        return _moved(x, before.rows, count)
+
+    columns = jnp.arange(blocks.v.shape[2])[None, None]
+    distance = there(positions)[..., None] - columns
+    visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))
+    visible = jnp.repeat(visible, queries, axis=1)[:, None]
+    asked = there(q).swapaxes(1, 2).reshape(count, heads, -1, width)
+    found = jnp.concatenate(_part(config, asked, blocks, visible), axis=-1)
+    found = found.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
+    found = _moved(found, before.lanes, len(positions))[:, 0]
+    return Part(found[..., :1], found[..., 1:2], found[..., 2:])
