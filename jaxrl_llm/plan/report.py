@@ -116,7 +116,8 @@ def loop_lines(plan: Plan) -> list[str]:
             if loop.times * loop.moved < one.loops[0].moved / 100:
                 continue
             place = "  " * (loop.depth + 1)
-            beside = f", {loop.moved / one.arguments:.2f} of its arguments" if loop.depth == 1 else ""
+            least = name == "decode" and loop.depth == 1 and loop.moved > one.arguments
+            beside = f", {loop.moved / one.arguments:.2f} times weights and cache" if least else ""
             what = f"loop{beside}" if loop.depth else name
             copied = sum(copy.size for copy in loop.copies) / GIB
             sent = sum(c.moved for c in loop.collectives) / GIB
