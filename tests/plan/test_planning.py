@@ -139,6 +139,12 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     assert 0 < sent["dcn"] and 0 < sent["ici"], "gradients are summed over both hosts, weights gathered inside"
 
 
+def test_a_gpu_samples_from_weights_by_layer_and_a_tpu_from_stacked_ones():
+    for machine, name in ((parse_topology("h100:4"), "0"), (SLICE, "attn")):
+        sampled = subject(tiny_run((1, 4, 1)), CONFIG, describe(machine)).arrays.sampled
+        assert sampled.weights.blocks.has(name), machine.name
+
+
 def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
     config = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, head_dim=16))
     run = with_learner(tiny_run((1, 4, 2)), compute_dtype="bfloat16")

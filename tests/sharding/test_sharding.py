@@ -18,9 +18,18 @@ from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.decoder import causal_rows, forward, initialise
+from jaxrl_llm.models.decoder import by_layer, causal_rows, forward, initialise
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.sharding import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
+from jaxrl_llm.sharding import (
+    BATCH,
+    MeshShape,
+    batch_parts,
+    constrain,
+    fitting,
+    make_mesh,
+    sampling_shardings,
+    shardings,
+)
 from jaxrl_llm.sharding.rules import RULES, parameter_path
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
@@ -67,6 +76,17 @@ def test_tokens_do_not_depend_on_the_mesh(shape):
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
+
+
+def test_weights_by_layer_are_divided_as_stacked_ones():
+    model = tiny("windows")
+    stacked = sampling_shardings(model, mesh_of((2, 2, 2))).weights.blocks
+    apart = sampling_shardings(by_layer(model), mesh_of((2, 2, 2))).weights.blocks
+    for layer in range(model.config.layers):
+        for part, name in (("attn", "q"), ("attn", "o"), ("mlp", "gate"), ("mlp", "down")):
+            whole = getattr(getattr(stacked, part), name).get_value().spec
+            one = getattr(getattr(getattr(apart, str(layer)), part), name).get_value().spec
+            assert "tensor" in one and tuple(one) == tuple(whole)[1:], name
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
