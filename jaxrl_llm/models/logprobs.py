@@ -2,38 +2,29 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import BATCH, constrain, fitting
+from jaxrl_llm.sharding import BATCH, constrain
 
 CHUNK = 512
 """Positions of each part whose logits exist at one time."""
-KEPT_LOGITS = 2**29
-"""Bytes of logits on one device, at most, that are kept for the backward pass, which saves a product of the head."""
-LOGITS = (BATCH, None, "tensor")
-"""Where logits [P, N, V] lie."""
 TIED, UNTIED = "pcd,vd->pcv", "pcd,dv->pcv"
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What is static of the last layer: einsum letters, soft cap, positions at a time, what is differentiated, and
-    whether the logits are kept for that.
-    """
+    """What is static of the last layer: einsum letters, soft cap, positions at a time, what is differentiated."""
 
     letters: str
     cap: float | None
     chunk: int
     entropy_gradient: bool
-    keep: bool
 
 
 class Chosen(NamedTuple):
@@ -83,7 +74,6 @@ def token_logprobs(
     kept: jax.Array | None = None,
     count: jax.Array | int | None = None,
     entropy_gradient: bool = True,
-    keep: int = KEPT_LOGITS,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of its whole distribution, at the sampling temperature.
 
@@ -93,9 +83,8 @@ def token_logprobs(
     off.
 
     The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
-    the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp: memory does not grow with N * V.
-    Where all logits are few they are kept, and made once. The parts are what a mesh divides: each sums the head's
-    gradient by itself, and the sums meet once at the end.
+    the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V.
+    The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
 
     Args:
       model: gives the LM head.
@@ -107,7 +96,6 @@ def token_logprobs(
         cuts nothing.
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
       entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
-      keep: bytes of logits on one device that are kept for the backward pass, at most; 0 keeps none.
 
     Returns:
       ``logp`` and ``entropy``, float32[P, N], in nats.
@@ -119,10 +107,7 @@ def token_logprobs(
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
-    letters = TIED if config.tied_embeddings else UNTIED
-    logits = (hidden.shape[0], pieces * size, config.vocab_size)
-    few = _on_one_device(logits) * _wide(hidden).itemsize <= keep
-    static = Head(letters, config.logit_softcap, size, entropy_gradient, few)
+    static = Head(TIED if config.tied_embeddings else UNTIED, config.logit_softcap, size, entropy_gradient)
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
@@ -134,17 +119,9 @@ def token_logprobs(
     return logp[:, :total], entropy[:, :total]
 
 
-def _on_one_device(logits: tuple[int, int, int]) -> int:
-    """How many of the logits [P, N, V] one device has."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return math.prod(logits)
-    return math.prod(NamedSharding(mesh, fitting(logits, LOGITS, mesh)).shard_shape(logits))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Chosen) -> tuple[jax.Array, jax.Array]:
-    return _forward(dataclasses.replace(static, keep=False), hidden, head, chosen)[0]
+    return _forward(static, hidden, head, chosen)[0]
 
 
 def _forward(
@@ -152,30 +129,25 @@ def _forward(
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     head = _gathered(static, head)
 
-    def body(index: jax.Array, out: tuple[tuple[jax.Array, ...], Any]) -> tuple[tuple[jax.Array, ...], Any]:
+    def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, targets, words = _take(index, static.chunk, (hidden, chosen.targets, chosen.kept))
-        raw, capped = _raw(static, h, head)
-        scaled = capped / chosen.temperature
+        scaled = _raw(static, h, head)[1] / chosen.temperature
         kept = None if words is None else unpack_kept(words, scaled.shape[-1])
-        return _put(index, static.chunk, out, (_statistics(scaled, targets, kept), raw if static.keep else None))
+        return _put(index, static.chunk, out, _statistics(scaled, targets, kept))
 
     zeros = jnp.zeros(chosen.targets.shape, _wide(hidden))
-    words = head.shape[static.letters[4:6].index("v")]
-    logits = constrain(jnp.zeros((*zeros.shape, words), zeros.dtype), *LOGITS) if static.keep else None
-    found, logits = jax.lax.fori_loop(0, _trips(static, chosen), body, ((zeros,) * 4, logits))
-    logp, entropy, total, among = found
-    return (logp, entropy), (hidden, head, chosen, total, among, entropy, logits)
+    logp, entropy, total, among = jax.lax.fori_loop(0, _trips(static, chosen), body, (zeros,) * 4)
+    return (logp, entropy), (hidden, head, chosen, total, among, entropy)
 
 
 def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
-    hidden, head, chosen, total, among, entropy, logits = saved
+    hidden, head, chosen, total, among, entropy = saved
     given = static.letters[4:6]
     per_position = Positions(*cotangents, total, among, entropy, chosen.targets, chosen.kept)
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         h, here = _take(index, static.chunk, (hidden, per_position))
-        raw, capped = _raw(static, h, head) if logits is None else _kept_raw(static, index, logits)
-        slope = _slope(static, raw, capped, chosen.temperature, here).astype(h.dtype)
+        slope = _slope(static, *_raw(static, h, head), chosen.temperature, here).astype(h.dtype)
         up = layers.product(f"pcv,{given}->pcd", slope, head).astype(h.dtype)
         down = layers.product(f"pcv,pcd->p{given}", slope, h)
         return _put(index, static.chunk, (out[0],), (up,))[0], out[1] + constrain(down, BATCH, *_layout(static))
@@ -218,12 +190,6 @@ def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
 def _raw(static: Head, h: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits float32[P, C, V] before and after the soft cap."""
     raw = layers.product(static.letters, h, head)
-    return raw, layers.softcap(raw, static.cap)
-
-
-def _kept_raw(static: Head, index: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As ``_raw``, of chunk ``index`` of kept logits."""
-    raw = constrain(jax.lax.dynamic_slice_in_dim(logits, index * static.chunk, static.chunk, axis=1), *LOGITS)
     return raw, layers.softcap(raw, static.cap)
 
 

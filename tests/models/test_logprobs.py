@@ -69,25 +69,9 @@ def graded(function, model, hidden=HIDDEN, bonus=0.3):
 @pytest.mark.parametrize("kind", ["plain", "gemma"])  # a head of its own, and a tied one with a soft cap
 def test_the_chunk_changes_neither_values_nor_gradients(kind, chunk, kept):
     whole = graded(plain if kept is None else plain_kept, tiny(kind))
-    found = graded(functools.partial(token_logprobs, chunk=chunk, kept=kept, keep=0), tiny(kind))
+    found = graded(functools.partial(token_logprobs, chunk=chunk, kept=kept), tiny(kind))
     np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
     assert largest_difference(found[1], whole[1]) < 1e-5
-
-
-@pytest.mark.parametrize("kept", [None, words(KEPT)], ids=["all", "kept"])
-@pytest.mark.parametrize("kind", ["plain", "gemma"])
-def test_logits_that_are_kept_save_a_product_and_change_nothing(kind, kept):
-    size = P * 24 * tiny(kind).config.vocab_size * 4  # four chunks of 6
-
-    def made(keep):
-        given = functools.partial(token_logprobs, chunk=7, kept=kept, keep=keep)
-        traced = jax.make_jaxpr(lambda model, hidden: graded(given, model, hidden))(tiny(kind), HIDDEN)
-        products = sum(e.primitive.name == "dot_general" for e in equations(traced.jaxpr))
-        return products, graded(given, tiny(kind))
-
-    (many, anew), (few, held) = made(size - 1), made(size)
-    assert (many, few) == (4, 3)
-    assert largest_difference(anew, held) < 1e-6
 
 
 def test_positions_that_are_not_asked_cost_nothing_and_give_nothing():
@@ -114,7 +98,7 @@ def test_the_gradient_written_by_hand_is_the_slope(kept):
     """In float64, against finite differences; the soft cap and both values included."""
     with jax.enable_x64(True):
         model, hidden = jax.tree.map(lambda x: x.astype(jnp.float64), tiny("gemma")), HIDDEN.astype(jnp.float64)
-        given = functools.partial(token_logprobs, chunk=7, kept=kept, keep=0 if kept is None else 1 << 20)
+        given = functools.partial(token_logprobs, chunk=7, kept=kept)
 
         @jax.jit
         def loss(embed, hidden):
@@ -137,7 +121,7 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(replayed):
     model = initialise(ModelConfig("llama", vocab, D, 1, 8, Attention(1, 1, 8)), jax.random.key(0))
 
     def loss(model, hidden, targets, kept):
-        logp, entropy = token_logprobs(model, hidden, targets, 1.0, chunk, kept, keep=0)
+        logp, entropy = token_logprobs(model, hidden, targets, 1.0, chunk, kept)
         return jnp.sum(logp) + jnp.sum(entropy)
 
     peaks = []
