@@ -205,11 +205,13 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
     """Slots, and blocks at least: no fewer than held where no request can take long any more."""
     slots = build.slots
     blocks = 0
-    part = math.lcm(max(slots // SIZES, 1), 1 if build.mesh is None else batch_parts(build.mesh))
+    parts = 1 if build.mesh is None else batch_parts(build.mesh)
+    part = math.lcm(max(slots // SIZES, 1), parts)
     # Requests stay in their part of the mesh, so the fullest decides.
     crowd = collections.Counter(held.part(r.slot) for r in requests if r.slot >= 0) if held else {}
     needed = max(len(requests), max(crowd.values(), default=0) * (held.parts if held else 1))
-    rows = -(-needed // part) * part if slots > FEWEST_SLOTS else slots
+    # Of slots that the mesh does not divide, some would lie on other devices than their rows of the cache.
+    rows = -(-needed // part) * part if slots > FEWEST_SLOTS and slots % parts == 0 else slots
     if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * build.chunk:
         rows, blocks = (slots, 0) if held is None else (max(rows, held.rows), held.blocks)
     return min(rows, slots), blocks

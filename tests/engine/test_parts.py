@@ -2,12 +2,14 @@
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
 from jaxrl_llm.engine.blocks import SlotShape, moved_rows, moved_slots
 from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, sampling_shardings
@@ -57,6 +59,14 @@ def test_a_batch_that_shrinks_moves_what_it_keeps():
     assert {" ".join(shape.split()[:4]) for shape in engine.shapes} >= {"decode: 32 slots of", "decode: 8 slots of"}
     alone = sampled(long)  # in a batch of 8 from the beginning
     assert {i: together[i] for i in long} == alone
+
+
+@pytest.mark.parametrize("slots, rows", [(32, 8), (34, 34)])
+def test_a_batch_shrinks_only_where_the_mesh_divides_it(slots, rows):
+    mesh = make_mesh(MeshShape(data=2, fsdp=2, tensor=1), jax.devices()[:4])
+    build = Build(tiny("plain").config, np.float32, slots, 64, 4, mesh, False, 4)
+    few = [Request(i, np.zeros(3, np.int32), 0, 40) for i in range(5)]
+    assert wanted(build, Sampling(max_new_tokens=40), few, None, False).rows == rows
 
 
 def test_no_device_sends_its_cache_away():
