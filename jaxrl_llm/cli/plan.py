@@ -95,6 +95,8 @@ def options(arguments: list[str]) -> dict[str, Any]:
         if text is not None and not (text.isdigit() and int(text)):
             raise InputError(f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
+    if found["--loops"] and (found["--quick"] or found["--search"]):
+        raise InputError("--loops reads the compiled programs of one plan: leave --quick and --search out")
     return found
 
 
@@ -115,7 +117,7 @@ def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
     from jaxrl_llm.plan.report import lines, loop_lines, to_json, write
 
     print("\n".join(lines(made, source)))
-    if asked["--loops"]:
+    if asked["--loops"] and made.compiled:
         print("\n".join(["", *loop_lines(made)]))
     if asked["--json"]:
         with writable(Path(asked["--json"]), "--json"):
