@@ -44,10 +44,10 @@ from jaxrl_llm.learner import (
 )  # fmt: skip
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
+from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding.mesh import MeshShape, make_mesh
+from jaxrl_llm.sharding.mesh import MeshShape, make_mesh, platform_of
 from jaxrl_llm.types import Role, TrainState
 
 ALGORITHM: Algorithm = dataclasses.replace(PRESETS["grpo"], kl_coef=0.0)

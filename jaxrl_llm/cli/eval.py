@@ -114,10 +114,10 @@ def test(
 
     from jaxrl_llm.engine.weight_transfer import for_sampling
     from jaxrl_llm.evaluate import Questions, evaluate
-    from jaxrl_llm.learner.platform import platform_of
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
+    from jaxrl_llm.sharding import platform_of
     from jaxrl_llm.tasks import Prompts
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress

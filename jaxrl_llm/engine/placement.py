@@ -72,7 +72,7 @@ def resized(cache: Cache, order: jax.Array, columns: int, mesh: Mesh | None, par
     """Rows in that order, of ``columns`` columns; every device moves its own, or each would gather the whole cache."""
     if mesh is None or parts == 1:
         return with_columns(take_rows(cache, order), columns)
-    rows = fitting(cache.k.shape, (None, BATCH, "tensor"), mesh)
+    rows = fitting(cache.k.shape, PLACE, mesh)
 
     def own(cache: Cache, order: jax.Array) -> Cache:
         return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.decoder import Decoder, by_layer, cast
 from jaxrl_llm.models.lora import merge
-from jaxrl_llm.sharding import sampling_shardings
+from jaxrl_llm.sharding import platform_of, sampling_shardings
 
 
 def for_sampling(model: Decoder, platform: str) -> Decoder:
@@ -35,7 +35,7 @@ def weights_for_sampling(
       keep: whether the weights must outlive the policy, whose buffers an update takes.
     """
     apart = learner.devices.tolist() != sampler.devices.tolist()
-    platform = sampler.devices.flat[0].platform
+    platform = platform_of(sampler)
     layout = sampling_shardings(jax.eval_shape(lambda model: for_sampling(model, platform), shapes), sampler)
 
     @functools.partial(jax.jit, **({} if apart else {"out_shardings": layout}))

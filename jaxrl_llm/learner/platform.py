@@ -9,7 +9,7 @@ from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.sharding import batch_parts, platform_of
 
 KERNELS = {"splash": "tpu", "cudnn": "gpu"}
 """Attention back ends beside "xla", and the platform that has them."""
@@ -19,11 +19,6 @@ SHORT_ROW, TILES = 256, {"cpu": 32}
 """Tokens below which a row is not worth its overhead, and what its length is a multiple of (128 if not listed)."""
 UNROLLED_LAYERS = 12
 """Up to how many layers have their own part of a CPU program."""
-
-
-def platform_of(mesh: Mesh) -> str:
-    """ "cpu", "gpu" or "tpu", also where the mesh is of devices that are only described."""
-    return mesh.devices.flat[0].platform
 
 
 def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Compute:

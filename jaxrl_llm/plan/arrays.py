@@ -19,12 +19,11 @@ from jaxrl_llm.learner.forward import batch_shardings
 from jaxrl_llm.learner.objectives import names_of
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.packing import packed_shapes
-from jaxrl_llm.learner.platform import platform_of
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, cast, initialise
 from jaxrl_llm.plan.sampler import abstract_slots, largest_shape
-from jaxrl_llm.sharding import abstract, make_mesh, rollout_mesh, sampling_shardings, shardings
+from jaxrl_llm.sharding import abstract, make_mesh, platform_of, rollout_mesh, sampling_shardings, shardings
 from jaxrl_llm.sharding.mesh import AXES
 from jaxrl_llm.stages.programs import minibatch, objectives_of
 from jaxrl_llm.types import TrainState

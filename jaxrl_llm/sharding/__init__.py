@@ -8,6 +8,7 @@ from jaxrl_llm.sharding.mesh import (
     constrain,
     fitting,
     make_mesh,
+    platform_of,
     replicated,
     rollout_mesh,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "laid_out",
     "layout_of",
     "make_mesh",
+    "platform_of",
     "replicated",
     "rollout_mesh",
     "sampling_shardings",

@@ -130,6 +130,11 @@ def batch_parts(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def platform_of(mesh: Mesh) -> str:
+    """ "cpu", "gpu" or "tpu", also where the mesh is of devices that are only described."""
+    return mesh.devices.flat[0].platform
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """A copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

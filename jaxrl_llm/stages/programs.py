@@ -14,8 +14,9 @@ from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
 from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
+from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.sharding import platform_of
 
 
 @dataclasses.dataclass(frozen=True)

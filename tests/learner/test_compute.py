@@ -8,10 +8,10 @@ from learner.rollouts import one_device
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
-from jaxrl_llm.learner.platform import compute_for, layout_for, platform_of
+from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Attention, ModelConfig
-from jaxrl_llm.sharding import MeshShape, make_mesh
+from jaxrl_llm.sharding import MeshShape, make_mesh, platform_of
 
 MODEL = ModelConfig("llama", 50, 64, 2, 64, Attention(4, 2, 64))
 CAPPED = dataclasses.replace(MODEL, attention=Attention(4, 2, 64, softcap=50.0))

@@ -20,17 +20,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import by_layer, causal_rows, forward, initialise
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.sharding import (
-    BATCH,
-    MeshShape,
-    batch_parts,
-    constrain,
-    fitting,
-    make_mesh,
-    sampling_shardings,
-    shardings,
-)
-from jaxrl_llm.sharding.rules import RULES, parameter_path
+from jaxrl_llm.sharding import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
+from jaxrl_llm.sharding.rules import RULES, parameter_path, sampling_shardings
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
 LAYOUT = Layout(8, 24, T)  # positions that every size of ``tensor`` divides
