@@ -9,11 +9,10 @@ import jax
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
 from jaxrl_llm.checkpoint import Checkpoints, parts_of_policy, restore_parts
-from jaxrl_llm.config import Run, Start
+from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state, reset_reference
-from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import stage_of
@@ -21,11 +20,12 @@ from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.step import LoopState
 from jaxrl_llm.telemetry.header import model_line
 from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.trained import load_model
 from jaxrl_llm.types import TrainState
 
 
 def load(
-    run: Run,
+    run: Configuration,
     mesh: Any,
     store: Checkpoints,
     start: int | None,
@@ -40,7 +40,7 @@ def load(
     The arguments are those of ``train``; ``start`` is the step whose checkpoint is gone on from, or None.
     """
     progress.status(f"loading {run.model}")
-    model, tokenizer = load_pretrained(run.model, run.learner.dtype, mesh)
+    model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
     if start is not None:
         progress.status(f"restoring step {start}")
@@ -76,7 +76,7 @@ def count_of(model: Any) -> int:
 
 
 def begin(
-    run: Run,
+    run: Configuration,
     stage: Stage,
     model: Decoder,
     store: Checkpoints,
@@ -102,7 +102,9 @@ def begin(
     return state, host
 
 
-def borrowed(state: TrainState, run: Run, weights: Start, mesh: Any, note: Callable[[str], None]) -> TrainState:
+def borrowed(
+    state: TrainState, run: Configuration, weights: Start, mesh: Any, note: Callable[[str], None]
+) -> TrainState:
     """A fresh state whose policy and reference are those of another run's checkpoint, and its optimiser where its
     settings are the same.
 

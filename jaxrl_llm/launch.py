@@ -60,7 +60,7 @@ def launch(
     return code
 
 
-def train(run: configs.Run, name: str = "run", fresh: bool = False, start: str | None = None) -> int:
+def train(run: configs.Configuration, name: str = "run", fresh: bool = False, start: str | None = None) -> int:
     """All that ``jaxrl-llm train`` does, from Python: check the settings, train or go on in the run's directory, sum it
     up.
 
@@ -76,12 +76,12 @@ def train(run: configs.Run, name: str = "run", fresh: bool = False, start: str |
     Raises:
       InputError: the settings cannot work, in one line that names field, value and remedy.
     """
-    from jaxrl_llm.models.pretrained import check_name
+    from jaxrl_llm.trained import find_run
 
     prepare_libraries()
     settings = configs.resolved(run)
     configs.validate(settings)
-    check_name(settings.model)
+    find_run(settings.model)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
     return launch(found, fresh, None if start is None else configs.find_start(start))
 
@@ -129,7 +129,7 @@ def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str
         return run_training(found.located, directory, say, peers, found.origin.start)
 
 
-def fingerprint(settings: configs.Run) -> str:
+def fingerprint(settings: configs.Configuration) -> str:
     """Equal where processes would run the same thing."""
     import jax
 
@@ -140,7 +140,7 @@ def fingerprint(settings: configs.Run) -> str:
 
 
 def choose_directory(
-    settings: configs.Run, name: str, fresh: bool, start: configs.Start | None = None
+    settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
 ) -> tuple[Path, str]:
     """Where the run lies, with ``fresh`` or ``start`` the first name that is free, or the run that was begun just so;
     and the day on which it began, which may be today.
@@ -165,7 +165,7 @@ def choose_directory(
     return directory, day
 
 
-def begun_so(directory: Path, settings: configs.Run, start: configs.Start) -> bool:
+def begun_so(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
     """Whether the folder is free, or its run was begun with these settings and these first weights."""
     if not _began(directory):
         return True
@@ -173,13 +173,13 @@ def begun_so(directory: Path, settings: configs.Run, start: configs.Start) -> bo
     return same and not other_settings(directory, settings)[0]
 
 
-def other_settings(directory: Path, settings: configs.Run) -> tuple[list[str], str]:
+def other_settings(directory: Path, settings: configs.Configuration) -> tuple[list[str], str]:
     """What the run there cannot go on without, as ``name: old -> new``, and the day on which it began."""
     today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
         return [], today
     old = configs.read(directory / "config.json").run
-    day = getattr(old.task, "date", None) or today
+    day = configs.day_of(old) or today
     if configs.is_whole(old):  # an older version may have left open what this one fills in
         old = configs.dated(configs.resolved(old), day)
     found = configs.changes(old, configs.as_read(configs.dated(settings, day)))
@@ -204,7 +204,7 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     return start
 
 
-def finished(directory: Path, settings: configs.Run) -> bool:
+def finished(directory: Path, settings: configs.Configuration) -> bool:
     """Whether the run there has done its steps; if so it is said."""
     done = max(steps_in(directory / "checkpoints"), default=0)
     if done < settings.steps:

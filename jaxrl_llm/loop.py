@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxrl_llm import config as configs
 from jaxrl_llm.begin import load
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import Run, Start
+from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rules import DONE, Decision, decide
 from jaxrl_llm.sharding import make_mesh
@@ -51,7 +51,7 @@ class Told:
 
 
 def train(
-    run: Run, directory: Path, say: Callable[[str], None], peers: Peers = ALONE, weights: Start | None = None
+    run: Configuration, directory: Path, say: Callable[[str], None], peers: Peers = ALONE, weights: Start | None = None
 ) -> int:
     """Train, or go on where the directory's newest checkpoint stands; returns the exit code.
 
@@ -118,7 +118,7 @@ def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> 
 
 def make_step(
     stage: Stage,
-    run: Run,
+    run: Configuration,
     state: TrainState,
     host: LoopState,
     step: int,
@@ -176,7 +176,7 @@ def advice(remedy: str, directory: Path) -> str:
 
 
 def writing(
-    run: Run, directory: Path, resumed_at: int | None, peers: Peers
+    run: Configuration, directory: Path, resumed_at: int | None, peers: Peers
 ) -> AbstractContextManager[RunWriter | None]:
     """The run's records, on process 0; the others write none."""
     if not peers.leads:

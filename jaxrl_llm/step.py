@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import codec, learner
-from jaxrl_llm.config import Run
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import reset_optimiser, reset_reference
 from jaxrl_llm.models.lora import policy_model
@@ -68,7 +68,7 @@ def _from_earlier(data: dict[str, Any]) -> LoopState:
 
 
 def take_step(
-    stage: Stage, run: Run, state: TrainState, host: LoopState, step: int, status: Callable[[str], None]
+    stage: Stage, run: Configuration, state: TrainState, host: LoopState, step: int, status: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any], Batch]:
     """Make a batch, or take the one that is ready, and learn from it; where the stage says so, make the next one
     meanwhile.
@@ -102,7 +102,7 @@ def take_step(
 
 
 def learn_from(
-    stage: Stage, run: Run, state: TrainState, batch: Batch, coefficients: Mapping[str, float], step: int
+    stage: Stage, run: Configuration, state: TrainState, batch: Batch, coefficients: Mapping[str, float], step: int
 ) -> tuple[TrainState, dict[str, Any]]:
     """Every update that a batch is worth; returns the new state and what was measured."""
     began = time.perf_counter()
@@ -136,7 +136,7 @@ def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tu
         return learned.result(), sampled
 
 
-def apply(decision: Decision, state: TrainState, run: Run) -> TrainState:
+def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:
     """The state after what the rules have decided: the one place where their decisions act on it."""
     if decision.reset_reference:
         state = reset_reference(state)

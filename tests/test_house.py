@@ -40,6 +40,7 @@ ROOMS = (
     "telemetry",
     "recipes",
     "config",
+    "trained",
     "stages",
     "plan",
     "step",

@@ -7,12 +7,13 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.policy import Policy, Trained, find_run, load_policy
+from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.signals import farewell
 from jaxrl_llm.tasks import Task, dated
+from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
 
@@ -55,7 +56,7 @@ def evaluate(arguments: list[str]) -> int:
         return 0
     prepare_libraries()
     chosen = take(arguments, "--config", True)
-    trained = find_run(name, problems=chosen is None)
+    trained = find_run(name, whole=("rollout", "task", "evaluation") if chosen is None else ())
     settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
     options = parse(
         Options,

@@ -4,9 +4,10 @@ import shlex
 from pathlib import Path
 
 from jaxrl_llm.cli.flags import first, status, take
-from jaxrl_llm.cli.policy import find_run, load_policy
+from jaxrl_llm.cli.policy import load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries, writable
+from jaxrl_llm.trained import find_run
 
 USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR
 

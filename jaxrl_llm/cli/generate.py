@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.cli.flags import first, parse, status
-from jaxrl_llm.cli.policy import Policy, find_run, load_policy
+from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
+from jaxrl_llm.trained import find_run
 
 USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
 
@@ -95,7 +96,8 @@ def encode(policy: Policy, prompt: str, system: str | None) -> Any:
 
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
     plain = Task(ReasoningGym("prompt"), template=template)
-    task = policy.run.task if policy.run and isinstance(policy.run.task, Task) else plain
+    task = getattr(policy.run, "task", None)
+    task = task if isinstance(task, Task) else plain
     task = dataclasses.replace(task, system=task.system if system is None else system)
     return encode(Problem("prompt", ({"role": "user", "content": prompt},), "", "prompt"), task, policy.tokenizer)
 

@@ -10,7 +10,7 @@ from jaxrl_llm.cli.processes import take_distributed, together
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.launch import launch
-from jaxrl_llm.models.pretrained import check_name
+from jaxrl_llm.trained import find_run
 
 USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--field value ...]
 
@@ -44,15 +44,17 @@ def train(arguments: list[str]) -> int:
     distributed = take_distributed(arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
-    foreign = take_spellings(arguments)
-    translated = translate(settings.recipe, foreign)
-    settings = dataclasses.replace(settings, recipe=translated)
-    settings = parse(configs.Run, arguments, f"jaxrl-llm train {given}", HELP, settings)
+    foreign = take_spellings(arguments) if isinstance(settings, configs.Run) else {}
+    lines = []
+    if foreign:
+        translated = translate(settings.recipe, foreign)
+        lines = explain(translated, foreign)
+        settings = dataclasses.replace(settings, recipe=translated)
+    settings = parse(type(settings), arguments, f"jaxrl-llm train {given}", HELP, settings)
     settings = configs.resolved(settings)
     configs.validate(settings)
     found = dataclasses.replace(found, run=settings)
-    check_name(found.located.model)
-    lines = explain(translated, foreign)
+    find_run(found.located.model)
     first_weights = None if start is None else configs.find_start(start)
     with together(distributed) as peers:
         return launch(found, fresh, first_weights, peers, lines)

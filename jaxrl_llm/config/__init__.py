@@ -14,7 +14,8 @@ from jaxrl_llm.config.files import (
 )
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Start, located
-from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, dated, resolved
+from jaxrl_llm.config.parts import dated, day_of
+from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, resolved
 from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
     Unsaveable,
@@ -36,6 +37,7 @@ from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, va
 __all__ = [
     "FREE_TO_CHANGE",
     "MAX_SEED",
+    "Configuration",
     "Evaluation",
     "Found",
     "Origin",
@@ -50,6 +52,7 @@ __all__ = [
     "config_folder",
     "config_names",
     "dated",
+    "day_of",
     "find_config",
     "find_start",
     "flat",

@@ -10,12 +10,12 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.config.origin import Origin
+from jaxrl_llm.config.parts import parts_of
 from jaxrl_llm.errors import InputError
 
 OURS = __name__.partition(".")[0]
@@ -102,20 +102,6 @@ def own_modules(value: Any) -> dict[str, str]:
 def is_ours(kind: type) -> bool:
     """Whether a class comes with this package."""
     return kind.__module__.partition(".")[0] == OURS
-
-
-def parts_of(value: Any) -> Iterator[Any]:
-    """The value and all that it holds."""
-    yield value
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from parts_of(getattr(value, field.name))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from parts_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from parts_of(item)
 
 
 def why_not_found(kind: type) -> str:

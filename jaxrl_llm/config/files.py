@@ -9,8 +9,9 @@ from pathlib import Path
 
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.config.code import execute
+from jaxrl_llm.config.kinds import KINDS
 from jaxrl_llm.config.origin import Origin, Start, located
-from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.saved import is_run, read, whole
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
@@ -42,17 +43,17 @@ class Found:
     """
 
     name: str
-    run: Run
+    run: Configuration
     origin: Origin
     directory: Path | None = None
 
     @property
-    def located(self) -> Run:
+    def located(self) -> Configuration:
         """The run with its data and model where they are found from here."""
         return located(self.run, self.origin, self.directory)
 
 
-def load_config(name: str) -> tuple[str, Run]:
+def load_config(name: str) -> tuple[str, Configuration]:
     """Name and value of a configuration: a Python file that sets ``config``, a shipped name, or a run's directory."""
     found = find_config(name)
     return found.name, found.run
@@ -81,7 +82,8 @@ def find_config(name: str) -> Found:
         )
         raise InputError(f"no configuration {name!r}: {hint}")
     module = execute(path)
-    require(isinstance(getattr(module, "config", None), Run), f"{path} must set config = Run(...)")
+    others = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
+    require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){others}")
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
 
 
@@ -120,8 +122,16 @@ def _saved(path: Path) -> Found:
     return Found(directory.absolute().name, run, saved.origin, directory)
 
 
-def with_recipe(run: Run, name: str) -> Run:
-    """The run with another method; ``prorl`` is its first version."""
+def with_recipe(run: Configuration, name: str) -> Run:
+    """The run with another method; ``prorl`` is its first version.
+
+    Raises:
+      InputError: no such method, or a kind of run that has none.
+    """
+    require(
+        isinstance(run, Run),
+        f"--recipe {name} is a method of reinforcement learning, and this is a {type(run).__name__} run: leave it out",
+    )
     name = "prorl_v1" if name == "prorl" else name
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, 1)

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.parts import with_parts
 from jaxrl_llm.tasks.sources import HubDataset, Table
-from jaxrl_llm.tasks.task import Task
 
 SAVED_RUNS = "runs"
 """A run lies in ``runs/NAME`` below the folder where it began, unless it is told otherwise."""
@@ -62,8 +61,12 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
     return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
 
 
-def located(run: Run, origin: Origin, directory: Path | None = None) -> Run:
-    """The run with relative paths of data and model that are not found from the current folder written out.
+PLACES: tuple[tuple[type, str], ...] = ((Table, "path"), (HubDataset, "name"))
+"""Fields that name a file or a folder; so does every configuration's ``model``."""
+
+
+def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
+    """The run with relative paths of data and models that are not found from the current folder written out.
 
     They are looked for in the folder where the run began, beside its configuration, above ``runs/`` where the run's
     ``directory`` lies now, and in the current folder; the first that exists is taken.
@@ -71,21 +74,14 @@ def located(run: Run, origin: Origin, directory: Path | None = None) -> Run:
     folders = [Path(origin.folder), *origin.places()]
     if directory is not None and directory.absolute().parent.name == SAVED_RUNS:
         folders.append(directory.absolute().parent.parent)
-    task = _with_source(run.task, folders)
-    tested = run.evaluation.task
-    evaluation = (
-        run.evaluation if tested is None else dataclasses.replace(run.evaluation, task=_with_source(tested, folders))
-    )
-    return dataclasses.replace(run, model=_found(run.model, folders), task=task, evaluation=evaluation)
 
+    def placed(part: Any) -> Any:
+        for kind, field in PLACES:
+            if isinstance(part, kind):
+                return dataclasses.replace(part, **{field: _found(getattr(part, field), folders)})
+        return part
 
-def _with_source(task: Task, folders: list[Path]) -> Task:
-    source = getattr(task, "source", None)
-    if isinstance(source, Table):
-        return dataclasses.replace(task, source=dataclasses.replace(source, path=_found(source.path, folders)))
-    if isinstance(source, HubDataset):
-        return dataclasses.replace(task, source=dataclasses.replace(source, name=_found(source.name, folders)))
-    return task
+    return dataclasses.replace(with_parts(run, placed), model=_found(run.model, folders))
 
 
 def _found(text: str, folders: list[Path]) -> str:

@@ -1,8 +1,9 @@
 """What decides a run: frozen dataclasses of at most twelve fields."""
 
 import dataclasses
+import functools
+from typing import Any, Protocol
 
-from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Learner
@@ -109,8 +110,31 @@ class Run:
     run_dir: str | None = None
 
 
-def resolved(run: Run) -> Run:
-    """The run with what it leaves to others filled in: the recipe's temperature, the budget as Dr. GRPO's constant, a
+class Configuration(Protocol):
+    """What every kind of run says; ``Run`` is the one of reinforcement learning.
+
+    The attributes are those of ``Run``.
+    """
+
+    model: str
+    learner: Learner
+    mesh: MeshShape
+    evaluation: Evaluation
+    output: Output
+    steps: int
+    seed: int
+    run_dir: str | None
+
+
+@functools.singledispatch
+def resolved(run: Any) -> Any:
+    """The run with what it leaves to others filled in."""
+    return run
+
+
+@resolved.register
+def _(run: Run) -> Run:
+    """Filled in are the recipe's temperature, the budget as Dr. GRPO's constant, a
     correction for tokens that an older policy sampled where sampling runs ahead, the size of the overlong punishment,
     and the reward as what a filter of groups reads where accuracy is no part of it: groups that could all teach would
     be thrown away."""
@@ -143,11 +167,3 @@ def overlong_weight(run: Run) -> float:
     if recipe.overlong_weight is not None:
         return recipe.overlong_weight
     return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)
-
-
-def dated(run: Run, day: str) -> Run:
-    """The run with what templates that read the clock are to see as today, where its tasks do not say so themselves."""
-    task = tasks.dated(run.task, day)
-    tested = run.evaluation.task
-    evaluation = dataclasses.replace(run.evaluation, task=None if tested is None else tasks.dated(tested, day))
-    return dataclasses.replace(run, task=task, evaluation=evaluation)

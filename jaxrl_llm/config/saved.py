@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.code import find_class, make_findable, own_modules, parts_of, why_not_found
+from jaxrl_llm.config.code import find_class, make_findable, own_modules, why_not_found
+from jaxrl_llm.config.kinds import KINDS
 from jaxrl_llm.config.origin import Origin, origin_of
-from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.parts import parts_of
+from jaxrl_llm.config.run import Configuration
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
@@ -33,7 +35,7 @@ FREE_TO_CHANGE = (
 """Fields (and all below them) that a run may be continued with other values of."""
 LONGEST_SHOWN = 100
 """Characters of a value that is shown as changed."""
-RUN = f"{Run.__module__}:{Run.__qualname__}"
+RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
 """The ``type`` of a config.json."""
 ABOUT = ("type", "origin", "from")
 """What stands in a config.json beside the run's fields."""
@@ -59,7 +61,7 @@ class Saved:
       origin: where it came from.
     """
 
-    run: Run
+    run: Configuration
     origin: Origin
 
 
@@ -121,7 +123,7 @@ def is_whole(value: Any) -> bool:
     return not any(isinstance(part, Unsaveable) for part in parts_of(value))
 
 
-def as_read(run: Run) -> Run:
+def as_read(run: Configuration) -> Configuration:
     """The run as it will be read from its config.json."""
     return rebuilt(to_json(run), Origin("", modules=own_modules(run)))
 
@@ -134,7 +136,7 @@ def rebuilt(data: Any, origin: Origin | None) -> Any:
         return data
     if data.keys() == {"unsaveable"}:
         return Unsaveable(data["unsaveable"])
-    about = ABOUT if data.get("type") == RUN else ("type",)
+    about = ABOUT if data.get("type") in RUNS else ("type",)
     fields = {name: rebuilt(item, origin) for name, item in data.items() if name not in about}
     if "type" not in data:
         return fields
@@ -158,7 +160,7 @@ def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     return {"overlong_weight": 1.0} if kind is Recipe and fields.get("overlong_share") else {}
 
 
-def load_json(path: Path) -> Run:
+def load_json(path: Path) -> Configuration:
     """The run that a config.json describes.
 
     Raises:
@@ -185,7 +187,7 @@ def read(path: Path, own: bool = True) -> Saved:
         raise InputError(f"no such file: {path}") from None
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"{path} does not describe a run of this version: {error}") from None
-    require(isinstance(run, Run), f"{path} does not describe a run")
+    require(isinstance(run, KINDS), f"{path} does not describe a run")
     return Saved(run, origin)
 
 
@@ -195,17 +197,17 @@ def is_run(path: Path) -> bool:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(data, dict) and data.get("type") == RUN
+    return isinstance(data, dict) and data.get("type") in RUNS
 
 
-def reloads(run: Run) -> bool:
+def reloads(run: Configuration) -> bool:
     """Whether config.json holds all that the run trains with: functions and many rows are the program's own."""
     values = flat(to_json(run)).values()
     lost = any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
     return not lost and is_whole(as_read(run))
 
 
-def changes(old: Run, new: Run) -> list[str]:
+def changes(old: Configuration, new: Configuration) -> list[str]:
     """Fields that differ, as ``name: old -> new``."""
     before = flat(to_json(old))
     after = flat(to_json(new))

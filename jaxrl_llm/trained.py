@@ -1,0 +1,107 @@
+"""Models by name, those of runs among them: what another run's training has made is where the next one begins."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config.origin import SAVED_RUNS
+from jaxrl_llm.config.run import Configuration
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.pretrained import check_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run and one of its checkpoints.
+
+    Attributes:
+      run: with data and model where they are found from the current folder.
+      directory: the checkpoint's.
+      step: its number.
+    """
+
+    run: Configuration
+    directory: Path
+    step: int
+
+
+DECIDE_THE_MODEL = ("model", "learner", "mesh", "seed")
+"""Fields of a configuration without which its model cannot be had."""
+
+
+def find_run(name: str, whole: tuple[str, ...] = ()) -> Trained | None:
+    """The run that ``RUN`` or ``RUN@STEP`` names; None where it is something else (a model's directory has a
+    config.json too).
+
+    Args:
+      name: as it was given.
+      whole: fields that are needed whole beside those that decide the model, so that the files of a person's own
+        classes are run. Without any, what is not about the model may be ``Unsaveable`` in parts.
+
+    Raises:
+      InputError: there is neither a run nor a model of this name; the run has no such checkpoint, is of another
+        version, or its config.json does not hold what is needed.
+    """
+    directory, _ = configs.split_step(name)
+    path = directory / "config.json"
+    if not path.is_file():
+        _check_name(name, directory)
+        return None
+    if not configs.is_run(path):
+        return None
+    saved = configs.read(path, bool(whole))
+    for field in (*DECIDE_THE_MODEL, *whole):
+        configs.whole(getattr(saved.run, field), str(path))
+    start = configs.find_start(name)
+    run = configs.located(saved.run, saved.origin, directory)
+    return Trained(run, directory / "checkpoints" / str(start.step), start.step)
+
+
+def _check_name(name: str, directory: Path) -> None:
+    """Refuse what is no model; of a run that is not there yet, the command that makes it is named."""
+    try:
+        check_name(name)
+    except InputError:
+        config = directory.name
+        if directory.parent.name != SAVED_RUNS or config not in configs.config_names():
+            raise
+        raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it") from None
+
+
+def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of whatever ``load_pretrained`` knows, or of a run: ``RUN`` or ``RUN@STEP``.
+
+    Raises:
+      InputError: whatever cannot be found, read or obeyed.
+    """
+    from jaxrl_llm.models import load_pretrained
+
+    trained = find_run(name)
+    return load_pretrained(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
+
+
+def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of a run's checkpoint; an adapter is merged.
+
+    ``dtype``: of the weights; None leaves them as they were trained.
+    """
+    import jax
+
+    from jaxrl_llm.checkpoint import restore_policy
+    from jaxrl_llm.models.lora import attached, create, merge
+    from jaxrl_llm.sharding import shardings
+
+    run = trained.run
+    model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+    if run.learner.lora.rank:
+        adapter = jax.eval_shape(lambda: create(model.config, run.learner.lora, jax.random.key(0)))
+        policy = restore_policy(trained.directory, adapter, mesh, model)
+        found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(model, policy))
+    else:
+        like = jax.eval_shape(lambda m: m, model)
+        del model  # only its shapes are needed: two copies of the weights might not fit
+        found = restore_policy(trained.directory, like, mesh)
+    if dtype is None:
+        return found, tokenizer
+    return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
