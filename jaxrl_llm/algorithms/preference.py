@@ -1,11 +1,12 @@
 """Losses over preferences and steps: DPO, IPO, Bradley-Terry, process rewards; and the mix with pretraining."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import count, flags, floating, integers, listed, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import count, flags, floating, integers, listed, numeric, positive, ranked, shaped
 
 
 def sequence_logp(logp: Any, mask: Any, average: bool = False) -> jax.Array:
@@ -29,31 +30,75 @@ def preference_margin(chosen: Any, rejected: Any, ref_chosen: Any, ref_rejected:
     return chosen - rejected - (better - worse)
 
 
-def dpo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
-    """``mean(-log sigmoid(beta h))``: direct preference optimisation (arXiv 2305.18290, eq. 7).
+@dataclasses.dataclass(frozen=True)
+class DPO:
+    """``-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)``: direct preference optimisation.
 
-    margin: ``preference_margin`` of sequence sums, float[B]. The implicit reward of an answer is ``beta (logp - ref)``.
+    ``h = (logp_w - ref_w) - (logp_l - ref_l)`` of sequence log-probabilities (arXiv 2305.18290, eq. 7). The implicit
+    reward of an answer is ``beta (logp - ref)``.
+
+    Attributes:
+      beta: how strongly the reference holds; above 0.
+      label_smoothing: s, the share of pairs that are taken to be the wrong way round, from 0 to below 0.5 (conservative
+        DPO).
+      average: log-probabilities are means over a completion's tokens, not sums: the length-normalised form (Tulu 3,
+        arXiv 2411.15124), whose beta is larger by about a length.
     """
-    margin = _margin(margin, beta)
-    return -jnp.mean(jax.nn.log_sigmoid(beta * margin))
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    average: bool = False
+
+    def __post_init__(self):
+        positive(self, "beta")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"DPO.label_smoothing must be from 0 to below 0.5, got {self.label_smoothing}")
+
+    def __call__(self, margin: Any) -> jax.Array:
+        """margin: h, float[B]; returns a loss for each pair, float[B]."""
+        scaled = self.beta * _given(margin)
+        right = jax.nn.log_sigmoid(scaled)
+        if not self.label_smoothing:
+            return -right
+        return -(1 - self.label_smoothing) * right - self.label_smoothing * jax.nn.log_sigmoid(-scaled)
+
+
+@dataclasses.dataclass(frozen=True)
+class IPO:
+    """``(h - 1 / (2 beta))^2``: identity preference optimisation (arXiv 2310.12036, eq. 17); h as in ``DPO``.
+
+    Attributes:
+      beta: how strongly the reference holds; above 0.
+      average: log-probabilities are means over a completion's tokens, as in TRL; the paper takes sums. beta does not
+        carry over from one to the other.
+    """
+
+    beta: float = 0.1
+    average: bool = False
+
+    def __post_init__(self):
+        positive(self, "beta")
+
+    def __call__(self, margin: Any) -> jax.Array:
+        """margin: h, float[B]; returns a loss for each pair, float[B]."""
+        return (_given(margin) - 1 / (2 * self.beta)) ** 2
+
+
+def _given(margin: Any) -> jax.Array:
+    margin = floating(margin, "margin")
+    listed(margin=margin)
+    return margin
+
+
+def dpo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
+    """The mean of ``DPO``; margin: ``preference_margin`` of sequence sums, float[B]."""
+    return jnp.mean(DPO(beta)(margin))
 
 
 def ipo_loss(margin: Any, beta: float = 0.1) -> jax.Array:
-    """``mean((h - 1 / (2 beta))^2)``: identity preference optimisation (arXiv 2310.12036, eq. 17).
-
-    margin: ``preference_margin``, float[B]. The paper and OpenRLHF take sequence sums, TRL averages by token
-    (``sequence_logp(average=True)``): beta does not carry over from one to the other.
-    """
-    margin = _margin(margin, beta)
-    return jnp.mean((margin - 1 / (2 * beta)) ** 2)
-
-
-def _margin(margin: Any, beta: float) -> jax.Array:
-    margin = floating(margin, "margin")
-    listed(margin=margin)
-    if not beta > 0:
-        raise ValueError(f"beta must be above 0, got {beta}")
-    return margin
+    """The mean of ``IPO``; margin: ``preference_margin``, float[B], of sums as in the paper and in OpenRLHF, or of
+    averages by token as in TRL (``sequence_logp(average=True)``)."""
+    return jnp.mean(IPO(beta)(margin))
 
 
 def bradley_terry_loss(chosen: Any, rejected: Any, margin: Any = 0.0) -> jax.Array:

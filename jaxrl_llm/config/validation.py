@@ -13,7 +13,6 @@ from jaxrl_llm.learner.settings import MUON_RMS, Learner
 from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
-from jaxrl_llm.rollout.settings import Rollout
 
 MAX_SEED = 1 << 24
 """Seeds from here on would repeat the random numbers of smaller ones."""
@@ -42,7 +41,7 @@ def _(run: Run) -> None:
     _check_counts(run)
     _check_rollout(run)
     _check_staleness(run)
-    _check_learner(run.learner, run.rollout)
+    check_learner(run.learner, ("rollout.prompts", run.rollout.prompts), run.rollout.max_length)
     _check_recipe(run)
     _check_evaluation(run)
     _check_scoring(run)
@@ -134,10 +133,20 @@ def _check_staleness(run: Run) -> None:
     )
 
 
-def _check_learner(learner: Learner, rollout: Rollout) -> None:
+def check_learner(learner: Learner, groups: tuple[str, int], longest: int) -> None:
+    """Refuse what no learner can do.
+
+    Args:
+      learner: the settings.
+      groups: that each step learns from, which stay whole: the field that says it, and how many.
+      longest: tokens of a prompt with its completion.
+
+    Raises:
+      InputError: names field, value and remedy.
+    """
     require(
-        learner.minibatches <= rollout.prompts,
-        f"learner.minibatches {learner.minibatches} exceeds rollout.prompts {rollout.prompts}: groups stay whole",
+        learner.minibatches <= groups[1],
+        f"learner.minibatches {learner.minibatches} exceeds {groups[0]} {groups[1]}: groups stay whole",
     )
     require(
         learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full"
@@ -154,11 +163,10 @@ def _check_learner(learner: Learner, rollout: Rollout) -> None:
     )
     _check_lora(learner.lora)
     _check_rounding(learner)
-    needed = rollout.max_length
     require(
-        learner.row_tokens == 0 or learner.row_tokens >= needed,
+        learner.row_tokens == 0 or learner.row_tokens >= longest,
         f"learner.row_tokens {learner.row_tokens} cannot hold a prompt with its completion: set it to at "
-        f"least {needed}, or 0 to choose",
+        f"least {longest}, or 0 to choose",
     )
     optimiser = learner.optimiser
     rules = {

@@ -1,0 +1,125 @@
+"""What decides a run that learns from data: supervised fine-tuning, preferences, reward models."""
+
+import dataclasses
+
+from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.config.run import Evaluation, Output
+from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.sharding.mesh import MeshShape
+from jaxrl_llm.tasks.texts import Pairs, Steps, Texts
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSize:
+    """What each step learns from.
+
+    Attributes:
+      rows: of the data: texts, pairs, rankings or solutions.
+      max_tokens: of a prompt with its completion; a longer one is refused.
+    """
+
+    rows: int = 32
+    max_tokens: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Answering:
+    """How answers are sampled, to test the model on a task and to collect data from it.
+
+    Attributes:
+      max_new_tokens: longest completion, the stop token included.
+      slots: completions sampled at one time.
+      chunk: decode steps in one compiled call.
+      workers: processes for verifiers that may hang or crash.
+      timeout_s: seconds after which an answer's verification is given up.
+    """
+
+    max_new_tokens: int = 256
+    slots: int = 64
+    chunk: int = 16
+    workers: int = 2
+    timeout_s: float = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    """A run of supervised fine-tuning: the model learns to continue prompts as the data does.
+
+    Attributes:
+      model: a Hugging Face directory, a .gguf file, a built-in name, a hub id, or RUN[@STEP].
+      data: texts; or what the model itself answers rightly (``Texts(Collected(...))``).
+      batch: what each step learns from.
+      learner: how.
+      mesh: how devices are arranged.
+      evaluation: when and how the model is tested, beside its loss on the texts that are held out; its task is that of
+        collected data where it has none of its own.
+      answering: how answers are sampled.
+      output: checkpoints and logs.
+      steps: how many.
+      seed: decides the order of the data and every other random number.
+      run_dir: where it lies; None for runs/NAME below the current folder.
+    """
+
+    model: str
+    data: Texts
+    batch: BatchSize = BatchSize()
+    learner: Learner = Learner()
+    mesh: MeshShape = MeshShape()
+    evaluation: Evaluation = Evaluation()
+    answering: Answering = Answering()
+    output: Output = Output()
+    steps: int = 100
+    seed: int = 0
+    run_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A run that learns from pairs of answers which is better, against the model as it was at the start.
+
+    Attributes:
+      model: as in ``Supervised``; it is the reference too.
+      data: pairs; or a right and a wrong answer of the model's own (``Pairs(Collected(...))``).
+      loss: of each pair.
+      batch, learner, mesh, evaluation, answering, output, steps, seed, run_dir: as in ``Supervised``.
+    """
+
+    model: str
+    data: Pairs
+    loss: DPO | IPO = DPO()
+    batch: BatchSize = BatchSize()
+    learner: Learner = Learner()
+    mesh: MeshShape = MeshShape()
+    evaluation: Evaluation = Evaluation()
+    answering: Answering = Answering()
+    output: Output = Output()
+    steps: int = 100
+    seed: int = 0
+    run_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModel:
+    """A run that teaches a model with a scalar head to score answers.
+
+    Attributes:
+      model: as in ``Supervised``; of a language model the head begins at 0.
+      data: pairs or rankings (Bradley-Terry), or solutions with labelled steps (a process reward model); either may be
+        collected from ``model``, which is a language model then.
+      centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
+      evaluation: when it is tested on the data that is held out (``every``, ``limit``).
+      batch, learner, mesh, answering, output, steps, seed, run_dir: as in ``Supervised``.
+    """
+
+    model: str
+    data: Pairs | Steps
+    centre: float = 0.0
+    batch: BatchSize = BatchSize()
+    learner: Learner = Learner()
+    mesh: MeshShape = MeshShape()
+    evaluation: Evaluation = Evaluation()
+    answering: Answering = Answering()
+    output: Output = Output()
+    steps: int = 100
+    seed: int = 0
+    run_dir: str | None = None
