@@ -2,26 +2,36 @@
 
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
+from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Table
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
 from jaxrl_llm.tasks.template import CHATML, Prompts, encode
+from jaxrl_llm.tasks.texts import LoadedTexts, Pairs, Steps, Texts, load_texts
 
 __all__ = [
     "CHATML",
     "Fingerprint",
     "HubDataset",
+    "Learned",
     "Loaded",
+    "LoadedTexts",
+    "Pairs",
     "PromptStream",
     "Prompts",
+    "Ranked",
     "ReasoningGym",
     "Rows",
     "Shuffled",
     "Source",
+    "Stepped",
+    "Steps",
     "Table",
     "Task",
+    "Text",
+    "Texts",
     "check",
     "dated",
     "difference",
@@ -30,6 +40,8 @@ __all__ = [
     "fingerprint",
     "integer",
     "load",
+    "load_texts",
+    "longest",
     "number",
     "problem_index",
     "prompt_key",

@@ -1,4 +1,4 @@
-"""Where problems come from: reasoning-gym's generators, a table on disk, or a data set of the Hugging Face hub."""
+"""Where problems, and rows to learn, come from: reasoning-gym's generators, a table on disk, a data set of the hub."""
 
 import contextlib
 import dataclasses
@@ -90,7 +90,15 @@ class Table:
         ``answers``: whether each must have one; else the answer of a row without one is empty.
 
         Raises:
-          InputError: no such file, an unknown suffix, or a row that cannot be used (file and line are named).
+          InputError: what ``read`` refuses, or a row that cannot be used (file and line are named).
+        """
+        return problems_of(self, self.read(), answers)
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        """Yields the rows, each after where it stands: ``path:line``, counted from 1.
+
+        Raises:
+          InputError: no such file, an unknown suffix, or a line that is no JSON.
         """
         path = Path(self.path)
         readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
@@ -98,7 +106,7 @@ class Table:
             raise InputError(f"{path} has the suffix {path.suffix!r}; tables are .jsonl or .parquet files")
         if not path.is_file():
             raise InputError(f"{path} is no file; paths start at the current folder, {Path.cwd()}")
-        return problems_of(self, readers[path.suffix](path), answers)
+        return readers[path.suffix](path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +138,15 @@ class HubDataset:
         """Yields the problems, as Table does.
 
         Raises:
-          InputError: the data set cannot be had (name, subset, split, network), or a row cannot be used.
+          InputError: what ``read`` refuses, or a row cannot be used.
+        """
+        return problems_of(self, self.read(), answers)
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        """Yields the rows, each after where it stands: ``name:index``, counted from 0.
+
+        Raises:
+          InputError: the data set cannot be had (name, subset, split, network).
         """
         import datasets
 
@@ -141,7 +157,7 @@ class HubDataset:
                 f"data set {self.name} (subset {self.subset}, split {self.split}) cannot be loaded "
                 f"({_one_line(error)}); check the names and the network, or use a Table"
             ) from error
-        return problems_of(self, ((f"{self.name}:{index}", row) for index, row in enumerate(rows)), answers)
+        return ((f"{self.name}:{index}", row) for index, row in enumerate(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +189,15 @@ class Rows:
         Raises:
           InputError: the rows are not in memory, or one cannot be used.
         """
-        return problems_of(self, ((f"rows[{index}]", row) for index, row in enumerate(self.rows)), answers)
+        return problems_of(self, self.read(), answers)
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        """Yields the rows, each after where it stands: ``rows[index]``, counted from 0.
+
+        Raises:
+          InputError: the rows are not in memory.
+        """
+        return ((f"rows[{index}]", row) for index, row in enumerate(self.rows))
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
