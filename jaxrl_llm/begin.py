@@ -20,7 +20,7 @@ from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.step import LoopState
 from jaxrl_llm.telemetry.header import model_line
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.trained import load_model
+from jaxrl_llm.trained import as_trained, load_model
 from jaxrl_llm.types import TrainState
 
 
@@ -42,6 +42,11 @@ def load(
     progress.status(f"loading {run.model}")
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
+    model = as_trained(run, model)
+    configs.require(
+        weights is None or not stage.own_model,
+        "--from begins with other weights than those that the data was made with: give them as --model RUN@STEP",
+    )
     if start is not None:
         progress.status(f"restoring step {start}")
     parameters = count_of(model)

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,11 @@ class Evaluated:
     rewards: np.ndarray | None = None
 
     @property
+    def answers(self) -> "Evaluated":
+        """Itself; see ``Tested``."""
+        return self
+
+    @property
     def accuracy(self) -> float:
         """avg@k: the share of correct completions; NaN where nothing is verified."""
         return math.nan if self.correct is None else float(self.correct.mean())
@@ -67,6 +72,23 @@ class Evaluated:
             found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in _powers(k)}
             found[f"{name}/maj@{k}"] = float(self.maj.mean())
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """What a test of another kind found, and answers where a task was asked too.
+
+    Attributes:
+      numbers: metrics by name.
+      answers: to a task's problems; None where there is no task.
+    """
+
+    numbers: Mapping[str, float]
+    answers: Evaluated | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """All of them."""
+        return dict(self.numbers) | ({} if self.answers is None else self.answers.metrics())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,6 +81,15 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     return load_pretrained(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
 
 
+def as_trained(run: Configuration, model: Any) -> Any:
+    """What the run trains of the model that it names: a reward model has a scalar head, which begins at 0."""
+    from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
+
+    if not isinstance(run, configs.RewardModel) or isinstance(model, ScalarModel):
+        return model
+    return with_scalar_head(model)
+
+
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
     """(model, tokenizer or None) of a run's checkpoint; an adapter is merged.
 
@@ -94,6 +103,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
     run = trained.run
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+    model = as_trained(run, model)
     if run.learner.lora.rank:
         adapter = jax.eval_shape(lambda: create(model.config, run.learner.lora, jax.random.key(0)))
         policy = restore_policy(trained.directory, adapter, mesh, model)

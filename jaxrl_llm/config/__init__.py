@@ -12,6 +12,7 @@ from jaxrl_llm.config.files import (
     split_step,
     with_recipe,
 )
+from jaxrl_llm.config.kinds import KINDS, validate
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Start, located
 from jaxrl_llm.config.parts import dated, day_of
@@ -32,11 +33,18 @@ from jaxrl_llm.config.saved import (
     to_json,
     whole,
 )
-from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, validate_on_devices, validate_on_model
+from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised
+from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate_on_devices, validate_on_model
 
 __all__ = [
     "FREE_TO_CHANGE",
+    "KINDS",
     "MAX_SEED",
+    "Answering",
+    "BatchSize",
+    "Preference",
+    "RewardModel",
+    "Supervised",
     "Configuration",
     "Evaluation",
     "Found",

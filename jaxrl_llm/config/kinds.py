@@ -1,7 +1,25 @@
 """The kinds of runs there are, by the types of their configurations."""
 
-from jaxrl_llm.config.run import Run
-from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
+from collections.abc import Callable
+from typing import Any
 
-KINDS: tuple[type, ...] = (Run, Supervised, Preference, RewardModel)
-"""What a configuration file may set ``config`` to; ``stages.STAGES`` says how each is trained."""
+from jaxrl_llm.config.check_texts import check_from_data
+from jaxrl_llm.config.run import Configuration, Run
+from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
+from jaxrl_llm.config.validation import check_reinforcement
+
+CHECKS: dict[type, Callable[[Any], None]] = {
+    Run: check_reinforcement,
+    Supervised: check_from_data,
+    Preference: check_from_data,
+    RewardModel: check_from_data,
+}
+"""What is refused of each; ``stages.STAGES`` says how it is trained."""
+KINDS = tuple(CHECKS)
+"""What a configuration file may set ``config`` to."""
+
+
+def validate(run: Configuration) -> None:
+    """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
+    check = next(check for kind, check in CHECKS.items() if isinstance(run, kind))
+    check(run)

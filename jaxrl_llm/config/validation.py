@@ -1,8 +1,6 @@
 """Everything that is refused before anything is loaded."""
 
-import functools
 import math
-from typing import Any
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
@@ -29,14 +27,8 @@ def require(fine: bool, message: str) -> None:
         raise InputError(message)
 
 
-@functools.singledispatch
-def validate(run: Any) -> None:
+def check_reinforcement(run: Run) -> None:
     """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
-    raise InputError(f"{type(run).__name__} is no kind of run")
-
-
-@validate.register
-def _(run: Run) -> None:
     run = resolved(run)
     _check_counts(run)
     _check_rollout(run)

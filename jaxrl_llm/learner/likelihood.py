@@ -41,4 +41,8 @@ class NextToken(Objective):
         entropy = jnp.sum(jnp.where(batch.mask, outputs["entropy"], 0.0)) / tokens
         if not self.prefix:
             return self.coef * loss, {"loss": self.coef * loss, "entropy": entropy}
-        return self.coef * loss, {"loss": self.coef * loss, f"{self.prefix}loss": loss, f"{self.prefix}entropy": entropy}
+        return self.coef * loss, {
+            "loss": self.coef * loss,
+            f"{self.prefix}loss": loss,
+            f"{self.prefix}entropy": entropy,
+        }

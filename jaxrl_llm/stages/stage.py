@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from jaxrl_llm.evaluate import Evaluated
+from jaxrl_llm.evaluate import Evaluated, Tested
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.rules import Rule
 from jaxrl_llm.types import Group, TrainState
@@ -56,6 +56,7 @@ class Stage:
       ahead: whether the next batch is made with the weights from before this step's update.
       apart: whether making a batch and learning may run at one time.
       measures_kl: whether a rule wants to know how far the policy is after each step.
+      own_model: whether what it learns from was made with the run's model, so that it must begin with that one.
       records: the dataclasses that a batch, or what it leaves, is made of; the run saves them.
     """
 
@@ -70,6 +71,7 @@ class Stage:
     ahead: bool = False
     apart: bool = False
     measures_kl: bool = False
+    own_model: bool = False
     records: ClassVar[Sequence[type]] = ()
 
     def next(self, weights: Any, version: int, left: Any) -> Batch:
@@ -92,6 +94,6 @@ class Stage:
         """What batches are made and tests are done with: the policy itself, or a copy laid out for sampling."""
         return policy
 
-    def test(self, weights: Any) -> Evaluated | None:
+    def test(self, weights: Any) -> Evaluated | Tested | None:
         """An evaluation; None where there is nothing to test on."""
         return None

@@ -1,5 +1,6 @@
 """Tasks: prompts with checkable answers, as values."""
 
+from jaxrl_llm.tasks.collected import Collected
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
@@ -13,6 +14,7 @@ from jaxrl_llm.tasks.texts import LoadedTexts, Pairs, Steps, Texts, load_texts
 
 __all__ = [
     "CHATML",
+    "Collected",
     "Fingerprint",
     "HubDataset",
     "Learned",

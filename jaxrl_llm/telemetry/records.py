@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.evaluate import Evaluated
+from jaxrl_llm.evaluate import Evaluated, Tested
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Group
 
@@ -11,7 +11,7 @@ LOGGED_ANSWERS = 200
 
 
 def record(
-    writer: RunWriter | None, step: int, found: Evaluated | None, row: dict[str, Any], groups: list[Group]
+    writer: RunWriter | None, step: int, found: Evaluated | Tested | None, row: dict[str, Any], groups: list[Group]
 ) -> None:
     """Write a step's metrics and samples, where there is a writer."""
     if writer is None:
@@ -29,7 +29,7 @@ def record(
         for g in groups
         for i, c in enumerate(g.completions)
     ]
-    lines += _answers(found, LOGGED_ANSWERS - len(lines)) if found else []
+    lines += _answers(found.answers, LOGGED_ANSWERS - len(lines)) if found and found.answers else []
     writer.samples(step, lines)
     writer.write(step, row)
 

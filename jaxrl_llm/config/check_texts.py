@@ -1,0 +1,115 @@
+"""What is refused of runs that learn from data, before anything is loaded."""
+
+from jaxrl_llm import tasks
+from jaxrl_llm.config.run import Evaluation
+from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
+from jaxrl_llm.config.validation import MAX_SEED, check_learner, require
+from jaxrl_llm.tasks import Collected, Pairs, Steps, Texts
+
+FORMS = {Supervised: (Texts,), Preference: (Pairs,), RewardModel: (Pairs, Steps)}
+"""The data that each kind of run learns from."""
+
+
+def check_from_data(run: Supervised | Preference | RewardModel) -> None:
+    """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
+    _check_counts(run)
+    _check_data(run)
+    _check_learning(run)
+    _check_testing(run)
+
+
+def _check_counts(run: Supervised | Preference | RewardModel) -> None:
+    answering = run.answering
+    for name, value in {
+        "steps": run.steps,
+        "batch.rows": run.batch.rows,
+        "batch.max_tokens": run.batch.max_tokens,
+        "answering.max_new_tokens": answering.max_new_tokens,
+        "answering.slots": answering.slots,
+        "answering.chunk": answering.chunk,
+        "answering.workers": answering.workers,
+        "learner.epochs": run.learner.epochs,
+        "learner.minibatches": run.learner.minibatches,
+        "learner.microbatch_rows": run.learner.microbatch_rows,
+        "evaluation.samples": run.evaluation.samples,
+        "output.checkpoint_every": run.output.checkpoint_every,
+        "output.keep": run.output.keep,
+    }.items():
+        require(value >= 1, f"{name} must be at least 1, got {value}")
+    for name, value in {
+        "evaluation.every": run.evaluation.every,
+        "evaluation.limit": run.evaluation.limit,
+        "learner.row_tokens": run.learner.row_tokens,
+    }.items():
+        require(value >= 0, f"{name} must be at least 0, got {value}")
+    require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
+    require(bool(run.model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name or a run")
+    require(answering.timeout_s > 0, f"answering.timeout_s must be above 0 seconds, got {answering.timeout_s}")
+    require(
+        not run.mesh.rollout,
+        f"mesh.rollout {run.mesh.rollout} sets devices aside for sampling, which a {type(run).__name__} does not need: "
+        "set it to 0",
+    )
+
+
+def _check_data(run: Supervised | Preference | RewardModel) -> None:
+    forms = FORMS[type(run)]
+    require(
+        isinstance(run.data, forms),
+        f"data of a {type(run).__name__} is {' or '.join(form.__name__ for form in forms)}, got "
+        f"{type(run.data).__name__}",
+    )
+    require(0 <= run.data.holdout < 1, f"data.holdout is a share from 0 to below 1, got {run.data.holdout}")
+    source = run.data.source
+    if not isinstance(source, Collected):
+        return
+    tasks.check(source.task)
+    least = 2 if isinstance(run.data, Pairs) else 1
+    for name, value, low in (
+        ("samples", source.samples, least),
+        ("continuations", source.continuations, 1),
+        ("limit", source.limit, 0),
+    ):
+        require(value >= low, f"data.source.{name} must be at least {low}, got {value}")
+    require(source.temperature > 0, f"data.source.temperature must be above 0, got {source.temperature}")
+    require(0 < source.top_p <= 1, f"data.source.top_p must be above 0 and at most 1, got {source.top_p}")
+    require(
+        source.task.verifier != "none",
+        "data.source.task.verifier none leaves nothing to collect by: give the task its answers and a verifier",
+    )
+
+
+def _check_learning(run: Supervised | Preference | RewardModel) -> None:
+    learner = run.learner
+    check_learner(learner, ("batch.rows", run.batch.rows), run.batch.max_tokens + 1)
+    require(
+        learner.target_kl is None, f"learner.target_kl {learner.target_kl} is for reinforcement learning: leave it out"
+    )
+    require(
+        not learner.keep_sampling_mask,
+        "learner.keep_sampling_mask is for tokens that a sampler drew, and these are data: leave it out",
+    )
+
+
+def _check_testing(run: Supervised | Preference | RewardModel) -> None:
+    evaluation = run.evaluation
+    require(evaluation.temperature >= 0, f"evaluation.temperature must be at least 0, got {evaluation.temperature}")
+    require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
+    require(
+        evaluation.samples == 1 or evaluation.temperature > 0,
+        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set evaluation.temperature "
+        "above 0",
+    )
+    if isinstance(run, RewardModel):
+        only = Evaluation(every=evaluation.every, limit=evaluation.limit)
+        require(
+            evaluation == only,
+            "a reward model gives no answers: of evaluation it has every and limit alone, leave the others out",
+        )
+    if evaluation.task is not None:
+        tasks.check(evaluation.task)
+    held_out = run.data.holdout > 0 or (isinstance(run.data.source, Collected) and run.data.source.task.holdout > 0)
+    require(
+        not evaluation.every or held_out or evaluation.task is not None,
+        f"evaluation.every {evaluation.every} has nothing to test on: set data.holdout above 0, or evaluation.task",
+    )

@@ -1,0 +1,262 @@
+"""What the stages that learn from data have in common: rows in the order of a seed, a task to test on, resources."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import tasks
+from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
+from jaxrl_llm.engine import Engine, Sampling
+from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
+from jaxrl_llm.learner import Forward, Sample, Training, make_update
+from jaxrl_llm.learner.objectives import Objective
+from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.sharding import platform_of
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.tasks import Collected, LoadedTexts
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import Problem
+
+FromData = Supervised | Preference | RewardModel
+"""Configurations of these stages."""
+SCORED_AT_ONCE = 256
+"""Samples of each call that scores many."""
+
+
+class Resources:
+    """What a run from data has beside its model; close it, or use ``with``.
+
+    Attributes:
+      directory: the run's.
+      peers: its processes.
+      scorer: verifies answers.
+    """
+
+    def __init__(self, run: FromData, peers: Peers, directory: Path):
+        answering = run.answering
+        self.directory = directory
+        self.peers = peers
+        self.scorer = Scorer((Accuracy(),), answering.workers, answering.timeout_s, 0.0, peers, directory)
+
+    def __enter__(self) -> "Resources":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the verifiers' processes."""
+        self.scorer.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The rows of one step.
+
+    Attributes:
+      rows: as ``tasks.load_texts`` gives them.
+      left: rows drawn so far in the run.
+      metrics: ``epoch``: how often all rows have been drawn.
+    """
+
+    rows: Sequence[Any]
+    left: int
+    metrics: Mapping[str, float]
+    examples: Sequence[Any] = ()
+    common: Iterable[np.ndarray] = ()
+
+    def __len__(self) -> int:
+        """Rows to learn from."""
+        return len(self.rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetStage(Stage):
+    """A stage whose steps learn from rows; one of a kind says what samples they become.
+
+    Attributes:
+      rows: to learn from.
+      held_out: to test on.
+      count: rows of a step.
+      seed: of their order: each epoch is a fresh permutation.
+      exam: answers to a task's problems; None where there is no task.
+    """
+
+    rows: Sequence[Any]
+    held_out: Sequence[Any]
+    count: int
+    seed: int
+    exam: "Exam | None" = None
+
+    def next(self, weights: Any, version: int, left: int | None) -> Drawn:
+        """The rows of one step."""
+        begin = left or 0
+        end = begin + self.count
+        places = [tasks.problem_index(self.seed, number, len(self.rows)) for number in range(begin, end)]
+        return Drawn([self.rows[place] for place in places], end, {"epoch": end / len(self.rows)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Exam:
+    """A task's problems, and what it takes to ask a model.
+
+    Attributes:
+      engine: samples.
+      transfer: from the model to weights to sample from.
+      tokenizer: of the model.
+      scorer: verifies.
+      asked: the problems; those of none are not asked.
+      sampling: how answers are sampled.
+      status: hears what is going on.
+    """
+
+    engine: Engine
+    transfer: Callable[[Decoder], Decoder]
+    tokenizer: Any
+    scorer: Scorer
+    asked: Questions
+    sampling: Sampling
+    status: Callable[[str], None]
+
+    def __call__(self, model: Decoder) -> Evaluated | None:
+        """Answers to the problems; None where there are none."""
+        if not self.asked.problems:
+            return None
+        weights = self.transfer(model)
+        return evaluate(self.engine, weights, self.tokenizer, self.asked, self.scorer, self.sampling, self.status)
+
+
+def examination(
+    run: FromData, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress
+) -> tuple[Exam | None, Sequence[Problem]]:
+    """The task that the run is tested on, and the problems that data is collected for; none where it has neither."""
+    source = run.data.source
+    collects = isinstance(source, Collected)
+    if run.evaluation.task is None and not collects:
+        return None, ()
+    problems: Sequence[Problem] = ()
+    prompts = []
+    if collects:
+        progress.status(f"reading task {source.task.label}")
+        loaded = tasks.load(source.task)
+        problems = loaded.train[: source.limit or None]
+        prompts = [tasks.Prompts(source.task, tokenizer)]
+    longest = [prompts[0].longest(problems)] if collects else []
+    tested = source.task if run.evaluation.task is None else run.evaluation.task
+    if run.evaluation.task is None:
+        questions = loaded.held_out
+    else:
+        questions = tasks.load(tested).train
+    questions = questions[: run.evaluation.limit or None]
+    test_prompts = tasks.Prompts(tested, tokenizer)
+    length = max([*longest, test_prompts.longest(questions)]) + run.answering.max_new_tokens
+    check_positions(length, model, "answering.max_new_tokens")
+    compute = compute_for(run.learner, model.config, platform_of(mesh))
+    shapes = _decoder_shapes(model, compute.dtype, platform_of(mesh))
+    engine = Engine(shapes, run.answering.slots, length, run.answering.chunk, mesh)
+    asked = Questions(test_prompts, questions, run.evaluation.samples, run.seed)
+    transfer = weights_for_sampling(model, compute.dtype, mesh, mesh, keep=False)
+    sampling = Sampling(
+        run.evaluation.temperature,
+        0,
+        run.evaluation.top_p,
+        run.answering.max_new_tokens,
+        model.config.tokens.eos,
+    )
+    return Exam(engine, transfer, tokenizer, resources.scorer, asked, sampling, progress.status), problems
+
+
+def _decoder_shapes(model: Decoder, dtype: Any, platform: str) -> Decoder:
+    import jax
+
+    return jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform), model)
+
+
+def check_positions(length: int, model: Decoder, field: str) -> None:
+    """Refuse what is longer than the model was made for; before anything is compiled."""
+    positions = model.config.attention.max_positions
+    configs.require(
+        length <= positions,
+        f"{field} needs {length} positions, and the model was made for {positions}: lower it by {length - positions}",
+    )
+
+
+def check_tokenizer(run: FromData, tokenizer: Any) -> None:
+    """Refuse a model without a tokenizer."""
+    if tokenizer is None:
+        raise InputError(
+            f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
+        )
+
+
+def read_data(run: FromData, data: Any, tokenizer: Any, stops: Sequence[int], progress: Progress) -> LoadedTexts:
+    """The rows; what was dropped is told.
+
+    Raises:
+      InputError: a row that cannot be used, or one that is too long.
+    """
+    progress.status(f"reading {data.label}")
+    loaded = tasks.load_texts(data, tokenizer, stops)
+    for note in loaded.notes:
+        progress.note(note)
+    length, where = tasks.longest((*loaded.train, *loaded.held_out))
+    configs.require(
+        length <= run.batch.max_tokens,
+        f"{where} has {length} tokens: set --batch.max_tokens {length} (now {run.batch.max_tokens}), or shorten it",
+    )
+    return dataclasses.replace(loaded, held_out=loaded.held_out[: run.evaluation.limit or None])
+
+
+def prints_of(loaded: LoadedTexts) -> Fingerprints:
+    """Fingerprints of what the run learns from and tests on."""
+    return {"training": tasks.fingerprint(loaded.train), "held-out": tasks.fingerprint(loaded.held_out)}
+
+
+def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> tuple[Forward, tuple[Training, ...]]:
+    """How the model is run, and how it is trained."""
+    compute = compute_for(run.learner, config_of(model), platform_of(mesh))
+    longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
+    layout = layout_for(run.learner, compute, longest, longest, mesh)
+    optimiser = run.learner.optimiser
+    update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
+    return Forward(layout, compute, 1.0, mesh), (Training((objective,), update),)
+
+
+def config_of(model: Any) -> Any:
+    """The architecture of a decoder, or of a scalar model's."""
+    return getattr(model, "decoder", model).config
+
+
+def size_line(run: FromData, loaded: LoadedTexts, what: str) -> str:
+    """How much the run learns from, for people."""
+    epochs = run.steps * run.batch.rows / len(loaded.train)
+    return (
+        f"{run.data.label}: {len(loaded.train):,} {what}, {len(loaded.held_out):,} to test on; each step "
+        f"{run.batch.rows} of them, {run.steps} steps are {epochs:.1f} epochs"
+    )
+
+
+def scored(
+    forward: Forward, model: Any, samples: Sequence[Sample], output: str, status: Callable[[str], None]
+) -> list[np.ndarray]:
+    """One output of many samples, float32[t] each, some at a time: their arrays need not all fit the devices."""
+    found: list[np.ndarray] = []
+    for begin in range(0, len(samples), SCORED_AT_ONCE):
+        status(f"scoring {begin}/{len(samples)}")
+        found += forward.by_sample(model, samples[begin : begin + SCORED_AT_ONCE], output)
+    return found
+
+
+NOTHING: Mapping[str, float] = types.MappingProxyType({})
+"""No metrics."""

@@ -1,0 +1,188 @@
+"""Preferences: the model learns which of two answers is better, against itself as it was at the start."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config.texts import Preference
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.evaluate import Tested
+from jaxrl_llm.learner import Forward, Sample
+from jaxrl_llm.learner.comparisons import PairLoss
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rules import NotANumber
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.dataset import (
+    DatasetStage,
+    Drawn,
+    Resources,
+    check_positions,
+    check_tokenizer,
+    examination,
+    prints_of,
+    programs_of,
+    read_data,
+    scored,
+    size_line,
+)
+from jaxrl_llm.tasks import Ranked
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import TrainState
+
+REFERENCE = "reference.npz"
+"""In the run's directory: what the model gave every answer at the start."""
+SIGNS = (1.0, -1.0)
+"""Of a pair's better and worse answer."""
+
+
+Sums = dict[str, np.ndarray]
+"""Log-probabilities of both answers of each pair, summed over their tokens: nats, float64[n, 2] by the data's part."""
+
+
+def at_start(path: Path, key: str, leads: bool, compute: Callable[[], Sums]) -> Sums:
+    """What the model gives the pairs before its first step: computed once, kept in the run's directory.
+
+    That model itself need not be kept: its log-probabilities are all that the loss reads of it.
+
+    Args:
+      path: of the file.
+      key: says of which pairs they are; a file of others is made anew.
+      leads: whether this process writes.
+      compute: does so.
+    """
+    if path.is_file():
+        with np.load(path) as file:
+            found = {name: file[name] for name in file.files}
+        if str(found.pop("key")) == key:
+            return found
+    known = compute()
+    if leads:
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("wb") as file:
+            np.savez(file, key=np.asarray(key), **known)
+        os.replace(temporary, path)
+    return known
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceStage(DatasetStage):
+    """A run that learns from pairs once its files are read.
+
+    Attributes:
+      loss: of each pair.
+      known: what the reference gives the pairs ``train`` and ``held_out``.
+      places: of each pair among those to learn from, by where it stands.
+      status: hears what is going on.
+    """
+
+    loss: Any
+    known: Sums
+    places: Mapping[str, int]
+    status: Callable[[str], None]
+
+    def samples(
+        self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
+    ) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Both answers of each pair, which stay together."""
+        known = self.known["train"]
+        groups = [pair_samples(pair, known[self.places[pair.where]], number) for number, pair in enumerate(batch.rows)]
+        learned = float(sum(len(sample.tokens) for group in groups for sample in group))
+        return groups, {"tokens": learned}
+
+    def test(self, weights: Decoder) -> Tested | None:
+        """Accuracy and margin on the pairs that are held out, and answers to a task's problems."""
+        numbers = {}
+        if self.held_out:
+            gap = sums(self.forward, weights, self.held_out, self.status) - self.known["held_out"]
+            if self.loss.average:
+                gap /= np.asarray([[len(tokens) for tokens in pair.completions] for pair in self.held_out])
+            margin = gap[:, 0] - gap[:, 1]
+            numbers = {
+                "eval/pairs/accuracy": float(np.mean((np.sign(margin) + 1) / 2)),
+                "eval/pairs/margin": float(self.loss.beta * np.mean(margin)),
+            }
+        answers = None if self.exam is None else self.exam(weights)
+        return Tested(numbers, answers) if numbers or answers else None
+
+
+def sums(forward: Forward, model: Decoder, pairs: Sequence[Ranked], status: Callable[[str], None]) -> np.ndarray:
+    """Log-probabilities of the answers, summed over their tokens, nats: float64[n, 2]."""
+    samples = [sample for number, pair in enumerate(pairs) for sample in pair_samples(pair, (0.0, 0.0), number)]
+    found = scored(forward, model, samples, "logp", lambda text: status(f"comparing: {text}"))
+    return np.asarray([np.sum(logp, dtype=np.float64) for logp in found]).reshape(-1, len(SIGNS))
+
+
+def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[Sample]:
+    """The better and the worse answer as the learner sees them; ``number``: what the two have in common."""
+    return [
+        Sample(
+            pair.prompt,
+            tokens,
+            np.ones(len(tokens), bool),
+            {"sign": sign, "ref_logp": float(logp)},
+            together=number,
+        )
+        for tokens, sign, logp in zip(pair.completions, SIGNS, reference, strict=True)
+    ]
+
+
+def resources(run: Preference, peers: Peers, directory: Path) -> Resources:
+    """The verifiers' processes."""
+    return Resources(run, peers, directory)
+
+
+def check_pairs(rows: Sequence[Ranked]) -> None:
+    """Refuse rankings of more than two."""
+    for row in rows:
+        if len(row.completions) != len(SIGNS):
+            raise InputError(
+                f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
+                "the worst, or train a RewardModel, which learns from rankings"
+            )
+
+
+def prepare(
+    run: Preference, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
+) -> PreferenceStage:
+    """Read the pairs, or collect them; build what learns and tests.
+
+    Raises:
+      InputError: data that the run cannot work with.
+    """
+    check_tokenizer(run, tokenizer)
+    check_positions(run.batch.max_tokens, model, "batch.max_tokens")
+    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
+    data = run.data
+    loaded = read_data(run, data, tokenizer, model.config.tokens.eos, progress)
+    check_pairs((*loaded.train, *loaded.held_out))
+    prints = prints_of(loaded)
+    peers.check_same(f"pairs of {data.label}", str(prints))
+    forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
+
+    def compute() -> Sums:
+        parts = {"train": loaded.train, "held_out": loaded.held_out}
+        return {name: sums(forward, model, pairs, progress.status) for name, pairs in parts.items()}
+
+    return PreferenceStage(
+        training=training,
+        forward=forward,
+        label=data.label,
+        problems=prints,
+        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        notes=[size_line(run, loaded, "pairs")],
+        own_model=True,
+        rows=loaded.train,
+        held_out=loaded.held_out,
+        count=run.batch.rows,
+        seed=run.seed,
+        exam=exam,
+        loss=run.loss,
+        known=at_start(resources.directory / REFERENCE, json.dumps(prints, sort_keys=True), peers.leads, compute),
+        places={pair.where: place for place, pair in enumerate(loaded.train)},
+        status=progress.status,
+    )

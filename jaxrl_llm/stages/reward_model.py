@@ -1,0 +1,164 @@
+"""Reward models: a decoder with a scalar head learns to score answers, or the steps of solutions."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config.texts import RewardModel
+from jaxrl_llm.evaluate import Tested
+from jaxrl_llm.learner import Sample
+from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
+from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.rules import NotANumber
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.dataset import (
+    DatasetStage,
+    Drawn,
+    Resources,
+    check_positions,
+    check_tokenizer,
+    config_of,
+    prints_of,
+    programs_of,
+    read_data,
+    scored,
+    size_line,
+)
+from jaxrl_llm.tasks import Ranked, Stepped, Steps
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import TrainState
+
+AFTER = 0
+"""Stands behind the last token: what is predicted there is the value of all that was read. No token is read there."""
+
+
+def ranked_samples(row: Ranked, number: int) -> list[Sample]:
+    """The completions of one prompt as ``learner.comparisons.Ranking`` wants them."""
+    return [
+        scored_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
+        for rank, tokens in enumerate(row.completions)
+    ]
+
+
+def scored_sample(
+    prompt: np.ndarray, tokens: np.ndarray, scalars: dict[str, float], number: int | None = None, counted: bool = True
+) -> Sample:
+    """A completion whose score is the value at its ``last`` place, one behind its last token."""
+    mask = np.zeros(len(tokens) + 1, bool)
+    mask[-1] = counted
+    return Sample(prompt, np.append(tokens, AFTER), mask, scalars | {"last": float(len(tokens))}, together=number)
+
+
+def stepped_sample(row: Stepped) -> Sample:
+    """A solution as ``learner.comparisons.StepEntropy`` wants it."""
+    size = len(row.tokens) + 1
+    mask = np.zeros(size, bool)
+    labels = np.zeros(size, np.float32)
+    mask[row.ends + 1] = True
+    labels[row.ends + 1] = row.labels
+    return Sample(row.prompt, np.append(row.tokens, AFTER), mask, arrays={"labels": labels})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardStage(DatasetStage):
+    """A run that teaches a reward model once its files are read.
+
+    Attributes:
+      status: hears what is going on.
+    """
+
+    status: Callable[[str], None]
+
+    def samples(
+        self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
+    ) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Rankings, whose completions stay together, or solutions."""
+        groups = [samples_of(row, number) for number, row in enumerate(batch.rows)]
+        learned = float(sum(len(sample.tokens) - 1 for group in groups for sample in group))
+        return groups, {"tokens": learned}
+
+    def test(self, weights: ScalarModel) -> Tested | None:
+        """Pairs in the right order and their margin, or the entropy and accuracy of steps, of what is held out."""
+        if not self.held_out:
+            return None
+        samples = [sample for number, row in enumerate(self.held_out) for sample in samples_of(row, number)]
+        found = scored(self.forward, weights, samples, "values", lambda text: self.status(f"evaluating: {text}"))
+        if isinstance(self.held_out[0], Stepped):
+            return Tested(step_numbers(self.held_out, found))
+        scores = iter([float(values[-1]) for values in found])
+        return Tested(pair_numbers([[next(scores) for _ in row.completions] for row in self.held_out]))
+
+
+def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
+    """What the learner sees of a row."""
+    return ranked_samples(row, number) if isinstance(row, Ranked) else [stepped_sample(row)]
+
+
+def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of each prompt's scores, best answer first: the share of pairs in order, and their difference, by prompt."""
+    accuracy = []
+    margin = []
+    for row in scores:
+        pairs = [better - worse for place, better in enumerate(row) for worse in row[place + 1 :]]
+        accuracy.append(np.mean((np.sign(pairs) + 1) / 2))
+        margin.append(np.mean(pairs))
+    return {
+        "eval/pairs/accuracy": float(np.mean(accuracy)),
+        "eval/pairs/margin": float(np.mean(margin)),
+        "eval/pairs/reward_mean": float(np.mean([np.mean(row) for row in scores])),
+    }
+
+
+def step_numbers(rows: Sequence[Stepped], values: Sequence[np.ndarray]) -> dict[str, float]:
+    """``eval/steps/loss``, nats, and the share of steps on their label's side of a half."""
+    at_ends = np.concatenate([found[row.ends + 1] for row, found in zip(rows, values, strict=True)]).astype(np.float64)
+    labels = np.concatenate([row.labels for row in rows]).astype(np.float64)
+    loss = labels * np.logaddexp(0, -at_ends) + (1 - labels) * np.logaddexp(0, at_ends)
+    right = (at_ends > 0) == (labels > 0.5)
+    return {"eval/steps/loss": float(np.mean(loss)), "eval/steps/accuracy": float(np.mean(right))}
+
+
+def resources(run: RewardModel, peers: Peers, directory: Path) -> Resources:
+    """The verifiers' processes, where data is collected."""
+    return Resources(run, peers, directory)
+
+
+def prepare(
+    run: RewardModel,
+    model: ScalarModel,
+    tokenizer: Any,
+    mesh: Any,
+    resources: Resources,
+    progress: Progress,
+    peers: Peers,
+) -> RewardStage:
+    """Read the rows, or collect them; build what learns and tests.
+
+    Raises:
+      InputError: data that the run cannot work with.
+    """
+    check_tokenizer(run, tokenizer)
+    config = config_of(model)
+    check_positions(run.batch.max_tokens, model.decoder, "batch.max_tokens")
+    loaded = read_data(run, run.data, tokenizer, config.tokens.eos, progress)
+    prints = prints_of(loaded)
+    peers.check_same(f"rows of {run.data.label}", str(prints))
+    steps = isinstance(run.data, Steps)
+    objective = StepEntropy() if steps else Ranking(run.centre)
+    forward, training = programs_of(run, model, mesh, objective)
+    return RewardStage(
+        training=training,
+        forward=forward,
+        label=run.data.label,
+        problems=prints,
+        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        notes=[size_line(run, loaded, "solutions" if steps else "rankings")],
+        rows=loaded.train,
+        held_out=loaded.held_out,
+        count=run.batch.rows,
+        seed=run.seed,
+        status=progress.status,
+    )

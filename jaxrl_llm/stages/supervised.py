@@ -1,0 +1,110 @@
+"""Supervised fine-tuning: the model learns to continue prompts as texts do."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config.texts import Supervised
+from jaxrl_llm.evaluate import Tested
+from jaxrl_llm.learner import Sample
+from jaxrl_llm.learner.likelihood import NextToken
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rules import NotANumber
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.dataset import (
+    DatasetStage,
+    Drawn,
+    Resources,
+    check_positions,
+    check_tokenizer,
+    examination,
+    prints_of,
+    programs_of,
+    read_data,
+    scored,
+    size_line,
+)
+from jaxrl_llm.tasks import Text
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import TrainState
+
+
+def resources(run: Supervised, peers: Peers, directory: Path) -> Resources:
+    """The verifiers' processes."""
+    return Resources(run, peers, directory)
+
+
+def sample_of(text: Text) -> Sample:
+    """A text as the learner sees it."""
+    return Sample(text.prompt, text.tokens, text.mask)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedStage(DatasetStage):
+    """A run of supervised fine-tuning once its files are read.
+
+    Attributes:
+      status: hears what is going on.
+    """
+
+    status: Callable[[str], None]
+
+    def samples(
+        self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
+    ) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Each text by itself."""
+        samples = [sample_of(text) for text in batch.rows]
+        learned = float(sum(sample.mask.sum() for sample in samples))
+        return [[sample] for sample in samples], {"tokens": learned}
+
+    def test(self, weights: Decoder) -> Tested | None:
+        """The loss on the texts that are held out, and answers to a task's problems."""
+        numbers = text_numbers(self.forward, weights, self.held_out, self.status) if self.held_out else {}
+        answers = None if self.exam is None else self.exam(weights)
+        return Tested(numbers, answers) if numbers or answers else None
+
+
+def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str], None]) -> dict[str, float]:
+    """``eval/text/loss``, nats per token, and the perplexity of it."""
+    samples = [sample_of(text) for text in texts]
+    found = scored(forward, model, samples, "logp", lambda text: status(f"evaluating: {text}"))
+    total = sum(float(np.sum(logp[sample.mask], dtype=np.float64)) for logp, sample in zip(found, samples, strict=True))
+    count = sum(int(sample.mask.sum()) for sample in samples)
+    loss = -total / max(count, 1)
+    return {"eval/text/loss": loss, "eval/text/perplexity": math.exp(min(loss, 700.0))}
+
+
+def prepare(
+    run: Supervised, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
+) -> SupervisedStage:
+    """Read the texts, or collect them; build what learns and tests.
+
+    Raises:
+      InputError: data that the run cannot work with.
+    """
+    check_tokenizer(run, tokenizer)
+    check_positions(run.batch.max_tokens, model, "batch.max_tokens")
+    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
+    data = run.data
+    loaded = read_data(run, data, tokenizer, model.config.tokens.eos, progress)
+    prints = prints_of(loaded)
+    peers.check_same(f"texts of {data.label}", str(prints))
+    forward, training = programs_of(run, model, mesh, NextToken())
+    return SupervisedStage(
+        training=training,
+        forward=forward,
+        label=data.label,
+        problems=prints,
+        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        notes=[size_line(run, loaded, "texts")],
+        rows=loaded.train,
+        held_out=loaded.held_out,
+        count=run.batch.rows,
+        seed=run.seed,
+        exam=exam,
+        status=progress.status,
+    )
