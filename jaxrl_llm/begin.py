@@ -43,10 +43,6 @@ def load(
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
     model = as_trained(run, model)
-    configs.require(
-        weights is None or not stage.own_model,
-        "--from begins with other weights than those that the data was made with: give them as --model RUN@STEP",
-    )
     if start is not None:
         progress.status(f"restoring step {start}")
     parameters = count_of(model)

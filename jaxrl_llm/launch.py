@@ -92,6 +92,8 @@ def begin(
     """The run's directory, and the settings with its date and origin, chosen by process 0; None where the run has done
     its steps."""
     peers.check_same("settings", fingerprint(found.run))
+    if start is not None:
+        configs.check_start(found.run)
 
     def choose() -> tuple[str, str, Any] | None:
         directory, day = choose_directory(found.run, found.name, fresh, start)

@@ -1,6 +1,7 @@
 """What a run is: frozen dataclasses, checked in one place, saved as JSON that loads again."""
 
 from jaxrl_llm.config.answers import check_answers, refuse_readers, verifies
+from jaxrl_llm.config.check_texts import check_start
 from jaxrl_llm.config.code import own_modules
 from jaxrl_llm.config.files import (
     Found,
@@ -57,6 +58,7 @@ __all__ = [
     "as_read",
     "changes",
     "check_answers",
+    "check_start",
     "config_folder",
     "config_names",
     "dated",

@@ -1,7 +1,7 @@
 """What is refused of runs that learn from data, before anything is loaded."""
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config.run import Evaluation
+from jaxrl_llm.config.run import Configuration, Evaluation
 from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
 from jaxrl_llm.config.validation import MAX_SEED, check_learner, require
 from jaxrl_llm.tasks import Collected, Pairs, Steps, Texts
@@ -112,4 +112,17 @@ def _check_testing(run: Supervised | Preference | RewardModel) -> None:
     require(
         not evaluation.every or held_out or evaluation.task is not None,
         f"evaluation.every {evaluation.every} has nothing to test on: set data.holdout above 0, or evaluation.task",
+    )
+
+
+def check_start(run: Configuration) -> None:
+    """Refuse first weights of another run where the run's data is made with its own model.
+
+    Raises:
+      InputError: names the remedy.
+    """
+    own = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
+    require(
+        not (own or isinstance(run, Preference)),
+        "--from would begin with other weights than those that the data is made with: give them as --model RUN@STEP",
     )

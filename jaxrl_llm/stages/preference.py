@@ -175,7 +175,6 @@ def prepare(
         problems=prints,
         rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
         notes=[size_line(run, loaded, "pairs")],
-        own_model=True,
         rows=loaded.train,
         held_out=loaded.held_out,
         count=run.batch.rows,

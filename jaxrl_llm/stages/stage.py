@@ -56,7 +56,6 @@ class Stage:
       ahead: whether the next batch is made with the weights from before this step's update.
       apart: whether making a batch and learning may run at one time.
       measures_kl: whether a rule wants to know how far the policy is after each step.
-      own_model: whether what it learns from was made with the run's model, so that it must begin with that one.
       records: the dataclasses that a batch, or what it leaves, is made of; the run saves them.
     """
 
@@ -71,7 +70,6 @@ class Stage:
     ahead: bool = False
     apart: bool = False
     measures_kl: bool = False
-    own_model: bool = False
     records: ClassVar[Sequence[type]] = ()
 
     def next(self, weights: Any, version: int, left: Any) -> Batch:
