@@ -19,6 +19,7 @@ from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.sharding import platform_of
@@ -161,7 +162,7 @@ def examination(
     questions = questions[: run.evaluation.limit or None]
     test_prompts = tasks.Prompts(tested, tokenizer)
     length = max([*longest, test_prompts.longest(questions)]) + run.answering.max_new_tokens
-    check_positions(length, model, "answering.max_new_tokens")
+    check_positions(length, model.config, "answering.max_new_tokens")
     compute = compute_for(run.learner, model.config, platform_of(mesh))
     shapes = _decoder_shapes(model, compute.dtype, platform_of(mesh))
     engine = Engine(shapes, run.answering.slots, length, run.answering.chunk, mesh)
@@ -183,9 +184,9 @@ def _decoder_shapes(model: Decoder, dtype: Any, platform: str) -> Decoder:
     return jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform), model)
 
 
-def check_positions(length: int, model: Decoder, field: str) -> None:
+def check_positions(length: int, config: ModelConfig, field: str) -> None:
     """Refuse what is longer than the model was made for; before anything is compiled."""
-    positions = model.config.attention.max_positions
+    positions = config.attention.max_positions
     configs.require(
         length <= positions,
         f"{field} needs {length} positions, and the model was made for {positions}: lower it by {length - positions}",
@@ -233,7 +234,7 @@ def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> t
     return Forward(layout, compute, 1.0, mesh), (Training((objective,), update),)
 
 
-def config_of(model: Any) -> Any:
+def config_of(model: Any) -> ModelConfig:
     """The architecture of a decoder, or of a scalar model's."""
     return getattr(model, "decoder", model).config
 

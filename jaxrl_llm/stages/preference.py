@@ -155,7 +155,7 @@ def prepare(
       InputError: data that the run cannot work with.
     """
     check_tokenizer(run, tokenizer)
-    check_positions(run.batch.max_tokens, model, "batch.max_tokens")
+    check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
     exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
     data = run.data
     loaded = read_data(run, data, tokenizer, model.config.tokens.eos, progress)

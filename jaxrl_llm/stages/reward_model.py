@@ -142,7 +142,7 @@ def prepare(
     """
     check_tokenizer(run, tokenizer)
     config = config_of(model)
-    check_positions(run.batch.max_tokens, model.decoder, "batch.max_tokens")
+    check_positions(run.batch.max_tokens, config, "batch.max_tokens")
     loaded = read_data(run, run.data, tokenizer, config.tokens.eos, progress)
     prints = prints_of(loaded)
     peers.check_same(f"rows of {run.data.label}", str(prints))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 
@@ -59,6 +59,9 @@ def count(value: int) -> str:
 COLUMNS = (
     Column("reward", "reward/mean", 7, short, 0),
     Column("accuracy", "reward/accuracy", 8, lambda value: f"{100 * value:.1f} %", 1),
+    Column("pairs", "pairs/accuracy", 7, lambda value: f"{100 * value:.1f} %", 1),
+    Column("steps right", "steps/accuracy", 11, lambda value: f"{100 * value:.1f} %", 1),
+    Column("loss", "loss", 7, short, 8),
     Column("length", "completions/mean_length", 7, lambda value: f"{value:.1f}", 4),
     Column("entropy", "entropy", 7, short, 6),
     Column("grad norm", "grad_norm", 9, short, 7),
@@ -87,11 +90,15 @@ class Columns:
         return (" " * self.gap).join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
 
 
-def columns_for(width: int) -> Columns:
-    """The widest layout within ``width`` characters: narrow gaps first, then without columns of high rank."""
-    layout = Columns()
+def columns_for(width: int, metrics: Collection[str]) -> Columns:
+    """The widest layout within ``width`` characters: narrow gaps first, then without columns of high rank.
+
+    ``metrics``: names of those that the run has; a column of another one is not there.
+    """
+    there = tuple(column for column in COLUMNS if column.metric in metrics)
+    layout = Columns(there)
     if layout.width > width:
-        layout = Columns(gap=1)
+        layout = Columns(there, gap=1)
     while layout.width > width and layout.columns:
         least = max(layout.columns, key=lambda column: column.rank)
         layout = Columns(tuple(column for column in layout.columns if column is not least), gap=1)

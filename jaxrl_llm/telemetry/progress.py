@@ -144,7 +144,7 @@ class _Terminal:
         return self._spinner
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
-        layout = columns.columns_for(self._console.width)
+        layout = columns.columns_for(self._console.width, metrics)
         if self._rows % HEADING_EVERY == 0:
             self._console.print(Text(columns.heading(layout), style="bold"))
         self._rows += 1
