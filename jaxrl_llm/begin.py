@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state, reset_reference
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.heads import split
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
@@ -78,7 +78,7 @@ def count_of(model: Any) -> int:
 def begin(
     run: Run,
     stage: Stage,
-    model: Decoder,
+    model: Any,
     store: Checkpoints,
     start: int | None,
     mesh: Any,
@@ -96,7 +96,7 @@ def begin(
             state = borrowed(state, run, weights, mesh, note)
     else:
         like = abstract_state(model, optimiser, stage.reference, lora, others)
-        state, data = store.restore(start, like, mesh, model)
+        state, data = store.restore(start, like, mesh, split(model)[0])
         host = LoopState.from_json(data, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
     return state, host
