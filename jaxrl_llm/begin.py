@@ -13,7 +13,7 @@ from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state, reset_reference
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.heads import split
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
@@ -41,12 +41,12 @@ def load(
     """
     progress.status(f"loading {run.model}")
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+    trained = as_trained(run, model)
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
-    model = as_trained(run, model)
     if start is not None:
         progress.status(f"restoring step {start}")
-    parameters = count_of(model)
-    state, host = begin(run, stage, model, store, start, mesh, weights, progress.note)
+    parameters = count_of(trained)
+    state, host = begin(run, stage, trained, store, start, mesh, weights, progress.note)
     check_problems(host.problems, stage.problems, stage.label)
     host.problems = stage.problems
     device = jax.devices()[0].device_kind
@@ -79,7 +79,7 @@ def count_of(model: Any) -> int:
 def begin(
     run: Configuration,
     stage: Stage,
-    model: Decoder,
+    model: Any,
     store: Checkpoints,
     start: int | None,
     mesh: Any,
@@ -97,7 +97,7 @@ def begin(
             state = borrowed(state, run, weights, mesh, note)
     else:
         like = abstract_state(model, optimiser, stage.reference, lora, others)
-        state, data = store.restore(start, like, mesh, model)
+        state, data = store.restore(start, like, mesh, split(model)[0])
         host = LoopState.from_json(data, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
     return state, host

@@ -70,24 +70,32 @@ def _check_name(name: str, directory: Path) -> None:
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
-    """(model, tokenizer or None) of whatever ``load_pretrained`` knows, or of a run: ``RUN`` or ``RUN@STEP``.
+    """(model, tokenizer or None) of whatever ``load_pretrained`` knows, or of a run: ``RUN`` or ``RUN@STEP``; a
+    ``ScalarModel`` of a reward model.
 
     Raises:
       InputError: whatever cannot be found, read or obeyed.
     """
-    from jaxrl_llm.models import load_pretrained
+    from jaxrl_llm.models.pretrained import load_either
 
     trained = find_run(name)
-    return load_pretrained(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
+    return load_either(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
 
 
 def as_trained(run: Configuration, model: Any) -> Any:
-    """What the run trains of the model that it names: a reward model has a scalar head, which begins at 0."""
+    """What the run trains of the model that it names: a reward model has a scalar head, which begins at 0.
+
+    Raises:
+      InputError: another kind of run names a reward model.
+    """
     from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
 
-    if not isinstance(run, configs.RewardModel) or isinstance(model, ScalarModel):
-        return model
-    return with_scalar_head(model)
+    scores = isinstance(model, ScalarModel)
+    if isinstance(run, configs.RewardModel):
+        return model if scores else with_scalar_head(model)
+    if scores:
+        raise InputError(f"{run.model} is a reward model, which scores text and writes none: give a language model")
+    return model
 
 
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
@@ -98,6 +106,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     import jax
 
     from jaxrl_llm.checkpoint import restore_policy
+    from jaxrl_llm.models.heads import split
     from jaxrl_llm.models.lora import attached, create, merge
     from jaxrl_llm.sharding import shardings
 
@@ -105,9 +114,10 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     model = as_trained(run, model)
     if run.learner.lora.rank:
-        adapter = jax.eval_shape(lambda: create(model.config, run.learner.lora, jax.random.key(0)))
-        policy = restore_policy(trained.directory, adapter, mesh, model)
-        found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(model, policy))
+        base, head = split(model)
+        adapter = jax.eval_shape(lambda: create(base.config, run.learner.lora, jax.random.key(0), head))
+        policy = restore_policy(trained.directory, adapter, mesh, base)
+        found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
     else:
         like = jax.eval_shape(lambda m: m, model)
         del model  # only its shapes are needed: two copies of the weights might not fit

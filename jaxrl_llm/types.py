@@ -147,7 +147,7 @@ class Role(NamedTuple):
       params: what is trained: the live model, or the adapter of one.
       opt_state: the optimiser's.
       updates: int32[], optimiser updates so far; the policy's are its version.
-      base: the frozen model that ``params`` adapt; None where they are a model themselves.
+      base: the frozen model that ``params`` adapt; None where they are a model themselves, or adapt the policy's base.
     """
 
     params: Any

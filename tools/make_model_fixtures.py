@@ -1,8 +1,10 @@
 """Make the tiny models under tests/fixtures/models, with the logits that transformers computes for them.
 
+And the reward models under tests/fixtures/reward_models, with their scores.
+
     pip install torch==2.13.0 transformers safetensors gguf
     python tools/make_model_fixtures.py make     # write the fixtures anew
-    python tools/make_model_fixtures.py check    # export each with jaxrl_llm, load it in transformers, compare logits
+    python tools/make_model_fixtures.py check    # export each with jaxrl_llm, load it in transformers, compare results
 
 torch is pinned because another version may change the random weights. Run from the root of the repository.
 """
@@ -12,12 +14,14 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import transformers
 
 FIXTURES = pathlib.Path("tests/fixtures/models")
+REWARDS = pathlib.Path("tests/fixtures/reward_models")
 SHAPE = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -54,6 +58,8 @@ FAMILIES = {
     ),
     "olmo2": (transformers.Olmo2Config, {}),
 }  # fmt: skip
+REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
+REWARD_SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1}
 GGUF = {
     "llama": "LLAMA",
     "qwen2": "QWEN2",
@@ -66,9 +72,10 @@ GGUF = {
 
 def make() -> None:
     """Write every fixture anew."""
-    shutil.rmtree(FIXTURES, ignore_errors=True)
+    for folder in (FIXTURES, REWARDS):
+        shutil.rmtree(folder, ignore_errors=True)
     for seed, (name, (config_class, changes)) in enumerate(FAMILIES.items()):
-        model = random_model(config_class(**SHAPE | changes), seed)
+        model = random_model(transformers.AutoModelForCausalLM, config_class(**SHAPE | changes), seed)
         directory = FIXTURES / name
         model.save_pretrained(directory, max_shard_size="60KB" if name == "qwen3" else "5GB")
         tokens = np.random.RandomState(seed).randint(3, SHAPE["vocab_size"], (2, 20)).astype(np.int32)
@@ -77,14 +84,29 @@ def make() -> None:
         (directory / "config.transformers4.json").write_text(json.dumps(version4(config), indent=2) + "\n")
         if name in GGUF:
             write_gguf(directory, FIXTURES / f"{name}.gguf", GGUF[name])
-    size = sum(file.stat().st_size for file in FIXTURES.rglob("*"))
-    print(f"{len(FAMILIES)} models, {size / 1e6:.2f} MB")
+    for seed, name in enumerate(REWARD_FAMILIES):
+        make_reward_model(name, seed)
+    size = sum(file.stat().st_size for folder in (FIXTURES, REWARDS) for file in folder.rglob("*"))
+    print(f"{len(FAMILIES)} models and {len(REWARD_FAMILIES)} reward models, {size / 1e6:.2f} MB")
 
 
-def random_model(config: transformers.PreTrainedConfig, seed: int) -> torch.nn.Module:
-    """A float32 model whose every parameter is far enough from its usual start to matter."""
+def make_reward_model(name: str, seed: int) -> None:
+    """A sequence classifier of one label, and its scores of right-padded sequences that end with the end token."""
+    config_class, changes = FAMILIES[name]
+    config = config_class(**SHAPE | changes | REWARD_SHAPE)
+    model = random_model(transformers.AutoModelForSequenceClassification, config, seed)
+    model.save_pretrained(REWARDS / name, max_shard_size="20KB" if name == "qwen3" else "5GB")
+    lengths = np.array([12, 7, 3, 10], np.int32)
+    tokens = np.random.RandomState(seed).randint(3, config.vocab_size, (len(lengths), 12)).astype(np.int32)
+    tokens[np.arange(len(lengths)), lengths - 1] = config.eos_token_id
+    tokens[np.arange(12) >= lengths[:, None]] = config.pad_token_id
+    np.savez(REWARDS / name / "example.npz", tokens=tokens, lengths=lengths, scores=scores(model, tokens, lengths))
+
+
+def random_model(kind: type, config: transformers.PreTrainedConfig, seed: int) -> torch.nn.Module:
+    """A float32 model whose every parameter is far enough from its usual start to matter; ``kind`` is an Auto class."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -99,6 +121,13 @@ def logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     """float32[B, T, V]"""
     with torch.no_grad():
         return model(torch.from_numpy(tokens).long()).logits.float().numpy()
+
+
+def scores(model: torch.nn.Module, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """float32[B], of all rows in one batch."""
+    mask = torch.from_numpy(np.arange(tokens.shape[1]) < lengths[:, None]).long()
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long(), attention_mask=mask).logits[:, 0].float().numpy()
 
 
 def version4(config: dict) -> dict:
@@ -187,20 +216,32 @@ def converted(name: str, tensor: np.ndarray, config: dict) -> np.ndarray:
 
 def check() -> None:
     """Export every fixture with jaxrl_llm and compare what transformers computes from the export."""
-    from jaxrl_llm.models import load_pretrained, save_pretrained
+    from jaxrl_llm.models import load_pretrained, load_scalar
 
     for name in FAMILIES:
-        example = np.load(FIXTURES / name / "example.npz")
-        model, _ = load_pretrained(FIXTURES / name)
-        with tempfile.TemporaryDirectory() as folder:
-            save_pretrained(model, None, pathlib.Path(folder) / "export")
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                pathlib.Path(folder) / "export", dtype=torch.float32, attn_implementation="eager"
-            )
-            difference = np.abs(logits(loaded, example["tokens"]) - example["logits"]).max()
-        print(f"{name:14} {type(loaded).__name__:20} largest difference of logits {difference:.1e}")
-        if difference > 1e-5:
-            raise SystemExit(f"{name}: the export is another model")
+        loaded, example = exported(transformers.AutoModelForCausalLM, load_pretrained, FIXTURES / name)
+        report(loaded, name, np.abs(logits(loaded, example["tokens"]) - example["logits"]).max())
+    for name in REWARD_FAMILIES:
+        loaded, example = exported(transformers.AutoModelForSequenceClassification, load_scalar, REWARDS / name)
+        found = scores(loaded, example["tokens"], example["lengths"])
+        report(loaded, name, np.abs(found - example["scores"]).max())
+
+
+def exported(kind: type, load: Callable, directory: pathlib.Path) -> tuple[torch.nn.Module, dict]:
+    """What transformers reads of jaxrl_llm's export of a fixture, and the fixture's example."""
+    from jaxrl_llm.models import save_pretrained
+
+    with tempfile.TemporaryDirectory() as folder, np.load(directory / "example.npz") as example:
+        save_pretrained(load(directory)[0], None, pathlib.Path(folder) / "export")
+        export = pathlib.Path(folder) / "export"
+        return kind.from_pretrained(export, dtype=torch.float32, attn_implementation="eager"), dict(example)
+
+
+def report(loaded: torch.nn.Module, name: str, difference: float) -> None:
+    """Say how far an export is from its fixture, and end where it is another model."""
+    print(f"{name:14} {type(loaded).__name__:32} largest difference {difference:.1e}")
+    if difference > 1e-5:
+        raise SystemExit(f"{name}: the export is another model")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.heads import ScalarModel, split
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import shardings
 from jaxrl_llm.types import Role, TrainState
@@ -21,17 +22,17 @@ class NewRole(NamedTuple):
     Attributes:
       name: the role's.
       first: its first parameters, from the model that training begins with; they may share its arrays, which are
-        copied.
+        copied. An adapter is beside the policy's base, where that has one.
       optimiser: from ``build``.
     """
 
     name: str
-    first: Callable[[Decoder], Any]
+    first: Callable[[Any], Any]
     optimiser: optax.GradientTransformation
 
 
 def create_state(
-    model: Decoder,
+    model: Decoder | ScalarModel,
     optimiser: optax.GradientTransformation,
     reference: bool,
     mesh: Mesh,
@@ -42,8 +43,8 @@ def create_state(
     """A fresh state laid out on the mesh; the reference and every role have buffers of their own.
 
     Args:
-      model: the policy, or with ``lora`` the base. Donated: where it lies as it should already, its arrays become the
-        state's.
+      model: the policy, or with ``lora`` the base; of a scalar model the decoder is the base, and the head is trained
+        with the adapter. Donated: where it lies as it should already, its arrays become the state's.
       optimiser: the policy's, from ``build``.
       reference: whether the state has one.
       mesh: where it lives.
@@ -53,14 +54,14 @@ def create_state(
     """
     layout = shardings(abstract_state(model, optimiser, reference, lora, others), mesh)
 
-    def made(model: Decoder) -> TrainState:
+    def made(model: Any) -> TrainState:
         return _fresh(model, optimiser, reference, lora, seed, others)  # each result has a buffer of its own
 
     return jax.jit(made, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
 
 
 def abstract_state(
-    model: Decoder,
+    model: Decoder | ScalarModel,
     optimiser: optax.GradientTransformation,
     reference: bool,
     lora: Lora = Lora(),
@@ -71,15 +72,16 @@ def abstract_state(
 
 
 def _fresh(
-    model: Decoder,
+    model: Decoder | ScalarModel,
     optimiser: optax.GradientTransformation,
     reference: bool,
     lora: Lora,
     seed: int,
     others: Sequence[NewRole],
 ) -> TrainState:
-    params = create(model.config, lora, jax.random.key(seed)) if lora.rank else model
-    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), model if lora.rank else None)}
+    decoder, scalar = split(model)
+    params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
+    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
     for other in others:
         first = other.first(model)
         roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))

@@ -14,7 +14,7 @@ from jaxrl_llm.learner.objectives import Metrics, Objective, combined
 from jaxrl_llm.learner.optimiser import as_before, on_device
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.decoder import cast
-from jaxrl_llm.models.lora import attached
+from jaxrl_llm.models.lora import attached, base_of
 from jaxrl_llm.types import Role, TrainState
 
 Coefficients = dict[str, jax.Array]
@@ -100,7 +100,8 @@ def make_update(
     def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Metrics]:
         coefficients = {key: jnp.asarray(value, jnp.float32) for key, value in coefficients.items()}
         role = state.roles[name]
-        grads, metrics = accumulate(role, packed, objectives, coefficients, compute)
+        whole = role._replace(base=base_of(state, name))
+        grads, metrics = accumulate(whole, packed, objectives, coefficients, compute)
         norm = optax.tree.norm(grads)
         lr = jnp.asarray(rate(role.updates), jnp.float32)
         before = role._replace(opt_state=on_device(role.opt_state))

@@ -1,10 +1,19 @@
 """Language models: load, save, run. Heavy libraries are imported on first use.
 
-``load_pretrained`` and ``save_pretrained`` speak Hugging Face's directories; ``logits`` is the forward pass.
+``load_pretrained``, ``load_scalar`` (reward models) and ``save_pretrained`` speak Hugging Face's directories;
+``logits`` and ``scores`` are the forward pass.
 """
 
 from jaxrl_llm import lazy
 
-__all__ = ["load_pretrained", "logits", "save_pretrained"]
+HOMES = {
+    "load_pretrained": "pretrained",
+    "load_scalar": "pretrained",
+    "logits": "decoder",
+    "save_pretrained": "hf",
+    "scores": "heads",
+}
 
-__getattr__ = lazy.attach(__name__, {"load_pretrained": "pretrained", "save_pretrained": "hf", "logits": "decoder"})
+__all__ = ["load_pretrained", "load_scalar", "logits", "save_pretrained", "scores"]
+
+__getattr__ = lazy.attach(__name__, HOMES)

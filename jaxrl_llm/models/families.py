@@ -29,7 +29,8 @@ class Tensor:
     Attributes:
       name: Hugging Face's name; ``{}`` stands for the layer, and such tensors are stacked over L in ours.
       path: ours, dotted.
-      hf_axes: axis letters of the stored tensor, one word an axis; a word of two letters is two merged axes.
+      hf_axes: axis letters of the stored tensor, one word an axis; a word of two letters is two merged axes, and ``1``
+        an axis of size 1 that ours has not.
       axes: axis letters of ours, without L.
     """
 
@@ -71,6 +72,7 @@ class Family:
     Attributes:
       model_type: Hugging Face's key.
       architecture: the class that transformers loads.
+      classifier: the one that it loads where a score takes the place of the logits: a reward model.
       defaults: every attribute that config.json may set and the model obeys, with the value that holds where it
         is left out (``Mark.REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
@@ -83,6 +85,7 @@ class Family:
 
     model_type: str
     architecture: str
+    classifier: str
     defaults: Mapping[str, Any]
     constants: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
@@ -173,31 +176,32 @@ _SANDWICH_NORMS = (
 )
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM", _defaults(),
+    "llama", "LlamaForCausalLM", "LlamaForSequenceClassification", _defaults(),
     constants={}, tensors=_ENDS + _MATRICES + _PRE_NORMS,
 )  # fmt: skip
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM",
+    "mistral", "MistralForCausalLM", "MistralForSequenceClassification",
     _defaults(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     constants={}, tensors=_ENDS + _MATRICES + _PRE_NORMS, slides=_slides_always,
 )  # fmt: skip
 QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM", _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
+    "qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification",
+    _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
     constants={"attention.bias": True}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS, slides=_slides_above,
 )  # fmt: skip
 QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM",
+    "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
     constants={"attention.qk_norm": "head"}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=_slides_above,
 )  # fmt: skip
 GEMMA2 = Family(
-    "gemma2", "Gemma2ForCausalLM",
+    "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
     _defaults(**_GEMMA, max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     constants={"norm.plus_one": True, "norm.placement": "both"},
     tensors=_ENDS + _MATRICES + _SANDWICH_NORMS, slides=_slides_on_even, scaled_embedding=True,
 )  # fmt: skip
 GEMMA3 = Family(
-    "gemma3_text", "Gemma3ForCausalLM",
+    "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
     _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
               sliding_window_pattern=6),
     constants={"norm.plus_one": True, "norm.placement": "both", "attention.qk_norm": "head"},
@@ -205,7 +209,7 @@ GEMMA3 = Family(
     default_theta=1e6, local_theta=1e4,
 )  # fmt: skip
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", _defaults(rms_norm_eps=1e-5),
+    "olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", _defaults(rms_norm_eps=1e-5),
     constants={"attention.qk_norm": "full", "norm.placement": "post"},
     tensors=_ENDS + _MATRICES + _FULL_NORMS + _POST_NORMS,
 )  # fmt: skip
@@ -222,9 +226,18 @@ def family_of(model_type: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def tensors_of(config: ModelConfig) -> tuple[Tensor, ...]:
-    """The tensors that a checkpoint of this model holds; tied models have no LM head of their own."""
-    return tuple(t for t in FAMILIES[config.family].tensors if not (config.tied_embeddings and t.path == "head"))
+SCORE = Tensor("score.weight", "scalar", "1 D", "D")
+"""What a reward model has in place of the LM head."""
+
+
+def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
+    """The tensors that a checkpoint of this model holds; tied models have no LM head of their own.
+
+    ``scalar``: it is a reward model.
+    """
+    headless = scalar or config.tied_embeddings
+    named = tuple(t for t in FAMILIES[config.family].tensors if not (headless and t.path == "head"))
+    return (*named, SCORE) if scalar else named
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
@@ -232,5 +245,5 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     attention = config.attention
     return {
         "V": config.vocab_size, "D": config.width, "F": config.mlp_width,
-        "N": attention.heads, "K": attention.kv_heads, "H": attention.head_dim,
+        "N": attention.heads, "K": attention.kv_heads, "H": attention.head_dim, "1": 1,
     }  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig, TokenIds
-from jaxrl_llm.models.hf_config import read_config, read_token_ids, write_config, write_token_ids
-from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer
+from jaxrl_llm.models.hf_config import gives_scores, read_config, read_token_ids, write_config, write_token_ids
+from jaxrl_llm.models.tokenizer import load_tokenizer, padded_with, save_tokenizer, special_ids
 from jaxrl_llm.models.weights import (
     StoredTensor,
     open_checkpoint,
@@ -30,41 +30,61 @@ DTYPES = ("float32", "bfloat16", "float16")
 def load_directory(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
     """(model, tokenizer or None) of a Hugging Face directory, every parameter in ``dtype`` and laid out on the mesh.
 
-    InputError where a file is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
+    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label. InputError where a file
+    is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
     """
     from jaxrl_llm.models.decoder import from_parameters
+    from jaxrl_llm.models.heads import with_scalar_head
 
     config, parameters, tokenizer = read_directory(path, dtype, mesh)
-    return from_parameters(config, parameters), tokenizer
+    scalar = parameters.pop("scalar", None)
+    decoder = from_parameters(config, parameters)
+    return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer
 
 
 def read_directory(
     path: str | os.PathLike, dtype: str = "float32", mesh: Any = None
 ) -> tuple[ModelConfig, dict[str, Any], Any | None]:
-    """The same as values: (config, nested dict of JAX arrays, tokenizer or None)."""
+    """The same as values: (config, nested dict of JAX arrays, tokenizer or None).
+
+    A reward model's have its head, ``scalar`` [D].
+    """
     check_dtype(dtype)
     directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"no such model directory: {directory}")
-    config = read_config(read_json(directory / "config.json"))
+    attributes = read_json(directory / "config.json")
+    config = read_config(attributes)
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
     config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
-    return config, read_parameters(config, open_checkpoint(directory), dtype, mesh), tokenizer
+    stored = open_checkpoint(directory)
+    return config, read_parameters(config, stored, dtype, mesh, gives_scores(attributes)), tokenizer
 
 
 def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathLike) -> None:
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
+    A ``ScalarModel`` becomes a sequence classifier with one label, for ``AutoModelForSequenceClassification``. It reads
+    the score at the last token that is not padding, so config and tokenizer name a padding that ends no text
+    (``padding_id``), which may be another than the language model's.
+
     Weights above 5 GB are sharded. The directory appears whole or not at all; InputError where it exists and is not
     empty. The model's arrays must be addressable by this process.
     """
     from jaxrl_llm.models.decoder import to_parameters
+    from jaxrl_llm.models.heads import split
 
-    parameters = to_parameters(model)
-    dtype = parameters["embed"].dtype.name
+    decoder, scalar = split(model)
+    config = decoder.config
+    parameters = to_parameters(decoder)
+    attributes = write_config(config, parameters["embed"].dtype.name, scalar is not None)
+    if scalar is not None:
+        parameters["scalar"] = scalar
+        attributes["pad_token_id"] = padding_id(config, tokenizer)
+        tokenizer = None if tokenizer is None else padded_with(tokenizer, attributes["pad_token_id"])
     with new_directory(directory) as folder:
-        write_directory(folder, write_config(model.config, dtype), to_stored(model.config, parameters), tokenizer)
+        write_directory(folder, attributes, to_stored(config, parameters), tokenizer)
 
 
 def write_directory(
@@ -72,8 +92,9 @@ def write_directory(
 ) -> None:
     """Write every file of a model into an existing folder; ``attributes`` is the content of config.json."""
     write_json(folder / "config.json", attributes)
-    ids = write_token_ids(read_token_ids(attributes))
-    write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
+    if not gives_scores(attributes):
+        ids = write_token_ids(read_token_ids(attributes))
+        write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
     write_checkpoint(stored, folder, attributes["torch_dtype"])
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
@@ -116,6 +137,17 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
 
     ends = dict.fromkeys(i for source in sources for i in source.eos if i < config.vocab_size)
     return dataclasses.replace(config, tokens=TokenIds(first("bos"), tuple(ends), first("pad")))
+
+
+def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:
+    """What a reward model's texts are padded with: an id that ends none, since a score is that of the last other token.
+
+    The model's own padding or the token that begins its texts, else a special token, else the smallest id.
+    """
+    tokens = config.tokens
+    special = () if tokenizer is None else special_ids(tokenizer)
+    candidates = (tokens.pad, tokens.bos, *special, *range(config.vocab_size))
+    return next(i for i in candidates if i is not None and i < config.vocab_size and i not in tokens.eos)
 
 
 def check_dtype(dtype: str) -> None:

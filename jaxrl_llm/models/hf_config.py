@@ -14,7 +14,7 @@ HARMLESS = frozenset(
     initializer_range attention_dropout bos_token_id eos_token_id pad_token_id rope_theta rope_scaling rope_parameters
     rope_local_base_freq pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
     _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
-    return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
+    problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
     """.split()
 )
 """Attributes that the table of a family need not know: read elsewhere, or without effect on a forward pass."""
@@ -61,18 +61,35 @@ def _read(attributes: Mapping[str, Any]) -> ModelConfig:
     return _assemble(values)
 
 
-def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What config.json says for a model of ours; transformers 4 and 5 both read it.
+def gives_scores(attributes: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a reward model, which is a sequence classifier of one label, not of a language model.
+
+    InputError for a classifier of several labels.
+    """
+    names = attributes.get("architectures") or ()
+    if not any(str(name).endswith("ForSequenceClassification") for name in names):
+        return False
+    # transformers' own reading: names of the labels before their number, and two where it knows neither.
+    labels = attributes.get("id2label")
+    count = attributes.get("num_labels", 2) if labels is None else len(labels)
+    if count != 1:
+        raise InputError(f"config.json is of a classifier of {count} labels; a reward model has one (num_labels=1)")
+    return True
+
+
+def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[str, Any]:
+    """What config.json says for a model of ours; transformers 4 and 5 both read it. ``scalar``: it is a reward model.
 
     InputError where the family's config.json has no words for one of the values.
     """
     family = FAMILIES[config.family]
     values = _flatten(config)
     written: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family.classifier if scalar else family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
     }
+    written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
     written |= {name: values[FIELDS[name]] for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
     written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}

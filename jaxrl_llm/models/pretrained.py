@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import BUILTIN
+from jaxrl_llm.models.builtin import BUILTIN, Builtin
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -19,25 +19,78 @@ def load_pretrained(
 
     ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is born in its
     layout there, and each process reads only what its devices hold; otherwise all are on the default device.
-    InputError, in one line, for whatever cannot be found, read or obeyed.
+    InputError, in one line, for whatever cannot be found, read or obeyed; for a reward model too.
     """
-    from jaxrl_llm.models.gguf import load_gguf
-    from jaxrl_llm.models.hf import check_dtype, load_directory
+    place = _found(path_or_name, dtype)
+    if _gives_scores(place):
+        raise InputError(
+            f"{path_or_name} is a reward model, which scores text and writes none: give a language model, or read it "
+            "with load_scalar"
+        )
+    return _load(place, dtype, mesh)
+
+
+def load_scalar(
+    path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None, fresh: bool = False
+) -> tuple[Any, Any | None]:
+    """(``ScalarModel``, tokenizer or None) of a reward model: a directory or hub id of a sequence classifier.
+
+    The other arguments are those of ``load_pretrained``. With ``fresh`` a language model is taken too, with a head
+    whose every score is 0 in place of its own; without it InputError.
+    """
+    from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
+    from jaxrl_llm.sharding import laid_out, shardings
+
+    place = _found(path_or_name, dtype)
+    if not fresh and not _gives_scores(place):
+        raise InputError(
+            f"{path_or_name} is a language model, which has no score: give a reward model, a directory of "
+            "...ForSequenceClassification with one label, or begin a new one with fresh=True"
+        )
+    model, tokenizer = _load(place, dtype, mesh)
+    if isinstance(model, ScalarModel):
+        return model, tokenizer
+    model = with_scalar_head(model)
+    return model if mesh is None else laid_out(model, shardings(model, mesh)), tokenizer
+
+
+def load_either(path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
+    """What there is: a ``Decoder`` as ``load_pretrained`` gives it, or a ``ScalarModel`` as ``load_scalar`` does."""
+    return _load(_found(path_or_name, dtype), dtype, mesh)
+
+
+def _found(path_or_name: str | os.PathLike, dtype: str) -> Path | Builtin:
+    """Where a model is read from: a directory, a .gguf file, or what is built in; one of the hub is fetched."""
+    from jaxrl_llm.models.hf import check_dtype
 
     check_dtype(dtype)
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
-    if path.is_dir():
-        return load_directory(path, dtype, mesh)
-    if name.endswith(".gguf"):
-        return load_gguf(path, dtype, mesh)
+    if path.is_dir() or name.endswith(".gguf"):
+        return path
     if name in BUILTIN:
-        return BUILTIN[name].load(dtype, mesh)
+        return BUILTIN[name]
     if path.exists():
         raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
     if looks_like_hub_id(name):
-        return load_directory(_fetch(name), dtype, mesh)
+        return _fetch(name)
     raise InputError(_unknown(name))
+
+
+def _gives_scores(place: Path | Builtin) -> bool:
+    from jaxrl_llm.models.hf_config import gives_scores
+    from jaxrl_llm.models.weights import read_json
+
+    return isinstance(place, Path) and place.is_dir() and gives_scores(read_json(place / "config.json"))
+
+
+def _load(place: Path | Builtin, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
+    from jaxrl_llm.models.gguf import load_gguf
+    from jaxrl_llm.models.hf import load_directory
+
+    if isinstance(place, Builtin):
+        return place.load(dtype, mesh)
+    return load_directory(place, dtype, mesh) if place.is_dir() else load_gguf(place, dtype, mesh)
 
 
 def check_name(name: str) -> None:

@@ -1,5 +1,6 @@
 """Tokenizers as transformers' fast ones, without torch: read from a directory, or built from a byte-level BPE table."""
 
+import copy
 import dataclasses
 import os
 from pathlib import Path
@@ -68,6 +69,23 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     # transformers 5 renamed the general fast class; version 4 knows only the old name, version 5 knows both.
     if written.get("tokenizer_class") == "TokenizersBackend":
         write_json(directory / "tokenizer_config.json", written | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def special_ids(tokenizer: Any) -> list[int]:
+    """The ids of the tokens that are no text, in order."""
+    return sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def padded_with(tokenizer: Any, index: int) -> Any:
+    """A tokenizer that pads with this token; the same one where it does so already.
+
+    It does not pad at all where the token is text: as a special token it would be cut out of texts.
+    """
+    if tokenizer.pad_token_id == index:
+        return tokenizer
+    other = copy.deepcopy(tokenizer)
+    other.pad_token = other.convert_ids_to_tokens(index) if index in special_ids(tokenizer) else None
+    return other
 
 
 def build_tokenizer(pairs: BytePairs) -> Any:

@@ -47,33 +47,39 @@ def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def to_ours(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     """A checkpoint's array in our axes (one layer)."""
-    letters = tensor.hf_axes.replace(" ", "")
+    letters = _letters(tensor)
     split = array.reshape([sizes[letter] for letter in letters])
     return split.transpose([letters.index(letter) for letter in tensor.axes])
 
 
 def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     """Our array (one layer) in the checkpoint's axes; the inverse of ``to_ours``."""
-    letters = tensor.hf_axes.replace(" ", "")
+    letters = _letters(tensor)
     split = array.transpose([tensor.axes.index(letter) for letter in letters])
     return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
 
 
+def _letters(tensor: Tensor) -> str:
+    """The axes of a checkpoint's tensor that ours has too, in its order."""
+    return tensor.hf_axes.replace(" ", "").replace("1", "")
+
+
 def read_parameters(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None
+    config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None, scalar: bool = False
 ) -> dict[str, Any]:
     """Our nested dict of JAX arrays of one dtype, each laid out on the mesh by the rules of ``sharding``.
 
-    Without a mesh they are on the default device. InputError names a missing, unknown or misshapen tensor.
+    Without a mesh they are on the default device. Of a reward model (``scalar``) ``scalar`` [D] is among them, and no
+    LM head. InputError names a missing, unknown or misshapen tensor.
     """
     import jax.numpy as jnp
 
     from jaxrl_llm.sharding import from_parts, layout_of
 
-    check_tensors(config, stored)
+    check_tensors(config, stored, scalar)
     kind = jnp.dtype(dtype)
     parameters = {}
-    for tensor in tensors_of(config):
+    for tensor in tensors_of(config, scalar):
         shape = our_shape(tensor, config)
         read = functools.partial(read_part, config, tensor, stored, kind)
         if mesh is None:
@@ -112,7 +118,7 @@ def _part_of_one(
     cuts = []
     found = dict(sizes)
     for word in tensor.hf_axes.split():
-        outer = place[word[0]]
+        outer = place.get(word[0], slice(0, 1))
         run = math.prod(sizes[letter] for letter in word[1:])
         cuts.append(slice(outer.start * run, outer.stop * run))
         found[word[0]] = outer.stop - outer.start
@@ -121,11 +127,11 @@ def _part_of_one(
     return array[tuple(slice(None) if letter in outermost else place[letter] for letter in tensor.axes)]
 
 
-def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scalar: bool = False) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of the configuration."""
     sizes = axis_sizes(config)
     wanted = {}
-    for tensor in tensors_of(config):
+    for tensor in tensors_of(config, scalar):
         wanted |= dict.fromkeys(_names(tensor, config.layers), hf_shape(tensor, sizes))
     missing = [name for name in wanted if name not in stored]
     if missing:
@@ -140,10 +146,13 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> No
 
 
 def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names."""
+    """The checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names.
+
+    Those of a reward model where ``scalar`` is among them.
+    """
     sizes = axis_sizes(config)
     stored = {}
-    for tensor in tensors_of(config):
+    for tensor in tensors_of(config, "scalar" in parameters):
         leaf = _get(parameters, tensor.path)
         for layer, name in enumerate(_names(tensor, config.layers)):
             stored[name] = StoredTensor(hf_shape(tensor, sizes), _reader(tensor, leaf, layer, sizes))
