@@ -31,6 +31,7 @@ from jaxrl_llm.config.saved import (
     to_json,
     whole,
 )
+from jaxrl_llm.config.scored import of_steps, watched
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate, validate_on_devices, validate_on_model
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "load_json",
     "located",
     "notes",
+    "of_steps",
     "own_modules",
     "read",
     "rebuilt",
@@ -74,6 +76,7 @@ __all__ = [
     "validate_on_devices",
     "validate_on_model",
     "verifies",
+    "watched",
     "whole",
     "with_recipe",
 ]
