@@ -66,7 +66,7 @@ class Completion:
       extras: further arrays by name, one row for each token: ``entropy`` float32[T], nats, of the policy at the
         sampling temperature; where they were asked for, ``policy_logp`` float32[T], nats, at temperature 1 with nothing
         cut off, and ``kept`` uint32[T, ceil(V / 32)], the tokens that truncation kept, token v as bit v % 32 of word v
-        // 32.
+        // 32; once scored by step rewards, ``step_rewards`` float32[T], NaN where no step ends.
       text: the decoded tokens without special ones; empty until a tokenizer has seen it.
     """
 
@@ -89,7 +89,7 @@ class Group:
       completions: The G completions.
       rewards: float64[G], what the advantage sees; NaN where unscorable.
       accuracy: float64[G], the verifier's; 1 or more is correct, NaN where nothing is verified.
-      parts: float64[G] for each reward by name, unweighted.
+      parts: float64[G] for each reward by name, unweighted, and for the costs of constraints and the gate.
     """
 
     problem: Problem

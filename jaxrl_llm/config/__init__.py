@@ -34,6 +34,7 @@ from jaxrl_llm.config.saved import (
     to_json,
     whole,
 )
+from jaxrl_llm.config.scored import of_steps, watched
 from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate_on_devices, validate_on_model
 
@@ -73,6 +74,7 @@ __all__ = [
     "load_json",
     "located",
     "notes",
+    "of_steps",
     "own_modules",
     "read",
     "rebuilt",
@@ -87,6 +89,7 @@ __all__ = [
     "validate_on_devices",
     "validate_on_model",
     "verifies",
+    "watched",
     "whole",
     "with_recipe",
 ]

@@ -1,14 +1,15 @@
 """Which runs need reference answers, and what is refused where a task has none."""
 
 from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.scored import bases
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.shaping import Accuracy
 
 
 def verifies(run: Run) -> bool:
-    """Whether the run's rewards compare answers with references."""
-    return any(isinstance(reward, Accuracy) for reward in run.scoring.rewards)
+    """Whether something that the run scores compares answers with references."""
+    return any(isinstance(base, Accuracy) for base in bases(run))
 
 
 def check_answers(run: Run) -> None:

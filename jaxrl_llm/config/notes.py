@@ -5,9 +5,13 @@ Said when the run begins.
 
 import math
 
+from jaxrl_llm.algorithms.advantages import ProcessSupervised
 from jaxrl_llm.config.run import Run, overlong_weight, resolved
+from jaxrl_llm.config.scored import of_steps
+from jaxrl_llm.rewards.bounds import base_of
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.shaping import Accuracy
+from jaxrl_llm.rewards.steps import StepFunction
 
 USUAL_MINIBATCHES = 4
 """What is advised where a paper does not say how many updates it makes of a batch."""
@@ -16,7 +20,7 @@ USUAL_MINIBATCHES = 4
 def notes(run: Run) -> list[str]:
     """Everything to be said of a run before it begins, one line each."""
     run = resolved(run)
-    return [*inert(run), *_short_memory(run), *_rewards(run)]
+    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run)]
 
 
 def inert(run: Run) -> list[str]:
@@ -134,7 +138,7 @@ def _rewards(run: Run) -> list[str]:
     """Punishments that punish nothing, and filters that read something else than they are known for."""
     recipe = run.recipe
     lines = []
-    verified = any(isinstance(reward, Accuracy) for reward in run.scoring.rewards)
+    verified = any(isinstance(base_of(reward), Accuracy) for reward in run.scoring.rewards)
     if recipe.filter_groups and not verified:
         lines.append("no Accuracy among the rewards: groups are filtered by reward")
     if recipe.overlong_share and recipe.overlong_weight is None:
@@ -148,4 +152,28 @@ def _rewards(run: Run) -> list[str]:
             "completions that are cut off are punished but left out of the loss: being cut off is never unlearned; "
             "--recipe.no-drop_truncated"
         )
+    return lines
+
+
+def _steps(run: Run) -> list[str]:
+    """Rewards of steps, or of outcomes, that the estimator does not read."""
+    rewards = run.scoring.rewards
+    steps = of_steps(rewards)
+    estimator = run.recipe.algorithm.advantage
+    kind = type(estimator).__name__
+    lines = []
+    if steps and not estimator.by_token:
+        lines.append(
+            f"{kind} reads outcome rewards: {', '.join(reward.name for reward in steps)} is measured, and nothing "
+            "learns from it; estimators of steps are ProcessSupervised, Whitened and GAE"
+        )
+    if isinstance(estimator, ProcessSupervised):
+        others = [reward.name for reward in rewards if not isinstance(reward, StepFunction) and reward.weight]
+        if others:
+            lines.append(f"{kind} reads the rewards of steps alone: {', '.join(others)} is measured only")
+        if run.recipe.filter_groups:
+            lines.append(
+                f"{kind} reads the rewards of steps, and groups are filtered by {run.recipe.filter_groups}: "
+                "--recipe.filter_groups False"
+            )
     return lines

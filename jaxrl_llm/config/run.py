@@ -8,6 +8,7 @@ from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.recipes import DAPO, Recipe
+from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.shaping import Accuracy, Reward
 from jaxrl_llm.rollout.settings import Rollout
@@ -61,20 +62,26 @@ class Scoring:
 
     Attributes:
       rewards: named parts, or functions of your own (``jaxrl_llm.rewards.forms`` says which); the reward is their
-        weighted sum.
+        weighted sum, without those that value steps (``StepFunction``).
       workers: processes for rewards that may hang or crash.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
       on_error: what such a completion, or one whose reward raises, scores.
+      constraints: limits on the means of costs, each with a multiplier that a rule moves.
+      gate: what a completion must pass to be reinforced; None for nothing.
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)
     workers: int = 2
     timeout_s: float = 5.0
     on_error: float = 0.0
+    constraints: tuple[Constraint, ...] = ()
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         rewards = self.rewards if isinstance(self.rewards, (tuple, list)) else (self.rewards,)
         object.__setattr__(self, "rewards", tuple(as_reward(reward) for reward in rewards))
+        given = self.constraints if isinstance(self.constraints, (tuple, list)) else (self.constraints,)
+        object.__setattr__(self, "constraints", tuple(given))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +149,7 @@ def _(run: Run) -> Run:
     recipe = run.recipe
     algorithm = run.recipe.algorithm
     reads = run.recipe.filter_groups
-    if reads == "accuracy" and not any(isinstance(reward, Accuracy) for reward in run.scoring.rewards):
+    if reads == "accuracy" and not any(isinstance(base_of(reward), Accuracy) for reward in run.scoring.rewards):
         reads = "reward"
     if rollout.temperature is None:
         rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)

@@ -14,6 +14,7 @@ from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards.functions import Local, Lost
+from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.tasks.memory import MISSING, Memory
 
 FREE_TO_CHANGE = (
@@ -72,7 +73,7 @@ def to_json(value: Any) -> Any:
     """
     if isinstance(value, Unsaveable):
         return {"unsaveable": value.why}
-    if isinstance(value, (Local, Memory)):
+    if isinstance(value, (Local, StepFunction, Memory)):
         value = value.to_save()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         why = why_not_found(type(value))

@@ -6,6 +6,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
 from jaxrl_llm.config.run import Run, overlong_weight, resolved
+from jaxrl_llm.config.scored import bases, check_scored, of_steps
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import MUON_RMS, Learner
 from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
@@ -37,6 +38,7 @@ def check_reinforcement(run: Run) -> None:
     _check_recipe(run)
     _check_evaluation(run)
     _check_scoring(run)
+    check_scored(run)
     check_answers(run)
     for task in (run.task, run.evaluation.task):
         if task is not None:
@@ -231,17 +233,16 @@ def _check_recipe(run: Run) -> None:
         "gradient is 0: take kl.K2() or kl.K3Plus(), set kl_in 'reward', or kl_coef 0",
     )
     estimator = algorithm.advantage
-    missing = [name for name in ("values", "step_rewards") if name in estimator.needs]
     require(
-        not missing,
-        f"recipe.algorithm.advantage {type(estimator).__name__} needs {' and '.join(missing)}, which this trainer "
-        "does not make: take an estimator of outcome rewards, such as GroupZScore",
+        "values" not in estimator.needs,
+        f"recipe.algorithm.advantage {type(estimator).__name__} needs values, which this trainer does not make: take "
+        "an estimator of outcome rewards, such as GroupZScore",
     )
     weights = getattr(estimator, "weights", ())
+    count = len(rewards(run)) - len(of_steps(rewards(run)))
     require(
-        not weights or len(weights) == len(rewards(run)),
-        f"recipe.algorithm.advantage.weights has {len(weights)} entries for {len(rewards(run))} rewards: give one "
-        "for each",
+        not weights or len(weights) == count,
+        f"recipe.algorithm.advantage.weights has {len(weights)} entries for {count} rewards: give one for each",
     )
     require(
         not (estimator.several and recipe.shaping),
@@ -293,8 +294,9 @@ def _check_scoring(run: Run) -> None:
     require(bool(scoring.rewards), "scoring.rewards is empty: give at least one, such as Accuracy()")
     for reward in rewards(run):
         shaping.check(reward)
+    for base in bases(run):
         require(
-            run.rollout.repetition.on or not isinstance(reward, RepetitionPenalty),
+            run.rollout.repetition.on or not isinstance(base, RepetitionPenalty),
             "scoring.rewards has RepetitionPenalty, and nothing ends completions that repeat themselves: set "
             "rollout.repetition.longest_period and times, or leave it out",
         )

@@ -48,6 +48,7 @@ def to_samples(
     ]
     estimator = algorithm.advantage
     context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
+    context = _with_steps(context, estimator.by_token, [c for group in groups for c in group.completions], length)
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
     advantages = np.asarray(_estimate(estimator, rewards.astype(np.float32), context, **moved))
     if estimator.by_token:
@@ -93,6 +94,14 @@ def advantage_of(sample: Sample) -> Any:
     return sample.scalars["advantages"] if "advantages" in sample.scalars else sample.arrays["advantages"]
 
 
+def without_gain(sample: Sample) -> Sample:
+    """The sample with ``min(A, 0)`` in place of its advantages A."""
+    least = np.minimum(advantage_of(sample), 0)
+    if "advantages" in sample.scalars:
+        return _with(sample, scalars={"advantages": float(least)})
+    return _with(sample, arrays={"advantages": least})
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _estimate(
     estimator: Any, rewards: np.ndarray, context: AdvantageContext | None, **coefficient: np.float32
@@ -118,6 +127,19 @@ def _context(samples: Sequence[Sample], needs: Sequence[str], length: int, refer
         return context
     old = padded([s.arrays["sampler_logp"] for s in samples], np.float32)
     return context._replace(old_logp=old, ref_logp=padded(reference(samples), np.float32))
+
+
+def _with_steps(
+    context: AdvantageContext | None, by_token: bool, completions: Sequence[Completion], length: int
+) -> AdvantageContext | None:
+    """The context with the rewards of steps, float32[B, T], NaN where none ends, for an estimator by token, if any."""
+    if context is None or not by_token or not any("step_rewards" in c.extras for c in completions):
+        return context
+    steps = np.full((len(completions), length), np.nan, np.float32)
+    for row, completion in zip(steps, completions, strict=True):
+        found = completion.extras.get("step_rewards", ())
+        row[: len(found)] = found
+    return context._replace(step_rewards=steps)
 
 
 def _measured(algorithm: Algorithm, context: AdvantageContext | None) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Rewards: verifiers, shaping, and the scorer that runs them."""
 
+from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, Threshold
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.functions import Function, Local
 from jaxrl_llm.rewards.judge import Judge, Panel
@@ -13,14 +14,18 @@ from jaxrl_llm.rewards.shaping import (
     Reward,
     SoftOverlong,
 )  # fmt: skip
+from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import accuracy
 
 __all__ = [
     "Accuracy",
+    "Constraint",
     "CosineLength",
     "Failures",
     "Format",
     "Function",
+    "Gate",
+    "Hinge",
     "Judge",
     "LengthPenalty",
     "Local",
@@ -30,5 +35,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "SoftOverlong",
+    "StepFunction",
+    "Threshold",
     "accuracy",
 ]

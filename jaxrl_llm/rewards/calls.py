@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import numbers
+import operator
 import os
 import sysconfig
 import traceback
@@ -53,12 +54,15 @@ class Call(NamedTuple):
       items: what is scored; one, unless the form is a batch or waits.
       form: how the function is called.
       timeout_s: for one item, or for the whole of a batch.
+      positions: of a function that values steps, what its positions count (``StepFunction``); empty where it returns
+        numbers.
     """
 
     path: str
     items: Sequence[tuple[Any, Any]]
     form: Form = PLAIN
     timeout_s: float = 5.0
+    positions: str = ""
 
     @property
     def limit_s(self) -> float:
@@ -73,14 +77,14 @@ class Outcome(NamedTuple):
 
     Attributes:
       status: which of these.
-      value: the score.
+      value: the score, or the steps as pairs of a position and a value.
       message: what went wrong, in one line.
       place: ``file:line`` of the function's own code, where it is known.
       trace: the whole traceback, told once for each call.
     """
 
     status: str
-    value: float = 0.0
+    value: Any = 0.0
     message: str = ""
     place: str = ""
     trace: str = ""
@@ -95,7 +99,7 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         result = function(*arguments, **named)
         if inspect.isawaitable(result):
             result = run(_awaited(result))
-        return _scores(result, function, len(call.items)) if call.form.batch else [Outcome("ok", number(result))]
+        return _scores(result, function, call) if call.form.batch else [_scored(result, call, call.items[0])]
     except BaseException as error:  # SystemExit too: one bad item must not end what runs it
         first = _failed(error, function)
         return [first] + [first._replace(trace="")] * (len(call.items) - 1)
@@ -120,7 +124,7 @@ async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], 
         try:
             async with limit:
                 arguments, named = bind(call.form, [item])
-                return Outcome("ok", number(await function(*arguments, **named)))
+                return _scored(await function(*arguments, **named), call, item)
         except Exception as error:
             if limit.expired():
                 return Outcome("timeout", message=overdue(call.timeout_s), place=defined(function))
@@ -149,16 +153,46 @@ def number(result: Any) -> float:
     return value
 
 
-def _scores(result: Any, function: Callable[..., Any], count: int) -> list[Outcome]:
+def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float]]:
+    """What a function says of a completion's steps, as ``StepFunction`` describes it.
+
+    Raises:
+      TypeError: no pairs of a whole number and a number.
+      ValueError: a position outside the completion, or a value that is not finite.
+    """
+    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+        raise TypeError(f"returned {result!r:.80}, which is no list of pairs (position, value)")
+    first, last = (1, len(completion.text)) if positions == "characters" else (0, len(completion.tokens) - 1)
+    found = []
+    for step in result:
+        if isinstance(step, str) or not hasattr(step, "__len__") or len(step) != 2:
+            raise TypeError(f"returned the step {step!r:.80}, which is no pair (position, value)")
+        position, value = step
+        if not hasattr(position, "__index__"):
+            raise TypeError(f"returned the position {position!r:.80}, which is no whole number")
+        if not first <= operator.index(position) <= last:
+            raise ValueError(f"returned the position {position} of a completion with {positions} {first} to {last}")
+        if math.isnan(number(value)):
+            raise ValueError(f"returned nan for the step at {position}; the value of a step is finite")
+        found.append((operator.index(position), number(value)))
+    return found
+
+
+def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
+    return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result))
+
+
+def _scores(result: Any, function: Callable[..., Any], call: Call) -> list[Outcome]:
     """Those of a batch: None is NaN; a score that is none fails alone."""
+    count = len(call.items)
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
         raise TypeError(f"returned {result!r:.80}, which is no list of scores")
     if len(result) != count:
         raise ValueError(f"returned {len(result)} scores for {count} completions")
     outcomes = []
-    for score in result:
+    for score, item in zip(result, call.items, strict=True):
         try:
-            outcomes.append(Outcome("ok", math.nan if score is None else number(score)))
+            outcomes.append(_scored(math.nan if score is None else score, call, item))
         except (TypeError, ValueError) as error:
             outcomes.append(_failed(error, function))
     return outcomes

@@ -124,7 +124,7 @@ def as_reward(given: Any) -> Any:
       InputError: neither.
     """
     if isinstance(given, Function):
-        function = given.path if callable(given.path) else _of_this_program(given.path)
+        function = given.path if callable(given.path) else of_this_program(given.path)
         return given if function is None else _as_function(function, given.weight, given.batch, given.timeout_s)
     value = not isinstance(given, type)
     if value and hasattr(given, "name") and hasattr(given, "weight"):
@@ -137,7 +137,7 @@ def as_reward(given: Any) -> Any:
     return _as_function(given, weight if isinstance(weight, (int, float)) else 1.0, None, None)
 
 
-def _of_this_program(path: str) -> Callable[..., Any] | None:
+def of_this_program(path: str) -> Callable[..., Any] | None:
     """What ``__main__:f`` names: no other process has it."""
     module, _, name = path.partition(":")
     return getattr(sys.modules[module], name, None) if module == "__main__" else None

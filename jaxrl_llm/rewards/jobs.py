@@ -10,6 +10,7 @@ from jaxrl_llm.rewards.calls import Call, Outcome, defined
 from jaxrl_llm.rewards.forms import Form, Item, form_of
 from jaxrl_llm.rewards.functions import Function, Local
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
+from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import Pooled, verdict
 
 BATCH_TIMES = 60
@@ -29,20 +30,24 @@ class Job(NamedTuple):
 
 def form_of_reward(reward: Reward) -> Form | None:
     """How it is called; None where that is known."""
-    if isinstance(reward, (Function, Local)):
+    if isinstance(reward, (Function, Local, StepFunction)):
         return reward.form
     return None if isinstance(reward, (Accuracy, *BUILT_IN)) else form_of(reward)
 
 
 def jobs_of(name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float) -> list[Job]:
     """The calls of a function, of one completion each or of all; ``timeout_s`` is for one completion."""
-    function = None if isinstance(reward, Function) else _callable(reward)
+    named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
+    function = None if named else _callable(reward)
     seconds = getattr(reward, "timeout_s", None) or timeout_s * (BATCH_TIMES if form.batch else 1)
-    path = reward.path if isinstance(reward, Function) else name
+    path = reward.path if named else name
+    positions = reward.positions if isinstance(reward, StepFunction) else ""
     bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
     every = range(len(items))
     shares = [every] if items and (form.batch or form.waits) else [[place] for place in every]
-    return [Job(name, share, Call(path, [bare[at] for at in share], form, seconds), function) for share in shares]
+    return [
+        Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
+    ]
 
 
 def verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndarray], list[Job]]:
@@ -68,4 +73,4 @@ def told(job: Job, reward: Any, outcome: Outcome) -> str:
 
 
 def _callable(reward: Any) -> Callable[..., Any]:
-    return reward.function if isinstance(reward, (Function, Local)) else reward
+    return reward.function if isinstance(reward, (Function, Local, StepFunction)) else reward

@@ -10,6 +10,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.forms import Item
 from jaxrl_llm.rewards.scorer import Scores
+from jaxrl_llm.rewards.steps import added
 
 
 class Judge(Protocol):
@@ -37,7 +38,7 @@ class Panel:
     judges: tuple[Judge, ...]
 
     def score(self, items: Sequence[Item]) -> Scores:
-        """The sum of all judges' rewards, NaN where one of them is.
+        """The sum of all judges' rewards, NaN where one of them is, and that of their step rewards at each token.
 
         Raises:
           InputError: two judges have a part of the same name.
@@ -50,7 +51,9 @@ class Panel:
                 raise InputError(f"two judges call a reward {twice[0]!r}: give one of them another name")
             parts |= scores.parts
         failures = sum((scores.failures for scores in found), Failures())
-        return Scores(np.sum([scores.reward for scores in found], axis=0), found[0].accuracy, parts, failures)
+        stepped = [scores.steps for scores in found if scores.steps]
+        steps = tuple(added(columns) for columns in zip(*stepped, strict=True))
+        return Scores(np.sum([scores.reward for scores in found], axis=0), found[0].accuracy, parts, failures, steps)
 
     def close(self) -> None:
         """Closes all of them."""

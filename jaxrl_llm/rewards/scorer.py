@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
+from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, shaped
 from jaxrl_llm.rewards.calls import Outcome
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.forms import Item
@@ -19,6 +21,7 @@ from jaxrl_llm.rewards.jobs import VERIFIED, Job, form_of_reward, jobs_of, told,
 from jaxrl_llm.rewards.pool import Pool
 from jaxrl_llm.rewards.rehearsal import invented
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
+from jaxrl_llm.rewards.steps import StepFunction, added, by_token, mean_value
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
@@ -33,17 +36,21 @@ class Scores:
     """The scores of n completions.
 
     Attributes:
-      reward: float64[n], the weighted sum of the parts; NaN where a part is.
+      reward: float64[n], the weighted sum of the parts that are rewards of whole completions; NaN where one is.
       accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN where there is
         none.
-      parts: float64[n] for each reward by name, unweighted.
+      parts: float64[n] for each reward by name, unweighted, and for what is only watched; of a step reward the mean
+        over the steps.
       failures: what could not be scored.
+      steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
+        elsewhere; empty where there is no step reward.
     """
 
     reward: np.ndarray
     accuracy: np.ndarray
     parts: dict[str, np.ndarray]
     failures: Failures
+    steps: tuple[np.ndarray, ...] = ()
 
 
 class Scorer:
@@ -55,6 +62,13 @@ class Scorer:
     goes to ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the
     scores of all.
 
+    ``watched``: rewards by the names of their parts that are no part of the sum (``Gate``, costs of constraints). Where
+    their call fails they are NaN: a placeholder could pass for harmless.
+
+    Attributes:
+      tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
+        empty, which is enough where nothing is learned.
+
     Raises:
       InputError: a reward that cannot work, or numbers out of range.
     """
@@ -62,6 +76,7 @@ class Scorer:
     def __init__(
         self, rewards: Sequence[Reward | Callable[..., Any]], workers: int = 2, timeout_s: float = 5.0,
         on_error: float = 0.0, peers: "Peers | None" = None, folder: Path | None = None,
+        watched: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
             raise InputError(
@@ -71,9 +86,14 @@ class Scorer:
         if not rewards:
             raise InputError("there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
+        self._watched = dict(watched or {})
         for reward in self._rewards.values():
             shaping.check(reward)
-        self._forms = {name: form_of_reward(reward) for name, reward in self._rewards.items()}
+        for reward in self._watched.values():
+            check_bound(reward, shaping.check) if isinstance(reward, Gate) else shaping.check(reward)
+        self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._watched).items()}
+        self._forms = {name: form_of_reward(base) for name, base in self._bases.items()}
+        self.tokenizer: Any = None
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._peers = peers
@@ -100,7 +120,7 @@ class Scorer:
           InputError: a problem names an unknown extractor or verifier.
           RuntimeError: the worker processes do not start.
         """
-        return self._divided(items, self._rewards)
+        return self._divided(items, self._rewards | self._watched)
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """``Scores.accuracy`` alone: no reward is called. It raises what ``score`` does."""
@@ -134,24 +154,44 @@ class Scorer:
             self._errors.write_text(failures.trace)
         return dataclasses.replace(scores, failures=failures.explained_in(self._errors))
 
-    def _score(self, items: Sequence[Item], rewards: dict[str, Reward]) -> Scores:
+    def _score(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
         columns, jobs = verified(items, self._timeout_s)
-        for name, reward in rewards.items():
-            if isinstance(reward, BUILT_IN):
-                columns[name] = np.array([reward(*item) for item in items], np.float64)
-            elif not isinstance(reward, Accuracy):
-                columns[name] = np.zeros(len(items))
-                jobs += jobs_of(name, reward, self._forms[name], items, self._timeout_s)
+        bases = {name: self._bases[name] for name in rewards}
+        for name, base in bases.items():
+            if isinstance(base, BUILT_IN):
+                columns[name] = np.array([base(*item) for item in items], np.float64)
+            elif not isinstance(base, Accuracy):
+                columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
+                jobs += jobs_of(name, base, self._forms[name], items, self._timeout_s)
         failed = self._fill(columns, jobs)
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
-        source = {name: VERIFIED if isinstance(reward, Accuracy) else name for name, reward in rewards.items()}
-        parts = {name: columns[column] for name, column in source.items()}
+        source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
+        stepped = {name: columns[name] for name, base in bases.items() if isinstance(base, StepFunction)}
+        whole = {name: shaped(rewards[name], columns[source[name]]) for name in rewards if name not in stepped}
+        for name in whole.keys() & self._watched.keys():
+            lost = [place for column, place in failed if column == source[name]]
+            whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
+        summed = (rewards[name].weight * whole[name] for name in whole if name in self._rewards)
+        reward = sum(summed, np.zeros(len(items)))
+        if math.isnan(self._on_error):
+            reward[[place for column, place in failed if column in stepped]] = np.nan
+        means = {name: np.array([mean_value(steps) for steps in column]) for name, column in stepped.items()}
         return Scores(
-            reward=sum((rewards[name].weight * parts[name] for name in parts), np.zeros(len(items))),
+            reward=reward,
             accuracy=accuracy,
-            parts=parts,
+            parts={name: (means | whole)[name] for name in rewards},
             failures=_failures(failed, source, len(items)),
+            steps=self._by_token(items, stepped),
+        )
+
+    def _by_token(self, items: Sequence[Item], stepped: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, ...]:
+        """``Scores.steps`` of what the step rewards said."""
+        if not stepped or self.tokenizer is None:
+            return ()
+        return tuple(
+            added([by_token(said[at], completion, self._bases[name], self.tokenizer) for name, said in stepped.items()])
+            for at, (_, completion) in enumerate(items)
         )
 
     def _fill(self, columns: dict[str, np.ndarray], jobs: Sequence[Job]) -> dict[tuple[str, int], Outcome]:
@@ -161,10 +201,11 @@ class Scorer:
         for job in jobs:
             outcomes = next(pooled) if job.function is None else self._inside.run(job.function, job.call)
             for place, outcome in zip(job.places, outcomes, strict=True):
-                columns[job.column][place] = outcome.value if outcome.status == "ok" else self._on_error
+                instead = () if job.call.positions else self._on_error
+                columns[job.column][place] = outcome.value if outcome.status == "ok" else instead
                 if outcome.status != "ok":
                     failed[job.column, place] = outcome._replace(
-                        message=told(job, self._rewards.get(job.column), outcome)
+                        message=told(job, self._bases.get(job.column), outcome)
                     )
         return failed
 
@@ -188,14 +229,15 @@ def _plain(scores: Scores) -> dict[str, Any]:
     """As JSON values; exact."""
     parts = {name: part.tolist() for name, part in scores.parts.items()}
     arrays = {"reward": scores.reward.tolist(), "accuracy": scores.accuracy.tolist(), "parts": parts}
-    return arrays | {"failures": vars(scores.failures)}
+    return arrays | {"failures": vars(scores.failures), "steps": [codec.pack(steps) for steps in scores.steps]}
 
 
 def _from_plain(data: dict[str, Any]) -> Scores:
     """The inverse of ``_plain``."""
     parts = {name: np.asarray(part, np.float64) for name, part in data["parts"].items()}
     reward, accuracy = (np.asarray(data[name], np.float64) for name in ("reward", "accuracy"))
-    return Scores(reward, accuracy, parts, Failures(**data["failures"]))
+    steps = tuple(codec.unpack(packed) for packed in data["steps"])
+    return Scores(reward, accuracy, parts, Failures(**data["failures"]), steps)
 
 
 def _interleaved(shares: Sequence[Scores], count: int) -> Scores:
@@ -207,9 +249,11 @@ def _interleaved(shares: Sequence[Scores], count: int) -> Scores:
             out[start :: len(columns)] = column
         return out
 
+    stepped = any(share.steps for share in shares)  # one without items has none
     return Scores(
         reward=whole([share.reward for share in shares]),
         accuracy=whole([share.accuracy for share in shares]),
         parts={name: whole([share.parts[name] for share in shares]) for name in shares[0].parts},
         failures=sum((share.failures for share in shares), Failures()),
+        steps=tuple(shares[at % len(shares)].steps[at // len(shares)] for at in range(count if stepped else 0)),
     )

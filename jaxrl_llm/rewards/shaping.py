@@ -7,8 +7,10 @@ import re
 from collections.abc import Collection, Sequence
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.bounds import Bound, Hinge, Threshold, check_bound
 from jaxrl_llm.rewards.forms import form_of
 from jaxrl_llm.rewards.functions import Function, Local, Lost
+from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
 
@@ -129,7 +131,20 @@ class Format:
 BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format)
 """Rewards that neither hang nor raise: the scorer calls them where it is."""
 
-Reward = Accuracy | SoftOverlong | LengthPenalty | CosineLength | RepetitionPenalty | Format | Function | Local | Lost
+Reward = (
+    Accuracy
+    | SoftOverlong
+    | LengthPenalty
+    | CosineLength
+    | RepetitionPenalty
+    | Format
+    | Hinge
+    | Threshold
+    | Function
+    | Local
+    | StepFunction
+    | Lost
+)
 
 TAKEN = ("mean", "std", "zero_std_fraction", "errors", "timeouts")
 """``reward/<name>`` that is the sum's; no part is called so."""
@@ -162,9 +177,10 @@ def check(reward: Reward) -> None:
 
     Raises:
       InputError: a weight or a time that is no finite number, a length below 1, a bad pattern, a path that names no
-        function, a function that cannot take a problem and a completion, or one that a config.json could not hold.
+        function, a function that cannot take a problem and a completion, one that a config.json could not hold, or a
+        bound that cannot work.
     """
-    if not math.isfinite(reward.weight):
+    if not isinstance(reward.weight, (int, float)) or not math.isfinite(reward.weight):
         raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
     match reward:
         case SoftOverlong() if not 0 < reward.cache <= reward.max_length:
@@ -176,7 +192,9 @@ def check(reward: Reward) -> None:
             raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
         case Format():
             _compiled(reward.pattern)
-        case Function() | Local():
+        case Bound():
+            check_bound(reward, check)
+        case Function() | Local() | StepFunction():
             _check_function(reward)
         case Lost():
             raise InputError(
@@ -185,10 +203,14 @@ def check(reward: Reward) -> None:
             )
 
 
-def _check_function(reward: Function | Local) -> None:
+def _check_function(reward: Function | Local | StepFunction) -> None:
     if reward.timeout_s is not None and not 0 < reward.timeout_s < math.inf:
         raise InputError(f"reward {reward.name} has timeout_s {reward.timeout_s}; give more than 0 seconds, or None")
-    if isinstance(reward, Function) and reward.path.startswith("__main__:"):
+    if isinstance(reward, StepFunction) and reward.positions not in ("characters", "tokens"):
+        raise InputError(f"reward {reward.name} has positions {reward.positions!r}; give characters or tokens")
+    if not isinstance(reward.name, str) or not reward.name or "/" in reward.name:
+        raise InputError(f"a reward has the name {reward.name!r}; give a text without a slash")
+    if not isinstance(reward, Local) and str(reward.path).startswith("__main__:"):
         raise InputError(
             f"{reward.path}: the notebook or script that runs has no {reward.name}; define it before the run"
         )

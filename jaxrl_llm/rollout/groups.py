@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rewards import Failures, Judge
+from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
+
+STEP_REWARDS = "step_rewards"
+"""The extra of a completion that holds the rewards of its steps (``Scores.steps``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +95,12 @@ class RolloutBatch:
 
     @property
     def common(self) -> Iterator[np.ndarray]:
-        """What must be the same on every process: rewards and tokens."""
+        """What must be the same on every process: rewards, those of steps too, and tokens."""
         for group in self.groups:
             yield group.rewards
-            yield from (completion.tokens for completion in group.completions)
+            for completion in group.completions:
+                yield completion.tokens
+                yield from (array for name, array in completion.extras.items() if name == STEP_REWARDS)
 
 
 RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem)
@@ -147,6 +153,8 @@ class GroupSource:
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
         scores = self.judge.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
+        for i, steps in enumerate(scores.steps):
+            done[i] = dataclasses.replace(done[i], extras=done[i].extras | {STEP_REWARDS: steps})
         groups = []
         for index, asked in enumerate(whole):
             at = slice(index * self.group, (index + 1) * self.group)
@@ -205,9 +213,7 @@ def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, flo
     scores = np.stack([g.rewards for g in groups])
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
-    parts = {
-        f"reward/{name}": _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts
-    }
+    parts = {_metric(name): _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts}
     return parts | {
         "reward/mean": _known(np.nanmean, scores),
         "reward/std": _known(np.nanstd, scores),
@@ -217,6 +223,13 @@ def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, flo
         "completions/truncated_fraction": ended.count("length") / len(ended),
         "completions/repetition_fraction": ended.count("repetition") / len(ended) if repetition else math.nan,
     }
+
+
+def _metric(part: str) -> str:
+    """What a part's mean is called."""
+    if part == REJECTED:
+        return f"{part}_fraction"
+    return part if part.startswith("constraint/") else f"reward/{part}"
 
 
 def share_correct(groups: Sequence[Group]) -> float:

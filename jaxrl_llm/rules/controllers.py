@@ -41,3 +41,28 @@ class Controlled:
             return Decision(), own
         coefficient = self.controller(row["kl_coef"], measured, int(row["completions"]))
         return Decision(coefficients={"kl_coef": float(coefficient)}), own
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplier:
+    """``lam <- max(0, lam + rate * (mean cost - limit))``: the multiplier of a constraint for the next step.
+
+    Attributes:
+      cost: the metric that is the step's mean cost.
+      coefficient: what lam is called.
+      limit: of the mean cost.
+      rate: of lam.
+    """
+
+    cost: str
+    coefficient: str
+    limit: float
+    rate: float
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; a step without a cost leaves lam as it is."""
+        cost = row.get(self.cost, math.nan)
+        if math.isnan(cost):
+            return Decision(), own
+        moved = max(0.0, row[self.coefficient] + self.rate * (cost - self.limit))
+        return Decision(coefficients={self.coefficient: moved}), own

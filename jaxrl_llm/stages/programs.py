@@ -42,8 +42,9 @@ def objectives_of(run: Run) -> tuple[Objective, ...]:
 
 
 def moved_by_rules(run: Run) -> dict[str, float]:
-    """The coefficients of the loss that a rule moves from step to step, as before the first step."""
-    return {} if run.recipe.controller is None else {"kl_coef": run.recipe.algorithm.kl_coef}
+    """The coefficients of loss and reward that a rule moves from step to step, as before the first step."""
+    found = {constraint.coefficient: float(constraint.multiplier) for constraint in run.scoring.constraints}
+    return found if run.recipe.controller is None else found | {"kl_coef": run.recipe.algorithm.kl_coef}
 
 
 def coefficients_of(run: Run) -> dict[str, Any]:

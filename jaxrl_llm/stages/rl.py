@@ -18,15 +18,17 @@ from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
 from jaxrl_llm.learner import Sample
-from jaxrl_llm.learner.samples import advantage_of
+from jaxrl_llm.learner.samples import advantage_of, without_gain
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
+from jaxrl_llm.rewards.bounds import REJECTED, Constraint
 from jaxrl_llm.rewards.shaping import named
+from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rules import Controlled, Rule, guards_of, rules_of
+from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
@@ -39,7 +41,8 @@ from jaxrl_llm.types import Group, Problem, TrainState
 def resources(run: Run, peers: Peers, directory: Path) -> Scorer:
     """The run's rewards with their workers."""
     scoring = run.scoring
-    return Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory)
+    watched = configs.watched(run)
+    return Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory, watched)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class Reinforcement(Stage):
         run = self.run
         reference = None if state.reference is None else model_of(state, "reference")
         algorithm = run.recipe.algorithm
-        rewards = np.stack([group.rewards for group in batch.groups])
+        rewards = lagrangian(run.scoring.constraints, batch.groups, coefficients)
         if algorithm.advantage.several:
             algorithm, rewards = separately(algorithm, named(configs.rewards(run)), batch.groups)
         samples, measured = learner.to_samples(
@@ -92,6 +95,8 @@ class Reinforcement(Stage):
             coefficients.get("kl_coef"),
             run.rollout.collect.learn_earlier,
         )
+        if run.scoring.gate is not None:
+            samples = gated(samples, batch.groups)
         teaching = [bool(np.any(advantage_of(sample))) for group in samples for sample in group]
         completions = len(batch.groups) * run.rollout.group
         return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching)), "completions": completions}
@@ -118,6 +123,7 @@ def prepare(
     test_prompts = tasks.Prompts(test_task, tokenizer)
     check_prompts(run, prompts, loaded.train)
     check_prompts(run, test_prompts, problems)
+    scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
     scorer.rehearse(loaded.train[0], tokenizer)
     stops = model.config.tokens.eos
@@ -183,6 +189,8 @@ def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
     rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every)
+    for one in run.scoring.constraints:
+        rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
 
 
@@ -228,7 +236,30 @@ def dropped_endings(run: Run) -> tuple[str, ...]:
 
 
 def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Group]) -> tuple[Algorithm, np.ndarray]:
-    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies."""
+    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies.
+
+    Those of steps are left out.
+    """
+    parts = {name: reward for name, reward in parts.items() if not isinstance(reward, StepFunction)}
     weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in parts.values())
     rewards = np.stack([np.stack([group.parts[name] for group in groups]) for name in parts], axis=-1)
     return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), rewards
+
+
+def lagrangian(
+    constraints: Sequence[Constraint], groups: Sequence[Group], coefficients: Mapping[str, float]
+) -> np.ndarray:
+    """What advantages are made of, float64[P, G]: ``r - sum of lam * (cost - limit)``, NaN where a cost is."""
+    rewards = np.stack([group.rewards for group in groups])
+    for one in constraints:
+        cost = np.stack([group.parts[one.part] for group in groups])
+        rewards = rewards - coefficients[one.coefficient] * (cost - one.limit)
+    return rewards
+
+
+def gated(samples: list[list[Sample]], groups: Sequence[Group]) -> list[list[Sample]]:
+    """The samples, with ``min(A, 0)`` for the advantages of completions that the gate rejects."""
+    return [
+        [without_gain(sample) if out else sample for sample, out in zip(members, group.parts[REJECTED], strict=True)]
+        for members, group in zip(samples, groups, strict=True)
+    ]

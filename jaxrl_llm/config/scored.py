@@ -1,0 +1,75 @@
+"""What a run scores beside the sum of its rewards, and what is refused of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.algorithms.advantages import ProcessSupervised
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards import shaping
+from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, base_of, check_bound
+from jaxrl_llm.rewards.shaping import Reward
+from jaxrl_llm.rewards.steps import StepFunction
+
+
+def watched(run: Run) -> dict[str, Any]:
+    """What is scored beside the rewards, by the names of its parts: the costs of constraints, and the gate."""
+    scoring = run.scoring
+    costs = {constraint.part: constraint.cost for constraint in scoring.constraints}
+    return costs if scoring.gate is None else costs | {REJECTED: scoring.gate}
+
+
+def bases(run: Run) -> list[Any]:
+    """All that is scored, bounds taken off."""
+    return [base_of(reward) for reward in (*run.scoring.rewards, *watched(run).values())]
+
+
+def of_steps(rewards: Sequence[Reward]) -> list[StepFunction]:
+    """Those of the rewards that value steps."""
+    return [reward for reward in rewards if isinstance(reward, StepFunction)]
+
+
+def check_scored(run: Run) -> None:
+    """Refuse bounds that cannot work, and estimators that would not see what is scored.
+
+    Raises:
+      InputError: names the field, its value and the remedy.
+    """
+    scoring = run.scoring
+    estimator = run.recipe.algorithm.advantage
+    kind = type(estimator).__name__
+    for field, values, wanted in (
+        ("constraints", scoring.constraints, Constraint),
+        ("gate", () if scoring.gate is None else (scoring.gate,), Gate),
+    ):
+        for value in values:
+            if not isinstance(value, wanted):
+                raise InputError(f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)")
+            check_bound(value, shaping.check)
+    labels = [constraint.label for constraint in scoring.constraints]
+    twice = {label for label in labels if labels.count(label) > 1}
+    if twice:
+        raise InputError(f"scoring.constraints has two of the name {min(twice)!r}: give one of them another name")
+    if scoring.constraints and (estimator.several or isinstance(estimator, ProcessSupervised)):
+        seen = "each reward alone" if estimator.several else "the rewards of steps alone"
+        raise InputError(
+            f"scoring.constraints changes the sum of the rewards, and {kind} looks at {seen}: set scoring.constraints "
+            "(), or take another estimator"
+        )
+    if "step_rewards" in estimator.needs and not of_steps(scoring.rewards):
+        raise InputError(
+            f"recipe.algorithm.advantage {kind} needs step_rewards, and no reward values steps: add "
+            "StepFunction('module:function') to scoring.rewards, or take an estimator of outcome rewards, such as "
+            "GroupZScore"
+        )
+    if (
+        isinstance(estimator, ProcessSupervised)
+        and run.recipe.algorithm.kl_in == "reward"
+        and run.recipe.algorithm.kl_coef
+    ):
+        raise InputError(
+            f"recipe.algorithm.kl_in 'reward' would make a step of every token for {kind}: set kl_in 'loss', or "
+            "kl_coef 0"
+        )
+    if estimator.several and len(of_steps(scoring.rewards)) == len(scoring.rewards):
+        raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
