@@ -56,7 +56,8 @@ def launch(
         from jaxrl_llm.telemetry.summary import print_summary
 
         summary = summarise(directory, time.monotonic() - began)
-        print_summary(dataclasses.replace(summary, reloads=configs.reloads(found.run)))
+        writes = not isinstance(found.run, configs.RewardModel)
+        print_summary(dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes))
     return code
 
 

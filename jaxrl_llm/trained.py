@@ -30,14 +30,18 @@ DECIDE_THE_MODEL = ("model", "learner", "mesh", "seed")
 """Fields of a configuration without which its model cannot be had."""
 
 
-def find_run(name: str, whole: tuple[str, ...] = ()) -> Trained | None:
+TESTED_ON = ("task", "data", "rollout", "answering", "batch", "evaluation")
+"""And without which it cannot be tested; no kind of run has all of them."""
+
+
+def find_run(name: str, tests: bool = False) -> Trained | None:
     """The run that ``RUN`` or ``RUN@STEP`` names; None where it is something else (a model's directory has a
     config.json too).
 
     Args:
       name: as it was given.
-      whole: fields that are needed whole beside those that decide the model, so that the files of a person's own
-        classes are run. Without any, what is not about the model may be ``Unsaveable`` in parts.
+      tests: whether what it is tested on is needed whole, so that the files of a person's own classes are run.
+        Otherwise what is not about the model may be ``Unsaveable`` in parts.
 
     Raises:
       InputError: there is neither a run nor a model of this name; the run has no such checkpoint, is of another
@@ -50,9 +54,9 @@ def find_run(name: str, whole: tuple[str, ...] = ()) -> Trained | None:
         return None
     if not configs.is_run(path):
         return None
-    saved = configs.read(path, bool(whole))
-    for field in (*DECIDE_THE_MODEL, *whole):
-        configs.whole(getattr(saved.run, field), str(path))
+    saved = configs.read(path, tests)
+    for field in (*DECIDE_THE_MODEL, *(TESTED_ON if tests else ())):
+        configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
     run = configs.located(saved.run, saved.origin, directory)
     return Trained(run, directory / "checkpoints" / str(start.step), start.step)

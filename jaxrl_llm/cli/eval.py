@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.engine.settings import Sampling
@@ -56,8 +57,14 @@ def evaluate(arguments: list[str]) -> int:
         return 0
     prepare_libraries()
     chosen = take(arguments, "--config", True)
-    trained = find_run(name, whole=("rollout", "task", "evaluation") if chosen is None else ())
+    trained = find_run(name, tests=chosen is None)
+    if trained and chosen is None and not isinstance(trained.run, configs.Run):
+        return evaluate_data(name, trained, configs.split_step(name)[0], arguments)
     settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
+    configs.require(
+        isinstance(settings, configs.Run),
+        f"--config {chosen} has no task of its own to test on: give one of reinforcement learning, such as quickstart",
+    )
     options = parse(
         Options,
         arguments,
@@ -127,7 +134,7 @@ def test(
         progress.status(f"reading task {options.task.label}")
         problems, notes = read_problems(options, settings, whole)
         progress.status(f"loading {name}")
-        policy = load_policy(name, trained)
+        policy = load_policy(name, trained, writes=True)
         if policy.tokenizer is None:
             raise InputError(
                 f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"

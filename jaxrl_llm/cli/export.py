@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
 from jaxrl_llm.cli.policy import load_policy
 from jaxrl_llm.errors import InputError
@@ -43,6 +44,10 @@ def export(arguments: list[str]) -> int:
     with writable(target, "--out"):
         save_pretrained(policy.model, policy.tokenizer, target)
     status("")
+    if isinstance(run.run, configs.RewardModel):
+        loader = "AutoModelForSequenceClassification"
+        print(f"{name}, step {policy.step}, is written to {out}; transformers loads it as {loader}.")
+        return 0
     shown = shlex.quote(out)
     print(f"{name}, step {policy.step}, is written to {out}; transformers loads it. Try next:")
     print(f'  jaxrl-llm generate {shown} --prompt "What is 3 + 5?"')

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status
 from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.engine.settings import Sampling
@@ -55,7 +56,7 @@ def generate(arguments: list[str]) -> int:
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
     run = find_run(name)
     status(f"loading {name}")
-    policy = load_policy(name, run)
+    policy = load_policy(name, run, writes=True)
     if policy.tokenizer is None:
         raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
     for prompt in _prompts(options.prompt):
@@ -96,8 +97,7 @@ def encode(policy: Policy, prompt: str, system: str | None) -> Any:
 
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
     plain = Task(ReasoningGym("prompt"), template=template)
-    task = getattr(policy.run, "task", None)
-    task = task if isinstance(task, Task) else plain
+    task = configs.wording(policy.run) or plain
     task = dataclasses.replace(task, system=task.system if system is None else system)
     return encode(Problem("prompt", ({"role": "user", "content": prompt},), "", "prompt"), task, policy.tokenizer)
 

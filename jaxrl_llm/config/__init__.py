@@ -35,7 +35,7 @@ from jaxrl_llm.config.saved import (
     whole,
 )
 from jaxrl_llm.config.scored import of_steps, watched
-from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised
+from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised, wording
 from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate_on_devices, validate_on_model
 
 __all__ = [
@@ -92,4 +92,5 @@ __all__ = [
     "watched",
     "whole",
     "with_recipe",
+    "wording",
 ]

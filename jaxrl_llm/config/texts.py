@@ -1,11 +1,15 @@
 """What decides a run that learns from data: supervised fine-tuning, preferences, reward models."""
 
 import dataclasses
+from typing import Any
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
 from jaxrl_llm.config.run import Evaluation, Output
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.sharding.mesh import MeshShape
+from jaxrl_llm.tasks.collected import Collected
+from jaxrl_llm.tasks.sources import Rows
+from jaxrl_llm.tasks.task import Task
 from jaxrl_llm.tasks.texts import Pairs, Steps, Texts
 
 
@@ -123,3 +127,14 @@ class RewardModel:
     steps: int = 100
     seed: int = 0
     run_dir: str | None = None
+
+
+def wording(run: Any) -> Task | None:
+    """How the run's prompts are written, as a task says it; None where the run does not say."""
+    data = getattr(run, "data", None)
+    if data is None:
+        found = getattr(run, "task", None)
+        return found if isinstance(found, Task) else None
+    if isinstance(data.source, Collected):
+        return data.source.task
+    return Task(Rows(()), template=data.template, system=data.system, suffix=data.suffix, date=data.date)

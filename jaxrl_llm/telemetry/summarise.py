@@ -1,29 +1,49 @@
 """A run's summary from the files that it left."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.telemetry.rows import read_rows
-from jaxrl_llm.telemetry.summary import Answered, RunSummary, pair_samples
+from jaxrl_llm.telemetry.summary import Answered, Measured, RunSummary, pair_samples
+
+OTHERS = {
+    "eval/pairs/accuracy": ("pairs in order", True),
+    "eval/steps/accuracy": ("steps in order", True),
+    "eval/text/loss": ("loss on texts", False),
+}
+"""What tests measure beside the answers to a task: how it is called, and whether it is a share."""
 
 
 def summarise(run_dir: Path, seconds: float) -> RunSummary:
     """What ``metrics.jsonl`` and ``samples.jsonl`` say of the first and the last evaluation."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
+    summary = RunSummary(str(run_dir), "", steps, seconds, others=_others(rows))
     tested = [(row["step"], name, value) for row in rows for name, value in row.items() if _tells(name)]
     if not tested:
-        return RunSummary(str(run_dir), "", steps, seconds)
+        return summary
     (first, name, before) = tested[0]
     (last, _, after) = tested[-1]
     task, _, kind = name.removeprefix("eval/").rpartition("/")
     measure = "accuracy" if kind == "pass@1" else "reward"
+    summary = dataclasses.replace(summary, task=task, measure=measure, after=after)
     if first == last:
-        return RunSummary(str(run_dir), task, steps, seconds, measure, None, after)
+        return summary
     answers = list(read_rows(run_dir / "samples.jsonl"))
     pairs = pair_samples(_answered(answers, first), _answered(answers, last))
-    return RunSummary(str(run_dir), task, steps, seconds, measure, before, after, pairs)
+    return dataclasses.replace(summary, before=before, pairs=pairs)
+
+
+def _others(rows: list[dict[str, Any]]) -> tuple[Measured, ...]:
+    """The other measures, of the first and the last row that has them."""
+    found = []
+    for name, (called, share) in OTHERS.items():
+        values = [row[name] for row in rows if name in row]
+        if values:
+            found.append(Measured(called, values[0] if len(values) > 1 else None, values[-1], share))
+    return tuple(found)
 
 
 def _tells(name: str) -> bool:

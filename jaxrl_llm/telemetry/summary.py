@@ -32,6 +32,16 @@ class SamplePair:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """A number that tests found beside the answers to a task, before training and after; None where it was not."""
+
+    name: str
+    before: float | None
+    after: float | None
+    share: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class RunSummary:
     """What a finished run is summed up by.
 
@@ -45,6 +55,8 @@ class RunSummary:
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
       reloads: whether its config.json holds all that it trains with.
+      others: what else its tests measured.
+      writes: whether it trains a model that answers; a reward model does not.
     """
 
     run_dir: str
@@ -56,6 +68,8 @@ class RunSummary:
     after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
     reloads: bool = True
+    others: tuple[Measured, ...] = ()
+    writes: bool = True
 
 
 Answered = tuple[str, str, float]
@@ -98,6 +112,10 @@ def _results(summary: RunSummary) -> list[Text]:
     if summary.after is not None:
         lines.append(_field(f"{measure} before", _shown(summary.before, measure)))
         lines.append(_field(f"{measure} after", f"{_shown(summary.after, measure)}  on {summary.task}", "bold"))
+    for other in summary.others:
+        kind = "accuracy" if other.share else "reward"
+        lines.append(_field(f"{other.name} before", _shown(other.before, kind)))
+        lines.append(_field(f"{other.name} after", _shown(other.after, kind), "bold"))
     if summary.pairs:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
@@ -162,7 +180,9 @@ def _next(summary: RunSummary) -> list[Text]:
     if not summary.reloads:
         begun = "from the file or notebook that began it: config.json lacks its own parts"
         more = f"train again for {2 * summary.steps} steps {begun}"
-    commands = (f"jaxrl-llm eval {run}", f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}", more)
+    commands = [f"jaxrl-llm eval {run}", more]
+    if summary.writes:
+        commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
     return [
         _field("the run lies in", summary.run_dir),
         _field("try next", ""),

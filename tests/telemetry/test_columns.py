@@ -47,15 +47,25 @@ def test_numbers(value, text):
     assert columns.short(value) == text
 
 
-def test_eighty_characters_hold_all_columns():
-    assert columns.columns_for(80).columns == columns.COLUMNS
-    assert columns.columns_for(80).gap == 1
-    assert columns.columns_for(120) == columns.Columns()
+def titles(width, row=ROW):
+    return [column.title for column in columns.columns_for(width, row).columns]
+
+
+def test_eighty_characters_hold_what_a_step_of_reinforcement_learning_has():
+    everything = ["reward", "accuracy", "length", "entropy", "grad norm", "tokens/s", "seconds"]
+    assert titles(80) == titles(80, ROW | {"loss": 0.5}) == everything
+    assert columns.columns_for(80, ROW).gap == 1
+    assert columns.columns_for(120, ROW).gap == 2
+    assert "loss" in titles(120, ROW | {"loss": 0.5})
+
+
+def test_a_run_has_the_columns_of_what_it_measures():
+    assert titles(120, {"loss": 1.0, "pairs/accuracy": 0.5, "grad_norm": 1.0}) == ["pairs", "loss", "grad norm"]
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 100])
 def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
-    layout = columns.columns_for(width)
+    layout = columns.columns_for(width, ROW)
     line, heading = columns.line(layout, "12/400", "2h07", ROW), columns.heading(layout)
     assert len(line) == len(heading) <= width
     for column in layout.columns:
@@ -64,7 +74,7 @@ def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
 
 
 def test_the_reward_is_the_last_column_to_go():
-    assert [column.title for column in columns.columns_for(30).columns] == ["reward"]
+    assert titles(30) == ["reward"]
 
 
 def test_what_is_missing_or_not_finite_is_shown_as_such():

@@ -1,0 +1,100 @@
+"""``jaxrl-llm eval`` of a run that learns from data: its own test, on what it holds out."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import parse
+from jaxrl_llm.trained import Trained
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """How to test.
+
+    Attributes:
+      samples: k, answers to each problem of the run's task, where it has one.
+      temperature: 0 is greedy.
+      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      limit: rows and problems at most; 0 for all.
+      max_new_tokens: longest answer, in tokens.
+      slots: answers sampled at one time.
+      json: print one JSON object instead of lines.
+    """
+
+    samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    limit: int = 0
+    max_new_tokens: int = 256
+    slots: int = 64
+    json: bool = False
+
+
+def evaluate_data(name: str, trained: Trained, directory: Path, arguments: list[str]) -> int:
+    """Test a run on the data that it holds out and on its task; returns the exit code."""
+    run = trained.run
+    evaluation = run.evaluation
+    before = DataOptions(
+        evaluation.samples,
+        evaluation.temperature,
+        evaluation.top_p,
+        evaluation.limit,
+        run.answering.max_new_tokens,
+        run.answering.slots,
+    )
+    options = parse(DataOptions, arguments, f"jaxrl-llm eval {name}", "Test a run on what it holds out.", before)
+    run = dataclasses.replace(
+        run,
+        evaluation=dataclasses.replace(
+            evaluation,
+            samples=options.samples,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            limit=options.limit,
+        ),
+        answering=dataclasses.replace(run.answering, max_new_tokens=options.max_new_tokens, slots=options.slots),
+    )
+    configs.validate(run)
+    found = tested(dataclasses.replace(trained, run=run), directory)
+    if options.json:
+        print(json.dumps({"model": name, "step": trained.step} | found))
+        return 0
+    print(f"{name}, step {trained.step}:")
+    for metric, value in found.items():
+        print(f"  {metric.removeprefix('eval/'):<24}{value:10.4f}")
+    return 0
+
+
+def tested(trained: Trained, directory: Path) -> dict[str, float]:
+    """``eval/...`` by their names in metrics.jsonl."""
+    import jax
+
+    from jaxrl_llm.errors import InputError
+    from jaxrl_llm.sharding import make_mesh
+    from jaxrl_llm.sharding.distributed import ALONE
+    from jaxrl_llm.signals import farewell
+    from jaxrl_llm.stages import stage_of
+    from jaxrl_llm.telemetry.pace import Schedule
+    from jaxrl_llm.telemetry.progress import Progress
+    from jaxrl_llm.trained import load_model, load_trained
+
+    run = trained.run
+    mesh = make_mesh(run.mesh)
+    kind = stage_of(run)
+    with (
+        jax.set_mesh(mesh),
+        Progress(Schedule(1)) as progress,
+        kind.resources(run, ALONE, directory) as resources,
+        farewell(lambda *reason: resources.close()),
+    ):
+        progress.status(f"loading {run.model}")
+        model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+        stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
+        del model
+        progress.status(f"loading {directory}")
+        found = stage.test(load_trained(trained, mesh)[0])
+    if found is None:
+        raise InputError(f"{directory} holds nothing out to test on, and has no task: give one with --config NAME")
+    return found.metrics()
