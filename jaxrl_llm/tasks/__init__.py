@@ -9,7 +9,7 @@ from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Tabl
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
 from jaxrl_llm.tasks.template import CHATML, Prompts, encode
-from jaxrl_llm.tasks.texts import LoadedTexts, Pairs, Steps, Texts, load_texts
+from jaxrl_llm.tasks.texts import LoadedTexts, Pairs, Steps, Texts, check_texts, load_texts
 
 __all__ = [
     "CHATML",
@@ -33,6 +33,7 @@ __all__ = [
     "Text",
     "Texts",
     "check",
+    "check_texts",
     "dated",
     "difference",
     "encode",

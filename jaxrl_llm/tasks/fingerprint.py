@@ -1,19 +1,23 @@
 """Whether the problems of a run are still those that it began with, and what has changed."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from jaxrl_llm import codec
+from jaxrl_llm.tasks.learned import Learned
 from jaxrl_llm.types import Problem
 
 Fingerprint = dict[str, int | str]
 """How many problems there are; their prompts and all that they hold, whatever their order; and all of it in order."""
 
 
-def fingerprint(problems: Sequence[Problem]) -> Fingerprint:
-    """The same wherever the table of these problems lies; small JSON, made to be saved with a run."""
-    whole = [_digest([_content(problem)]) for problem in problems]
+def fingerprint(problems: Sequence[Problem | Learned]) -> Fingerprint:
+    """The same wherever the table of these problems, or rows, lies; small JSON, made to be saved with a run."""
+    whole = [_digest([content(problem)]) for problem in problems]
     return {
         "count": len(problems),
         "prompts": _digest(sorted(problem.id for problem in problems)),
@@ -35,8 +39,14 @@ def difference(before: Fingerprint, now: Fingerprint) -> str:
     return ""
 
 
-def _content(problem: Problem) -> str:
-    """All that a prompt is made of and that verifiers and rewards may read; not where the row lies."""
+def content(problem: Problem | Learned) -> str:
+    """All that a prompt is made of and that verifiers and rewards may read, or that is learned; not where the row lies.
+
+    JSON, the same for equal content.
+    """
+    if not isinstance(problem, Problem):
+        fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+        return json.dumps(fields | {"where": ""}, sort_keys=True, default=np.ndarray.tolist)
     metadata = {name: value for name, value in problem.metadata.items() if name != "row"}
     return json.dumps([problem.id, list(problem.prompt), problem.answer, codec.to_json(metadata)], sort_keys=True)
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import datetime
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
@@ -17,6 +17,7 @@ VERIFIERS = ("match", "integer", "math", "reasoning_gym", "none")
 
 TABLES = (Table, HubDataset, Rows)
 """Sources whose problems are rows."""
+Dated = TypeVar("Dated", bound=Any)
 _NAMED = 3  # how many dropped rows a note names
 
 
@@ -93,18 +94,27 @@ def check(task: Task) -> None:
         raise InputError(f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
     if task.verifier == "reasoning_gym" and isinstance(task.source, TABLES):
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")
-    if not 0 <= task.holdout < 1:
-        raise InputError(f"holdout is {task.holdout}; it is a share of the prompts, from 0 to below 1")
     if task.keep is not None:
         resolve(task.keep)
+    check_split(task.holdout, task.date)
+
+
+def check_split(holdout: float, date: str | None) -> None:
+    """Refuses what cannot be held out, and a date that is none.
+
+    Raises:
+      InputError: a holdout outside [0, 1), or a bad date.
+    """
+    if not 0 <= holdout < 1:
+        raise InputError(f"holdout is {holdout}; it is a share of the prompts, from 0 to below 1")
     try:
-        datetime.date.fromisoformat(task.date or "2025-07-01")
+        datetime.date.fromisoformat(date or "2025-07-01")
     except ValueError:
-        raise InputError(f"date {task.date!r} is none; write it as 2025-07-01") from None
+        raise InputError(f"date {date!r} is none; write it as 2025-07-01") from None
 
 
-def dated(task: Task, day: str) -> Task:
-    """The task with what its template is to see as today, unless it says so itself."""
+def dated(task: Dated, day: str) -> Dated:
+    """The task, or data of a supervised stage, with what its template is to see as today, unless it says so itself."""
     return task if task.date else dataclasses.replace(task, date=day)
 
 
@@ -234,7 +244,11 @@ def _without_duplicates(problems: Iterable[Problem], notes: list[str]) -> dict[s
 
 
 def _split(problems: dict[str, Problem], holdout: float) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """The problems to train on, in order, and those held out: the first by their prompts' keys."""
-    count = max(1, round(holdout * len(problems))) if holdout else 0
-    held_out = {key: problems[key] for key in sorted(problems)[:count]}
+    """The problems to train on, in order, and those held out."""
+    held_out = {key: problems[key] for key in held_out_keys(problems, holdout)}
     return tuple(problem for key, problem in problems.items() if key not in held_out), tuple(held_out.values())
+
+
+def held_out_keys(keys: Collection[str], holdout: float) -> list[str]:
+    """Which of the distinct prompts, by their keys, are held out: the first in order, one at least where any is."""
+    return sorted(keys)[: max(1, round(holdout * len(keys))) if holdout else 0]

@@ -5,7 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,7 +45,27 @@ class Prompts:
         return max((len(self[problem]) for problem in problems), default=0)
 
 
-def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
+class Wording(Protocol):
+    """How prompts are written; the attributes are those of ``Task``."""
+
+    @property
+    def template(self) -> str:
+        """Name or text of the template."""
+
+    @property
+    def system(self) -> str | None:
+        """The system message."""
+
+    @property
+    def suffix(self) -> str:
+        """Ends the last user message."""
+
+    @property
+    def date(self) -> str | None:
+        """What the template sees as today."""
+
+
+def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
     """The prompt's token ids, int32[T], up to where the answer begins.
 
     A template that asks for the date is told the task's; the clock's where it has none.
@@ -56,55 +76,75 @@ def encode(problem: Problem, task: Task, tokenizer: Any) -> np.ndarray:
     Raises:
       InputError: no tokenizer or no chat template, an unknown template, or a template that refuses the messages.
     """
-    if tokenizer is None:
-        raise InputError("the model's directory has no tokenizer; add its tokenizer files, or give another model")
-    messages = _messages(problem, task)
-    if task.template == "plain":
-        text = "\n\n".join(message["content"] for message in messages)
-        start = _bos(text, tokenizer)
-    else:
-        text = _render(messages, _on_the_day(_template(task, tokenizer), task.date), tokenizer)
-        start = []
+    check_tokenizer(tokenizer)
+    text = rendered(worded(problem.prompt, task), task, tokenizer)
+    start = bos(text, tokenizer) if task.template == "plain" else []
     return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def _messages(problem: Problem, task: Task) -> list[Message]:
-    messages = [dict(message) for message in problem.prompt]
-    if task.system is not None:
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuses a model without a tokenizer.
+
+    Raises:
+      InputError: there is none.
+    """
+    if tokenizer is None:
+        raise InputError("the model's directory has no tokenizer; add its tokenizer files, or give another model")
+
+
+def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
+    """A prompt's messages with the system message and the suffix in place."""
+    messages = [dict(message) for message in prompt]
+    if wording.system is not None:
         rest = [message for message in messages if message["role"] != "system"]
-        messages = [{"role": "system", "content": task.system}, *rest]
+        messages = [{"role": "system", "content": wording.system}, *rest]
     last_user = [message for message in messages if message["role"] == "user"][-1]
-    last_user["content"] += task.suffix
+    last_user["content"] += wording.suffix
     return messages
 
 
-def _template(task: Task, tokenizer: Any) -> str:
-    if task.template == "tokenizer":
-        if tokenizer.chat_template is None:
-            raise InputError("the tokenizer has no chat template; add --task.template plain (or chatml, or Jinja text)")
-        return tokenizer.get_chat_template()
-    if task.template == "chatml":
-        return CHATML
-    if "{" not in task.template:
-        raise InputError(f"template {task.template!r} is unknown; choose tokenizer, chatml, plain or give a Jinja text")
-    return task.template
+def rendered(messages: list[Message], wording: Wording, tokenizer: Any, asks: bool = True) -> str:
+    """The text of worded messages; where it ``asks``, up to where the assistant's next one begins.
 
-
-def _render(messages: list[Message], template: str, tokenizer: Any) -> str:
+    Raises:
+      InputError: no chat template, an unknown template, or one that refuses the messages.
+    """
+    if wording.template == "plain":
+        return "\n\n".join(message["content"] for message in messages)
     import jinja2
 
+    template = _on_the_day(_template(wording, tokenizer), wording.date, _option(wording, "template"))
     try:
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            messages, chat_template=template, tokenize=False, add_generation_prompt=asks
         )
     except jinja2.TemplateError as error:
+        options = " or ".join(_option(wording, name) for name in ("system", "template"))
+        raise InputError(f"the chat template refuses the messages ({error}); change {options}") from error
+
+
+def _option(wording: Wording, name: str) -> str:
+    """What a setting is called: a flag, where it is a task's."""
+    return f"--task.{name}" if isinstance(wording, Task) else f"{type(wording).__name__}.{name}"
+
+
+def _template(wording: Wording, tokenizer: Any) -> str:
+    if wording.template == "tokenizer":
+        if tokenizer.chat_template is None:
+            option = _option(wording, "template")
+            raise InputError(f"the tokenizer has no chat template; set {option} plain (or chatml, or Jinja text)")
+        return tokenizer.get_chat_template()
+    if wording.template == "chatml":
+        return CHATML
+    if "{" not in wording.template:
         raise InputError(
-            f"the chat template refuses the messages ({error}); change --task.system or --task.template"
-        ) from error
+            f"template {wording.template!r} is unknown; choose tokenizer, chatml, plain or give a Jinja text"
+        )
+    return wording.template
 
 
 @functools.lru_cache(maxsize=8)
-def _on_the_day(template: str, day: str | None) -> str:
+def _on_the_day(template: str, day: str | None, option: str) -> str:
     """The template with the day in place of what it asks the clock; transformers hands no function to a template."""
     if day is None:
         return template
@@ -113,12 +153,12 @@ def _on_the_day(template: str, day: str | None) -> str:
     if "strftime_now(" in told:
         raise InputError(
             "the chat template reads the clock by a format that it computes, so that no date can be set "
-            "for it; give another with --task.template"
+            f"for it; give another with {option}"
         )
     return told
 
 
-def _bos(text: str, tokenizer: Any) -> list[int]:
+def bos(text: str, tokenizer: Any) -> list[int]:
     """``[bos]`` where the tokenizer puts it before a text, and the text does not hold it already; else ``[]``."""
     begins = tokenizer("")["input_ids"][:1]
     if begins != [tokenizer.bos_token_id] or text.startswith(tokenizer.bos_token):

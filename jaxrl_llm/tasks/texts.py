@@ -1,11 +1,33 @@
 """The data of the supervised stages: texts to learn, preferences, steps with labels; loaded as token ids."""
 
 import dataclasses
+import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.columns import (
+    PAIR_COLUMNS,
+    STEP_COLUMNS,
+    TEXT_COLUMNS,
+    answer_of,
+    chat_of,
+    columns_of,
+    margin_of,
+    plain_text,
+    prompt_of,
+    ranking_of,
+    split_chat,
+    steps_of,
+)
+from jaxrl_llm.tasks.fingerprint import content
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text
+from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
+from jaxrl_llm.tasks.task import check_split, held_out_keys
 from jaxrl_llm.tasks.turns import Writer
 
 Row = TypeVar("Row", bound=Learned, covariant=True)
@@ -61,7 +83,8 @@ class _Data:
 
 @dataclasses.dataclass(frozen=True)
 class Texts(_Data):
-    """Texts to learn by heart. A row has ``text``, or ``prompt`` and ``completion``, or ``messages``.
+    """Texts to learn by heart. A row has ``messages``, or ``prompt`` and ``completion``, or ``text``; where it has
+    several of these, the first is read.
 
     Attributes:
       source: of the rows: a table, a data set of the hub, rows in memory (a list of dictionaries, a
@@ -76,22 +99,52 @@ class Texts(_Data):
     learn: Literal["completion", "all"] = "completion"
 
     def learned(self, row: dict[str, Any], where: str, writer: Writer) -> Text:
-        """One row as token ids."""
-        raise NotImplementedError
+        """One row as token ids.
+
+        Raises:
+          InputError: it cannot be used.
+        """
+        columns = columns_of(row, TEXT_COLUMNS)
+        if columns == ("text",):
+            text = plain_text(row["text"], "text")
+            tokens = writer.text(text)
+            key = prompt_key([{"role": "text", "content": text}])
+            return Text(key[:16], tokens[:1], tokens[1:], np.ones(len(tokens) - 1, bool), where)
+        if columns == ("messages",):
+            prompt, rest = split_chat(chat_of(row["messages"], "messages"))
+        else:
+            prompt = prompt_of(row["prompt"])
+            rest = answer_of(row["completion"], "completion")
+        asked, tokens, mask = writer.turns(prompt, rest)
+        if self.learn == "all":
+            tokens = np.concatenate([asked[1:], tokens])
+            asked, mask = asked[:1], np.ones(len(tokens), bool)
+        return Text(prompt_key(prompt)[:16], asked, tokens, mask, where)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs(_Data):
     """Preferences. A row has ``prompt``, ``chosen`` and ``rejected``; or only the last two, as chats that share their
-    beginning; or ``prompt`` and ``completions``, the best first. It may have a ``margin``.
+    beginning; or ``prompt`` and ``completions``, the best first. It may have a ``margin``, a number.
 
     Attributes:
       source, template, system, suffix, holdout, name, date: as in Texts.
     """
 
     def learned(self, row: dict[str, Any], where: str, writer: Writer) -> Ranked:
-        """One row as token ids."""
-        raise NotImplementedError
+        """One row as token ids.
+
+        Raises:
+          InputError: it cannot be used.
+        """
+        columns = columns_of(row, PAIR_COLUMNS)
+        prompt, answers, names = ranking_of(row, columns)
+        before, asked = writer.prompt(prompt)
+        tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
+        for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
+            if np.array_equal(first, second):
+                raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")
+        return Ranked(prompt_key(prompt)[:16], asked, tokens, margin_of(row), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +159,19 @@ class Steps(_Data):
     separator: str = "\n"
 
     def learned(self, row: dict[str, Any], where: str, writer: Writer) -> Stepped:
-        """One row as token ids."""
-        raise NotImplementedError
+        """One row as token ids.
+
+        Raises:
+          InputError: it cannot be used.
+        """
+        columns_of(row, STEP_COLUMNS)
+        prompt = prompt_of(row["prompt"])
+        steps, labels = steps_of(row)
+        before, asked = writer.prompt(prompt)
+        written = writer.after(before, *(step + self.separator for step in steps[:-1]), steps[-1])
+        tokens = np.asarray([*itertools.chain(*written), *writer.ending], np.int32)
+        ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
+        return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,4 +201,51 @@ def load_texts(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int]) -> Load
       InputError: wrong settings, a source that cannot be read, a row that cannot be used (with file and line), or
         nothing left to train on.
     """
-    raise NotImplementedError
+    check_texts(data)
+    writer = Writer(data, tokenizer, stop_ids)
+    found: dict[str, Row] = {}
+    count = 0
+    for where, row in data.source.read():
+        if not isinstance(row, dict):
+            raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
+        try:
+            made = data.learned(row, where, writer)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        found.setdefault(hashlib.sha256(content(made).encode()).hexdigest(), made)
+        count += 1
+    notes = []
+    if len(found) < count:
+        notes.append(f"{count - len(found)} duplicates of a row merged, {len(found)} distinct rows left")
+    return _parted(data, tuple(found.values()), notes)
+
+
+def check_texts(data: Data[Any]) -> None:
+    """Refuses data of a supervised stage that cannot work, before anything is loaded.
+
+    Raises:
+      InputError: a source that has no rows, a holdout outside [0, 1), a bad date.
+    """
+    if not hasattr(data.source, "read"):
+        raise InputError(
+            f"a {type(data.source).__name__} makes problems, and {type(data).__name__} needs rows: give a Table, a "
+            "HubDataset, rows in memory, or a dataclass with read()"
+        )
+    check_split(data.holdout, data.date)
+
+
+def _parted(data: Data[Row], rows: tuple[Row, ...], notes: list[str]) -> LoadedTexts[Row]:
+    """The rows in two parts, those of one prompt in one of them.
+
+    Raises:
+      InputError: nothing is left to train on.
+    """
+    keys = set(held_out_keys({row.id for row in rows}, data.holdout))
+    train = tuple(row for row in rows if row.id not in keys)
+    held_out = tuple(sorted((row for row in rows if row.id in keys), key=lambda row: row.id))
+    if not train:
+        raise InputError(
+            f"{data.label} has no row left to train on: {len(rows)} from the source, {len(held_out)} held out"
+            f"{''.join('; ' + note for note in notes)}; give it more rows"
+        )
+    return LoadedTexts(train, held_out, tuple(notes))

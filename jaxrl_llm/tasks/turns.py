@@ -1,19 +1,175 @@
-"""From chats to the token ids that are learned."""
+"""From chats to the token ids that are learned.
 
-from collections.abc import Sequence
+A chat is written in pieces: the prompt as ``encode`` writes it, what the assistant says, the token that ends its turn,
+what the template writes until its next turn. Each piece is tokenised where it stands: its ids are those that it adds to
+those of the text before it, of which the last characters are enough. Where a token would lie across the border, the
+piece is tokenised by itself, as a policy writes it that goes on after the text before.
+
+What the assistant says stands there word for word, but for white space around it, which is as the template writes it;
+what a template adds to the last turn only is left out. The end of a turn is learned where the template ends turns with
+a token at which the model's completions stop; else only that of the last, by the token that ends a text.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, worded
+from jaxrl_llm.types import Message
+
+_NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
+_ASKED = [{"role": "user", "content": "Is it so?"}]
+_ANSWER = {"role": "assistant", "content": "Yes."}
 
 
 class Writer:
     """Writes prompts and what follows them as token ids.
 
     Args:
-      wording: how prompts are templated.
+      wording: how prompts are written.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
+
+    Raises:
+      InputError: there is no tokenizer.
     """
 
-    def __init__(self, wording: Any, tokenizer: Any, stop_ids: Sequence[int]):
+    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int]):
+        check_tokenizer(tokenizer)
         self._wording = wording
         self._tokenizer = tokenizer
         self._stop_ids = tuple(stop_ids)
+
+    def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
+        """A prompt's text up to where the answer begins, and its ids, int32[p]: those of ``encode``."""
+        text = self._rendered(worded(messages, self._wording))
+        begins = bos(text, self._tokenizer) if self._wording.template == "plain" else []
+        return text, np.asarray(begins + self._ids(text), np.int32)
+
+    def text(self, text: str) -> np.ndarray:
+        """int32[t]: a plain text from its beginning to its end, after BOS where the tokenizer begins every text so."""
+        begins = bos(text, self._tokenizer)
+        return np.asarray(begins + self._ids(text) + [self.end_of_text], np.int32)
+
+    def after(self, before: str, *pieces: str) -> list[list[int]]:
+        """The ids of each of some pieces of text that follow a prompt's text one after the other."""
+        found = []
+        for piece in pieces:
+            near = before[-_NEAR:]
+            known, whole = self._ids(near), self._ids(near + piece)
+            found.append(whole[len(known) :] if whole[: len(known)] == known else self._ids(piece))
+            before += piece
+        return found
+
+    def answer(self, prompt: Sequence[Message], before: str, content: str) -> np.ndarray:
+        """int32[t]: what the assistant says after a prompt, whose text is given too, and the end of its turn."""
+        answered = [*worded(prompt, self._wording), {"role": "assistant", "content": content}]
+        return np.asarray([*self.after(before, self._last(answered, before))[0], *self.ending], np.int32)
+
+    def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A chat whose assistant speaks first and last in ``rest``: the prompt's ids, int32[p], those that follow,
+        int32[t], and which of them the assistant says, bool[t], the end of each turn included.
+
+        Raises:
+          InputError: the template does not go on from what it wrote.
+        """
+        before, asked = self.prompt(prompt)
+        begins = worded(prompt, self._wording)
+        chat = [*begins, *(dict(message) for message in rest)]
+        speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for at, following in zip(speaks[:-1], speaks[1:], strict=True):
+            whole = self._rendered(chat[:following])
+            said = _said(before, chat[at]["content"], whole)
+            if said is None or self._wording.template == "plain":
+                raise InputError(self._why(chat[at]["content"]))
+            glue = whole[len(before) + len(said) :]
+            learned, others = self.after(before, said, glue)
+            ends = self._ends(glue, others)
+            tokens += learned + others
+            mask += [True] * (len(learned) + ends) + [False] * (len(others) - ends)
+            before = whole
+        last = [*self.after(before, self._last(chat, before))[0], *self.ending]
+        mask += [True] * len(last)
+        return asked, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
+
+    @functools.cached_property
+    def end_of_text(self) -> int:
+        """The token that ends a text, at which the model's completions end.
+
+        Raises:
+          InputError: there is none.
+        """
+        own = self._tokenizer.eos_token_id
+        found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
+        if not found:
+            raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
+        return found[0]
+
+    @property
+    def ending(self) -> list[int]:
+        """What ends the assistant's turn: as the template writes it, up to the first of the model's stop tokens; where
+        it writes none of them, the token that ends a text.
+        """
+        return self._end_of_turn[1] or [self.end_of_text]
+
+    @functools.cached_property
+    def _end_of_turn(self) -> tuple[str, list[int]]:
+        """Text and ids up to the first stop token after a turn of the assistant; empty where there is none."""
+        if self._wording.template == "plain":
+            return "", []
+        asked = worded(_ASKED, self._wording)
+        before, whole = self._rendered(asked), self._rendered([*asked, _ANSWER, *_ASKED])
+        said = _said(before, _ANSWER["content"], whole)
+        if said is None:
+            return "", []
+        ids = self._ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
+        stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
+        if not stops:
+            return "", []
+        ids = ids[: stops[0] + 1]
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+
+    def _ends(self, glue: str, ids: list[int]) -> int:
+        """How many of the ids after what the assistant said, ``glue``, end its turn."""
+        text, _ = self._end_of_turn
+        if not text or not glue.lstrip().startswith(text.lstrip()):
+            return 0
+        return next((at + 1 for at, token in enumerate(ids) if token in self._stop_ids), 0)
+
+    def _last(self, chat: list[Message], before: str) -> str:
+        """What the assistant says in the last message, after the text before it."""
+        content = chat[-1]["content"]
+        if self._wording.template == "plain":
+            return content
+        return _said(before, content, self._rendered(chat, asks=False)) or content
+
+    def _rendered(self, messages: list[Message], asks: bool = True) -> str:
+        return rendered(messages, self._wording, self._tokenizer, asks)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _why(self, content: str) -> str:
+        if self._wording.template == "plain":
+            return "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
+        return (
+            f"the chat template rewrites the assistant's earlier turn {content[:40]!r}, which can then not be learned "
+            "in place; give another template, or a row for each turn"
+        )
+
+
+def _said(before: str, content: str, whole: str) -> str | None:
+    """What stands in ``whole`` after ``before`` for what the assistant said; None where that is something else."""
+    if not whole.startswith(before):
+        return None
+    if whole.startswith(content, len(before)):
+        return content
+    ways = (re.compile(r"\s*" + re.escape(text)) for text in (content.lstrip(), content.strip()))
+    found = (way.match(whole, len(before)) for way in ways)
+    return next((match[0] for match in found if match), None)

@@ -105,7 +105,7 @@ def test_a_task_that_says_its_date_keeps_it():
     ("tokenizer", "template", "message"),
     [
         (None, "tokenizer", "no tokenizer"),
-        (byte_tokenizer(), "tokenizer", "no chat template; add --task.template plain"),
+        (byte_tokenizer(), "tokenizer", "no chat template; set --task.template plain"),
         (byte_tokenizer(), "chatlm", "template 'chatlm' is unknown"),
         (byte_tokenizer(), "{% for %}", "the chat template refuses"),
         (byte_tokenizer("{{ raise_exception('no system role') }}"), "tokenizer", "refuses .*no system role"),
