@@ -143,12 +143,11 @@ def margin_of(row: dict[str, Any]) -> float:
     Raises:
       InputError: it is no number.
     """
-    margin = row.get("margin")
+    given = row.get("margin")
+    margin = 0.0 if given is None else _number(given)
     if margin is None:
-        return 0.0
-    if not _is_number(margin) or not math.isfinite(margin):
-        raise InputError(f"margin is {margin!r}; it must be a number")
-    return float(margin)
+        raise InputError(f"margin is {given!r}; it must be a number")
+    return margin
 
 
 def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
@@ -163,11 +162,15 @@ def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
             raise InputError(f"{name} is no list with something in it; give one for each step")
     if len(steps) != len(labels):
         raise InputError(f"the row has {len(steps)} steps in completions and {len(labels)} labels; give each step one")
-    for index, label in enumerate(labels):
-        if not (isinstance(label, bool) or _is_number(label)) or not 0 <= label <= 1:
-            raise InputError(f"labels[{index}] is {label!r}; a label is true, false, or from 0 to 1")
     texts = [plain_text(step, f"completions[{index}]") for index, step in enumerate(steps)]
-    return texts, [float(label) for label in labels]
+    return texts, [_label(label, f"labels[{index}]") for index, label in enumerate(labels)]
+
+
+def _label(value: Any, name: str) -> float:
+    found = float(value) if isinstance(value, bool) else _number(value)
+    if found is None or not 0 <= found <= 1:
+        raise InputError(f"{name} is {value!r}; a label is true, false, or from 0 to 1")
+    return found
 
 
 def _rest(side: Any, prompt: list[Message], name: str) -> str:
@@ -208,5 +211,8 @@ def _answered(chat: list[Message], column: str) -> list[Message]:
     return chat
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real | decimal.Decimal) and not isinstance(value, bool)
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | decimal.Decimal):
+        return None
+    return float(value) if math.isfinite(value) else None

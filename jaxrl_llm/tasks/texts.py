@@ -111,7 +111,7 @@ class Texts(_Data):
             key = prompt_key([{"role": "text", "content": text}])
             return Text(key[:16], tokens[:1], tokens[1:], np.ones(len(tokens) - 1, bool), where)
         if columns == ("messages",):
-            prompt, rest = split_chat(chat_of(row["messages"], "messages"), where)
+            prompt, rest = split_chat(chat_of(row["messages"], "messages"))
         else:
             prompt = prompt_of(row["prompt"])
             rest = answer_of(row["completion"], "completion")

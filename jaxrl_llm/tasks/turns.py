@@ -22,8 +22,8 @@ from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, wo
 from jaxrl_llm.types import Message
 
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
-_ASKED = [{"role": "user", "content": "a"}]
-_ANSWER = {"role": "assistant", "content": "b"}
+_ASKED = [{"role": "user", "content": "Is it so?"}]
+_ANSWER = {"role": "assistant", "content": "Yes."}
 
 
 class Writer:
@@ -124,12 +124,11 @@ class Writer:
         if self._wording.template == "plain":
             return "", []
         asked = worded(_ASKED, self._wording)
-        before, whole = self._rendered(asked), self._rendered([*asked, _ANSWER], asks=False)
+        before, whole = self._rendered(asked), self._rendered([*asked, _ANSWER, *_ASKED])
         said = _said(before, _ANSWER["content"], whole)
         if said is None:
             return "", []
-        tail = whole[len(before) + len(said) :]
-        ids = self._ids(tail)
+        ids = self._ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
         stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
         if not stops:
             return "", []

@@ -17,7 +17,7 @@ import pytest
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.forms import columns, is_chat
-from jaxrl_llm.tasks import ReasoningGym, Table, Task, load
+from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, load
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
 
@@ -68,6 +68,17 @@ def test_parquet_keeps_its_types_and_a_checkpoint_can_hold_them(tmp_path):
         assert repr(problem.metadata[name]) == repr(row[name])
     again = codec.from_json(json.loads(json.dumps(codec.to_json(problem.metadata))))
     assert repr(again) == repr(problem.metadata)
+
+
+def test_rows_are_read_with_where_they_stand(tmp_path):
+    rows = [{"text": "a"}, {"text": "b", "n": 1}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = list(Table(str(tmp_path / "rows.jsonl")).read())
+    assert found == [(f"{tmp_path}/rows.jsonl:1", rows[0]), (f"{tmp_path}/rows.jsonl:2", rows[1])]
+    assert list(Rows(rows).read()) == [("rows[0]", rows[0]), ("rows[1]", rows[1])]
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{')
+    with pytest.raises(InputError, match="rows.jsonl:2 is no JSON"):
+        list(Table(str(tmp_path / "rows.jsonl")).read())
 
 
 def test_a_dot_reaches_into_records_and_the_reference_is_cut_out():
@@ -192,6 +203,7 @@ from jaxrl_llm.tasks import HubDataset
 import sys
 local = HubDataset(sys.argv[1], split="train", answer_field="solution.text", answer_extractor="last_number")
 print([problem.answer for problem in local.problems()])
+print([where.rpartition(":")[2] for where, row in local.read() if "solution" in row])
 for broken in (HubDataset("nobody/nothing"), HubDataset(sys.argv[1], split="trian")):
     try:
         print(list(broken.problems()))
@@ -208,6 +220,7 @@ def test_a_hub_dataset_is_read_or_refused_in_one_line(tmp_path):
     command = [sys.executable, "-c", OFFLINE, str(folder)]
     out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
     assert out[0] == "['6', '7']"
-    assert out[1].startswith("refused: data set nobody/nothing (subset None, split train) cannot be loaded")
-    assert out[2].startswith("refused: data set") and "trian" in out[2]
-    assert len(out) == 3
+    assert out[1] == "['0', '1']"
+    assert out[2].startswith("refused: data set nobody/nothing (subset None, split train) cannot be loaded")
+    assert out[3].startswith("refused: data set") and "trian" in out[3]
+    assert len(out) == 4

@@ -1,0 +1,266 @@
+"""Rows to learn, of every format and source: what they become, what is held out, what has changed, what is refused."""
+
+import dataclasses
+import json
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.tasks import (
+    HubDataset,
+    Pairs,
+    ReasoningGym,
+    Steps,
+    Table,
+    Task,
+    Texts,
+    dated,
+    difference,
+    fingerprint,
+    load,
+    load_texts,
+    longest,
+)
+
+TINY = tiny_tokenizer()
+STOP = (TINY.eos_token_id,)
+ASK = {"role": "user", "content": "q"}
+A, B, C = ({"role": "assistant", "content": text} for text in "abc")
+
+
+def loaded(data):
+    return load_texts(data, TINY, STOP)
+
+
+def plain(row):
+    """A row as values that compare, without where it stands."""
+    return json.dumps(dataclasses.asdict(row) | {"where": ""}, default=np.ndarray.tolist)
+
+
+def answers(row):
+    return [TINY.decode(tokens, skip_special_tokens=True) for tokens in row.completions]
+
+
+TABLES = [
+    (Texts, [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(3)]),
+    (Texts, [{"messages": [ASK, {"role": "assistant", "content": f"{n}"}]} for n in range(3)]),
+    (Texts, [{"text": f"{n} and {n}"} for n in range(3)]),
+    (Pairs, [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no", "margin": n / 2} for n in range(3)]),
+    (Pairs, [{"chosen": [ASK, A], "rejected": [ASK, {"role": "assistant", "content": f"{n}"}]} for n in range(3)]),
+    (Pairs, [{"prompt": f"{n}?", "completions": ["a", "b", "c"]} for n in range(3)]),
+    (Steps, [{"prompt": f"{n}?", "completions": ["a", "b"], "labels": [True, False]} for n in range(3)]),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows"), TABLES)
+def test_every_source_gives_the_same_rows_and_says_where_they_stand(tmp_path, kind, rows):
+    lines, columns = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    lines.write_text("\n\n".join(json.dumps(row) for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), columns)
+    found = [
+        loaded(kind(source))
+        for source in (rows, Table(str(lines)), Table(str(columns)), datasets.Dataset.from_list(rows))
+    ]
+    assert len(found[0].train) == 3 and found[0].notes == ()
+    for other in found[1:]:
+        assert [plain(row) for row in other.train] == [plain(row) for row in found[0].train]
+    assert [row.where for row in found[0].train] == ["rows[0]", "rows[1]", "rows[2]"]
+    assert [row.where for row in found[1].train] == [f"{lines}:1", f"{lines}:3", f"{lines}:5"]
+    assert [row.where for row in found[2].train] == [f"{columns}:1", f"{columns}:2", f"{columns}:3"]
+
+
+def test_columns_of_other_rows_that_hold_nothing_are_not_there():
+    # a table of several formats has every column in each row
+    rows = [{"text": "t"}, {"prompt": "q", "completion": "a"}, {"messages": [ASK, A]}]
+    every = [dict.fromkeys(("text", "prompt", "completion", "messages", "id")) | row for row in rows]
+    assert [plain(row) for row in loaded(Texts(every)).train] == [plain(row) for row in loaded(Texts(rows)).train]
+    assert len(loaded(Texts([{**rows[0], **rows[1]}])).train[0].prompt) > 1
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "q", "chosen": "a", "rejected": "b"},
+    {"prompt": [ASK], "chosen": [A], "rejected": [B]},
+    {"prompt": "q", "chosen": [A], "rejected": "b", "margin": None},
+    {"prompt": "q", "chosen": [ASK, A], "rejected": [ASK, B], "margin": 0},
+    {"chosen": [ASK, A], "rejected": [ASK, B]},
+    {"prompt": "q", "completions": ["a", "b"]},
+    {"prompt": [ASK], "completions": [[A], [B]]},
+])  # fmt: skip
+def test_a_preference_is_the_same_in_each_format(row):
+    (found,) = loaded(Pairs([row])).train
+    (usual,) = loaded(Texts([{"prompt": "q", "completion": "a"}])).train
+    assert answers(found) == ["a", "b"] and found.margin == 0.0
+    assert all(tokens.dtype == "int32" and tokens[-1] == STOP[0] for tokens in found.completions)
+    assert found.prompt.tolist() == usual.prompt.tolist() and found.completions[0].tolist() == usual.tokens.tolist()
+    assert found.id == usual.id
+
+
+def test_chats_share_their_prompt_up_to_the_last_message():
+    chat = [ASK, A, {"role": "user", "content": "r"}]
+    (found,) = loaded(Pairs([{"chosen": [*chat, B], "rejected": [*chat, C], "margin": 2}])).train
+    (usual,) = loaded(Pairs([{"prompt": chat, "chosen": "b", "rejected": "c", "margin": 2.0}])).train
+    assert plain(found) == plain(usual) and found.margin == 2.0 and answers(found) == ["b", "c"]
+
+
+def test_rankings_keep_their_order():
+    (found,) = loaded(Pairs([{"prompt": "q", "completions": ["c", "a", "bb"]}])).train
+    assert answers(found) == ["c", "a", "bb"] and found.length == len(found.prompt) + 3
+
+
+def test_whole_rows_that_are_equal_are_merged():
+    rows = [{"prompt": "q", "completion": "a"}, {"messages": [ASK, A]}, {"prompt": "q", "completion": "b"}]
+    found = loaded(Texts(rows))
+    assert [row.where for row in found.train] == ["rows[0]", "rows[2]"]
+    assert found.notes == ("1 duplicates of a row merged, 2 distinct rows left",)
+
+
+def test_what_is_held_out_is_what_a_task_holds_out_and_no_prompt_is_on_both_sides():
+    prompts = [f"What is {n}?" for n in range(40)]
+    rows = [{"prompt": prompt, "completion": f"{n}"} for n in range(3) for prompt in prompts]
+    found = loaded(Texts(rows, holdout=0.2))
+    task = load(Task([{"prompt": prompt} for prompt in prompts], verifier="none", holdout=0.2))
+    assert len(found.train) == 96 and len(found.held_out) == 24
+    assert [row.id for row in found.held_out[::3]] == [problem.id for problem in task.held_out]
+    assert {row.id for row in found.train} == {problem.id for problem in task.train}
+    assert [row.where for row in found.train] == sorted((row.where for row in found.train), key=lambda w: int(w[5:-1]))
+    reworded = loaded(Texts(rows[::-1], holdout=0.2, system="Be brief.", suffix="!", template="chatml"))
+    assert {row.id for row in reworded.held_out} == {row.id for row in found.held_out}
+    with pytest.raises(InputError, match="rows has no row left to train on: 1 from the source, 1 held out"):
+        loaded(Texts(rows[:1], holdout=0.5))
+
+
+TALK = [ASK, A, {"role": "user", "content": "r"}, B]
+BEGAN = {
+    Texts: [{"prompt": "q", "completion": "a"}, {"messages": TALK}],
+    Pairs: [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "r", "completions": ["a", "b", "c"]}],
+    Steps: [
+        {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0.5]},
+        {"prompt": "r", "completions": ["a"], "labels": [1]},
+    ],
+}  # fmt: skip
+EDITED = "the prompts are the same, but answers or other fields have changed"
+
+
+@pytest.mark.parametrize(("kind", "first", "change"), [
+    (Texts, {}, ""),
+    (Texts, {"completion": "b"}, EDITED),
+    (Texts, {"prompt": "s"}, "there are 2 as before, but prompts have changed"),
+    (Texts, {"other": "column"}, ""),
+    (Pairs, {"rejected": "c"}, EDITED), (Pairs, {"margin": 1}, EDITED), (Pairs, {"margin": 0}, ""),
+    (Pairs, {"chosen": "b", "rejected": "a"}, EDITED),
+    (Steps, {"labels": [1, 0.25]}, EDITED), (Steps, {"completions": ["a", "c"]}, EDITED),
+    (Steps, {"labels": [True, 0.5]}, ""),
+])  # fmt: skip
+def test_what_has_changed_of_the_rows_is_said(tmp_path, kind, first, change):
+    before = json.loads(json.dumps(fingerprint(loaded(kind(BEGAN[kind])).train)))
+    now = [{**BEGAN[kind][0], **first}, BEGAN[kind][1]]
+    moved = tmp_path / "rows.jsonl"
+    moved.write_text("\n".join(json.dumps(row) for row in now))
+    assert difference(before, fingerprint(loaded(kind(Table(str(moved)))).train)) == change
+    assert difference(before, fingerprint(loaded(kind(BEGAN[kind][:1])).train)) == "there were 2 and there are 1"
+    turned = fingerprint(loaded(kind(BEGAN[kind][::-1])).train)
+    assert difference(before, turned) == "they are the same in another order"
+
+
+def test_what_is_learned_of_the_same_rows_is_told_apart():
+    first = fingerprint(loaded(Texts(BEGAN[Texts])).train)
+    for settings in ({"learn": "all"}, {"suffix": "!"}, {"system": "S"}):
+        assert difference(first, fingerprint(loaded(Texts(BEGAN[Texts], **settings)).train)) == EDITED
+    steps = fingerprint(loaded(Steps(BEGAN[Steps])).train)
+    assert difference(steps, fingerprint(loaded(Steps(BEGAN[Steps], separator=" ")).train)) == EDITED
+
+
+def test_the_longest_row_is_named():
+    rows = loaded(Pairs([{"prompt": "q" * n, "chosen": "a", "rejected": "b" * (9 - 2 * n)} for n in (1, 2, 3)])).train
+    assert longest(rows) == (len(rows[0].prompt) + 8, "rows[0]") and longest(()) == (0, "")
+    (steps,) = loaded(Steps(BEGAN[Steps][:1])).train
+    (text,) = loaded(Texts([{"prompt": "q", "completion": "a\nb"}])).train
+    assert steps.length == text.length == len(text.prompt) + 4
+
+
+def test_names_and_dates_are_those_of_tasks():
+    assert [data.label for data in (Texts([]), Pairs(Table("x/y.jsonl")), Steps(HubDataset("a/b")))] == [
+        "rows",
+        "y",
+        "b",
+    ]
+    assert Texts([], name="n").label == "n"
+    assert dated(Pairs([]), "2025-07-01").date == "2025-07-01"
+    assert dated(Pairs([], date="2024-02-29"), "2025-07-01").date == "2024-02-29"
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (Texts(ReasoningGym("chain_sum")), "a ReasoningGym makes problems, and Texts needs rows"),
+    (Texts([{"text": "a"}], holdout=1.0), "holdout is 1.0"), (Texts([{"text": "a"}], date="today"), "date 'today'"),
+    (Texts([]), "rows has no row left to train on: 0 from the source, 0 held out; give it more rows"),
+    (Texts(Table("none.jsonl")), "none.jsonl is no file"),
+])  # fmt: skip
+def test_wrong_data_are_refused_in_one_line(data, message):
+    with pytest.raises(InputError, match=message) as caught:
+        loaded(data)
+    assert "\n" not in str(caught.value)
+
+
+GOOD = {
+    Texts: {"prompt": "q", "completion": "a"},
+    Pairs: {"prompt": "q", "chosen": "a", "rejected": "b"},
+    Steps: {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]},
+}
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), [
+    (Texts, ["q", "a"], "rows.jsonl:2 is a list; a row is an object with fields"),
+    (Texts, {"question": "q", "answer": "a", "id": None}, "columns question, answer; a row has messages; or prompt"),
+    (Texts, {}, "the columns none; a row has"),
+    (Texts, {"prompt": "q", "completion": ""}, "completion is empty"),
+    (Texts, {"prompt": "q", "completion": 3}, "completion is no list of chat messages"),
+    (Texts, {"prompt": "q", "completion": [ASK, A]}, "completion begins with a message of the user"),
+    (Texts, {"prompt": "q", "completion": [A, ASK]}, "completion ends with a message of the user"),
+    (Texts, {"prompt": " ", "completion": "a"}, "prompt is empty"),
+    (Texts, {"prompt": [], "completion": "a"}, "prompt is no list of chat messages"),
+    (Texts, {"prompt": [A], "completion": "a"}, "prompt has no message of the user"),
+    (Texts, {"prompt": [{"role": "user"}], "completion": "a"}, "prompt holds what is no chat message"),
+    (Texts, {"text": ""}, "text is empty"), (Texts, {"text": ["a"]}, "text is a list; it must be text"),
+    (Texts, {"messages": [ASK]}, "messages ends with a message of the user"),
+    (Texts, {"messages": [A]}, "messages has no message of the user"),
+    (Texts, {"messages": "q"}, "messages is no list of chat messages"),
+    (Texts, {"messages": [ASK, {"role": "assistant", "content": ""}]}, "the assistant's message in messages is empty"),
+    (Texts, {"messages": [ASK, {"role": "assistant", "content": " "}, ASK, A]}, "assistant's message in messages is"),
+    (Texts, {"messages": [ASK, A | {"tool_calls": [1]}]}, "messages holds a call of tools"),
+    (Texts, {"messages": [ASK, A], "tools": [{"name": "f"}]}, "the row has tools"),
+    (Pairs, {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+    (Pairs, {"chosen": [ASK, A], "rejected": [ASK, A]}, "chosen and rejected are equal"),
+    (Pairs, {"chosen": [ASK, A], "rejected": [A]}, "chosen and rejected share no prompt"),
+    (Pairs, {"chosen": [ASK, A], "rejected": [ASK, A, ASK, B]}, "chosen has 0 messages after the prompt"),
+    (Pairs, {"chosen": [ASK, A], "rejected": [ASK, B, ASK, B]}, "rejected has 3 messages after the prompt .assist"),
+    (Pairs, {"chosen": "a", "rejected": "b"}, "the row has no prompt; give it one, or chats"),
+    (Pairs, {"prompt": "q", "chosen": "a"}, "columns prompt, chosen; a row has prompt, chosen, rejected; or"),
+    (Pairs, {"prompt": "q", "chosen": "", "rejected": "b"}, "chosen is empty"),
+    (Pairs, {"prompt": "q", "chosen": "a", "rejected": 1}, "rejected is no list of chat messages"),
+    (Pairs, GOOD[Pairs] | {"margin": "1"}, "margin is '1'; it must be a number"),
+    (Pairs, GOOD[Pairs] | {"margin": True}, "margin is True"),
+    (Pairs, GOOD[Pairs] | {"margin": float("nan")}, "margin is nan"),
+    (Pairs, {"prompt": "q", "completions": ["a"]}, "completions is no list of two or more"),
+    (Pairs, {"prompt": "q", "completions": "ab"}, "completions is no list of two or more"),
+    (Pairs, {"prompt": "q", "completions": ["a", "b", "a"]}, r"completions\[0\] and completions\[2\] are equal"),
+    (Steps, {"prompt": "q", "completions": ["a"]}, "columns prompt, completions; a row has prompt, completions,"),
+    (Steps, GOOD[Steps] | {"labels": [1]}, "the row has 2 steps in completions and 1 labels; give each step one"),
+    (Steps, GOOD[Steps] | {"labels": [1, 1.5]}, r"labels\[1\] is 1.5; a label is true, false, or from 0 to 1"),
+    (Steps, GOOD[Steps] | {"labels": [-1, 1]}, r"labels\[0\] is -1"),
+    (Steps, GOOD[Steps] | {"labels": ["+", 1]}, r"labels\[0\] is '\+'"),
+    (Steps, GOOD[Steps] | {"labels": [float("nan"), 1]}, r"labels\[0\] is nan"),
+    (Steps, {"prompt": "q", "completions": [], "labels": []}, "completions is no list with something in it"),
+    (Steps, {"prompt": "q", "completions": "ab", "labels": [1, 1]}, "completions is no list with something in it"),
+    (Steps, {"prompt": "q", "completions": ["a", ""], "labels": [1, 1]}, r"completions\[1\] is empty"),
+])  # fmt: skip
+def test_a_bad_row_is_named_with_file_and_line(tmp_path, kind, row, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(each) for each in (GOOD[kind], row, GOOD[kind])))
+    with pytest.raises(InputError, match=message) as caught:
+        loaded(kind(Table(str(path))))
+    assert str(caught.value).startswith(f"{path}:2") and "\n" not in str(caught.value)
