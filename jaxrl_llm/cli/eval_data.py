@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
@@ -34,7 +35,7 @@ class DataOptions:
 
 def evaluate_data(name: str, trained: Trained, directory: Path, arguments: list[str]) -> int:
     """Test a run on the data that it holds out and on its task; returns the exit code."""
-    run = trained.run
+    run: Any = trained.run
     evaluation = run.evaluation
     before = DataOptions(
         evaluation.samples,
@@ -80,7 +81,7 @@ def tested(trained: Trained, directory: Path) -> dict[str, float]:
     from jaxrl_llm.telemetry.progress import Progress
     from jaxrl_llm.trained import load_model, load_trained
 
-    run = trained.run
+    run: Any = trained.run
     mesh = make_mesh(run.mesh)
     kind = stage_of(run)
     with (
