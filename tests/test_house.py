@@ -38,6 +38,7 @@ ROOMS = (
     "checkpoint",
     "evaluate",
     "telemetry",
+    "collection",
     "recipes",
     "config",
     "trained",

@@ -14,6 +14,7 @@ USAGE = """usage: jaxrl-llm COMMAND ...
 
   train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
   eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
+  collect RUN      write its verified answers as data         jaxrl-llm collect runs/quickstart --out answers.jsonl
   generate MODEL   type a prompt, see the answer              jaxrl-llm generate smollm2-135m --prompt "Hello"
   export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
   plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
@@ -27,6 +28,7 @@ MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 LESS_MEMORY = {
     "train": "--learner.microbatch_rows (learning) or --rollout.slots (sampling)",
     "eval": "--slots or --max_new_tokens",
+    "collect": "--slots or --max_new_tokens",
     "generate": "--max_new_tokens",
 }
 """What to lower, by command."""
@@ -132,6 +134,12 @@ def _eval(arguments: list[str]) -> int:
     return evaluate(arguments)
 
 
+def _collect(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.collect import collect
+
+    return collect(arguments)
+
+
 def _generate(arguments: list[str]) -> int:
     from jaxrl_llm.cli.generate import generate
 
@@ -159,6 +167,7 @@ def _list(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "eval": _eval,
+    "collect": _collect,
     "generate": _generate,
     "export": _export,
     "plan": _plan,

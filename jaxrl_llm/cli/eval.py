@@ -6,13 +6,12 @@ import json
 from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.eval_data import evaluate_data
-from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.policy import Policy, load_policy
+from jaxrl_llm.cli.flags import first, parse
+from jaxrl_llm.cli.policy import Policy
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
-from jaxrl_llm.signals import farewell
 from jaxrl_llm.tasks import Task, dated
 from jaxrl_llm.trained import Trained, find_run
 
@@ -56,15 +55,11 @@ def evaluate(arguments: list[str]) -> int:
     if name is None:
         return 0
     prepare_libraries()
-    chosen = take(arguments, "--config", True)
-    trained = find_run(name, tests=chosen is None)
-    if trained and chosen is None and not isinstance(trained.run, configs.Run):
-        return evaluate_data(name, trained, configs.split_step(name)[0], arguments)
-    settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
-    configs.require(
-        isinstance(settings, configs.Run),
-        f"--config {chosen} has no task of its own to test on: give one of reinforcement learning, such as quickstart",
-    )
+    own = find_run(name)
+    named = any(argument.partition("=")[0] == "--config" for argument in arguments)
+    if own is not None and not named and not isinstance(own.run, configs.Run):
+        return evaluate_data(name, arguments)
+    trained, settings = find_settings(name, arguments)
     options = parse(
         Options,
         arguments,
@@ -117,50 +112,20 @@ def test(
     name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool
 ) -> tuple[Policy, Any, list[str]]:
     """(policy, what ``evaluate`` found, notes on the problems)."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxrl_llm.engine.weight_transfer import for_sampling
     from jaxrl_llm.evaluate import Questions, evaluate
-    from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.rewards import Scorer
-    from jaxrl_llm.rollout import Engine
-    from jaxrl_llm.sharding import platform_of
-    from jaxrl_llm.tasks import Prompts
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
 
     with Progress(Schedule(1)) as progress:
         progress.status(f"reading task {options.task.label}")
         problems, notes = read_problems(options, settings, whole)
-        progress.status(f"loading {name}")
-        policy = load_policy(name, trained, writes=True)
-        if policy.tokenizer is None:
-            raise InputError(
-                f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
-            )
-        with (
-            jax.set_mesh(policy.mesh),
-            Scorer(judges(settings, problems), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
-            farewell(lambda *reason: scorer.close()),
-        ):
-            prompts = Prompts(options.task, policy.tokenizer)
-            length = max_length(prompts.longest(problems), options, policy)
-            dtype = jnp.dtype(settings.learner.compute_dtype)
-            platform = platform_of(policy.mesh)
-            model = jax.jit(lambda m: for_sampling(cast(m, dtype), platform))(policy.model)
-            engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
-            sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, model.config.tokens.eos)
-            asked = Questions(prompts, problems, options.samples, options.seed)
-            found = evaluate(engine, model, policy.tokenizer, asked, scorer, sampling, progress.status)
-    return policy, found, notes
-
-
-def judges(settings: configs.Run, problems: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The verifier alone; where nothing is verified, all rewards of the configuration."""
-    from jaxrl_llm.rewards import Accuracy
-
-    return configs.rewards(settings) if problems[0].verifier == "none" else (Accuracy(),)
+        with asking(name, trained, settings, options.task, problems, options, progress.status) as desk:
+            stops = desk.model.config.tokens.eos
+            sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
+            asked = Questions(desk.prompts, problems, options.samples, options.seed)
+            tokenizer = desk.policy.tokenizer
+            found = evaluate(desk.engine, desk.model, tokenizer, asked, desk.scorer, sampling, progress.status)
+    return desk.policy, found, notes
 
 
 def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple[tuple[Any, ...], list[str]]:
@@ -175,22 +140,6 @@ def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple
         else ["no problems are held out (task.holdout is 0): these may be the ones that a run learned from"]
     )
     return problems[: options.limit or None], notes
-
-
-def max_length(longest: int, options: Options, policy: Policy) -> int:
-    """The longest prompt and a completion, in tokens.
-
-    Raises:
-      InputError: it is longer than what the model was made for.
-    """
-    length = longest + options.max_new_tokens
-    positions = policy.model.config.attention.max_positions
-    configs.require(
-        length <= positions,
-        f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, and "
-        f"the model was made for {positions}: lower it by {length - positions}",
-    )
-    return length
 
 
 def as_json(policy: Policy, options: Options, found: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.trained import Trained
+from jaxrl_llm.trained import Trained, find_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,10 @@ class DataOptions:
     json: bool = False
 
 
-def evaluate_data(name: str, trained: Trained, directory: Path, arguments: list[str]) -> int:
+def evaluate_data(name: str, arguments: list[str]) -> int:
     """Test a run on the data that it holds out and on its task; returns the exit code."""
+    trained = find_run(name, tests=True)
+    directory = configs.split_step(name)[0]
     run: Any = trained.run
     evaluation = run.evaluation
     before = DataOptions(

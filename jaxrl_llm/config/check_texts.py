@@ -5,6 +5,7 @@ from jaxrl_llm.config.run import Configuration, Evaluation
 from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
 from jaxrl_llm.config.validation import MAX_SEED, check_learner, require
 from jaxrl_llm.tasks import Collected, Pairs, Steps, Texts
+from jaxrl_llm.tasks.collected import KINDS
 
 FORMS = {Supervised: (Texts,), Preference: (Pairs,), RewardModel: (Pairs, Steps)}
 """The data that each kind of run learns from."""
@@ -63,20 +64,7 @@ def _check_data(run: Supervised | Preference | RewardModel) -> None:
     source = run.data.source
     if not isinstance(source, Collected):
         return
-    tasks.check(source.task)
-    least = 2 if isinstance(run.data, Pairs) else 1
-    for name, value, low in (
-        ("samples", source.samples, least),
-        ("continuations", source.continuations, 1),
-        ("limit", source.limit, 0),
-    ):
-        require(value >= low, f"data.source.{name} must be at least {low}, got {value}")
-    require(source.temperature > 0, f"data.source.temperature must be above 0, got {source.temperature}")
-    require(0 < source.top_p <= 1, f"data.source.top_p must be above 0 and at most 1, got {source.top_p}")
-    require(
-        source.task.verifier != "none",
-        "data.source.task.verifier none leaves nothing to collect by: give the task its answers and a verifier",
-    )
+    tasks.check_collected(source, KINDS[type(run.data)], "data.source.")
 
 
 def _check_learning(run: Supervised | Preference | RewardModel) -> None:

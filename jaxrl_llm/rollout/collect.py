@@ -41,7 +41,18 @@ def complete(
 ) -> list[Completion]:
     """One completion with its text for each prompt (token ids) and seed, in order; ``status`` hears how far it is."""
     engine.start(sampling)
-    handles = engine.submit(prompts, seeds)
+    return drain(engine, model, tokenizer, engine.submit(prompts, seeds), version, status)
+
+
+def drain(
+    engine: Engine,
+    model: Any,
+    tokenizer: Any,
+    handles: Sequence[int],
+    version: int = 0,
+    status: Status = lambda text: None,
+) -> list[Completion]:
+    """The completions of all requests that the engine has, with their texts, in the order of their handles."""
     done: dict[int, Completion] = {}
     tokens = 0
     while engine.busy:

@@ -1,6 +1,6 @@
 """Tasks: prompts with checkable answers, as values."""
 
-from jaxrl_llm.tasks.collected import Collected
+from jaxrl_llm.tasks.collected import Collected, check_collected
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
@@ -35,6 +35,7 @@ __all__ = [
     "Text",
     "Texts",
     "check",
+    "check_collected",
     "check_texts",
     "dated",
     "difference",

@@ -1,0 +1,127 @@
+"""What ``eval`` and ``collect`` share: a model that answers a task's problems, and what verifies its answers."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.flags import take
+from jaxrl_llm.cli.policy import Policy, load_policy
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.signals import farewell
+from jaxrl_llm.tasks import Task
+from jaxrl_llm.trained import Trained, find_run
+from jaxrl_llm.types import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Desk:
+    """Where problems are asked.
+
+    Attributes:
+      policy: the model as it was loaded.
+      prompts: of the task, as token ids.
+      engine: samples.
+      model: weights to sample from.
+      scorer: verifies, or scores.
+    """
+
+    policy: Policy
+    prompts: Any
+    engine: Any
+    model: Any
+    scorer: Any
+
+
+def find_settings(name: str, arguments: list[str]) -> tuple[Trained | None, configs.Run]:
+    """The run that is named, None for a model; and the settings whose task is asked: those of ``--config``, which is
+    removed from the arguments, else the run's own, else quickstart's.
+
+    Raises:
+      InputError: neither is there, or the run has no task.
+    """
+    chosen = take(arguments, "--config", True)
+    trained = find_run(name, tests=chosen is None)
+    settings = trained.run if trained and chosen is None else configs.find_config(chosen or "quickstart").located
+    if not isinstance(settings, configs.Run):
+        raise InputError(
+            f"{chosen or name} is a {type(settings).__name__} run, which asks no problems: name a configuration that "
+            "does with --config"
+        )
+    return trained, settings
+
+
+@contextlib.contextmanager
+def asking(
+    name: str,
+    trained: Trained | None,
+    settings: configs.Run,
+    task: Task,
+    problems: Sequence[Problem],
+    options: Any,
+    status: Callable[[str], None],
+) -> Generator[Desk]:
+    """The model, loaded, with what it takes to ask it these problems.
+
+    Args:
+      name: of the run or model.
+      trained: the run.
+      settings: give the rewards, the dtype and the engine's chunk.
+      task: the problems'; its template writes the prompts.
+      problems: at least one.
+      options: ``max_new_tokens`` and ``slots``.
+      status: hears what is going on.
+
+    Raises:
+      InputError: a model that cannot be loaded, that has no tokenizer or no words, or that is too short.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.engine.weight_transfer import for_sampling
+    from jaxrl_llm.models.decoder import cast
+    from jaxrl_llm.rewards import Scorer
+    from jaxrl_llm.rollout import Engine
+    from jaxrl_llm.sharding import platform_of
+    from jaxrl_llm.tasks import Prompts
+
+    status(f"loading {name}")
+    policy = load_policy(name, trained, writes=True)
+    if policy.tokenizer is None:
+        raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+    with (
+        jax.set_mesh(policy.mesh),
+        Scorer(judges(settings, problems), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
+        farewell(lambda *reason: scorer.close()),
+    ):
+        prompts = Prompts(task, policy.tokenizer)
+        length = max_length(prompts.longest(problems), options.max_new_tokens, policy)
+        dtype = jnp.dtype(settings.learner.compute_dtype)
+        platform = platform_of(policy.mesh)
+        model = jax.jit(lambda m: for_sampling(cast(m, dtype), platform))(policy.model)
+        engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
+        yield Desk(policy, prompts, engine, model, scorer)
+
+
+def judges(settings: configs.Run, problems: Sequence[Problem]) -> tuple[Any, ...]:
+    """The verifier alone; where nothing is verified, all rewards of the configuration."""
+    from jaxrl_llm.rewards import Accuracy
+
+    return configs.rewards(settings) if problems[0].verifier == "none" else (Accuracy(),)
+
+
+def max_length(longest: int, max_new_tokens: int, policy: Policy) -> int:
+    """The longest prompt and a completion, in tokens.
+
+    Raises:
+      InputError: it is longer than what the model was made for.
+    """
+    length = longest + max_new_tokens
+    positions = policy.model.config.attention.max_positions
+    configs.require(
+        length <= positions,
+        f"--max_new_tokens {max_new_tokens} after a prompt of {longest} tokens need {length} positions, and "
+        f"the model was made for {positions}: lower it by {length - positions}",
+    )
+    return length

@@ -1,0 +1,136 @@
+"""``jaxrl-llm collect``: a model's own answers, verified, as data to learn from."""
+
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.asking import asking, find_settings
+from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import prepare_libraries
+from jaxrl_llm.signals import answering, quit_now
+from jaxrl_llm.tasks import Collected, check_collected, dated
+from jaxrl_llm.tasks.collected import KINDS, Kind
+from jaxrl_llm.trained import Trained
+
+USAGE = """usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
+                         [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
+
+Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
+another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
+continuations from each that come out right (steps). Stopped, the same command goes on where it was.
+jaxrl-llm collect RUN_OR_MODEL --help tells more."""
+EMPTY = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
+STOPPED = "interrupted: run the same command again to go on"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to ask, and what to make of the answers.
+
+    Attributes:
+      data: what is asked and kept.
+      kind: texts (right answers), pairs (a right and a wrong one), or steps (answers in steps with labels).
+      max_new_tokens: longest answer, in tokens.
+      slots: answers sampled at one time.
+      seed: of the sampling.
+      json: print one JSON object instead of a table.
+    """
+
+    data: Annotated[Collected, tyro.conf.arg(name="")]
+    kind: Kind = "texts"
+    max_new_tokens: int = 256
+    slots: int = 64
+    seed: int = 0
+    json: bool = False
+
+
+def collect(arguments: list[str]) -> int:
+    """``collect RUN_OR_MODEL --out FILE [--config NAME] [--field value ...]``; returns the exit code."""
+    name = first(
+        arguments, USAGE, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
+    )
+    if name is None:
+        return 0
+    prepare_libraries()
+    out = take(arguments, "--out", True)
+    trained, settings = find_settings(name, arguments)
+    options = parse(
+        Options,
+        arguments,
+        f"jaxrl-llm collect {name}",
+        "--out FILE.jsonl is what is written. --config NAME takes another configuration's task.",
+        Options(
+            Collected(settings.task),
+            max_new_tokens=settings.rollout.max_new_tokens,
+            slots=settings.rollout.slots,
+            seed=settings.seed,
+        ),
+    )
+    path = check(name, out, options)
+    task = dated(options.data.task, datetime.date.today().isoformat())
+    options = dataclasses.replace(options, data=dataclasses.replace(options.data, task=task))
+    with answering(lambda number: quit_now(128 + number, STOPPED)):
+        step, found = answer(name, trained, settings, options, path)
+    numbers = {"model": name, "step": step, "kind": options.kind, "out": out, **found.numbers()}
+    print(json.dumps(numbers) if options.json else "\n".join(as_table(name, step, options, path, found)))
+    return 0
+
+
+def check(name: str, out: str | None, options: Options) -> Path:
+    """The file to write; what cannot work is refused before anything is loaded."""
+    if out is None:
+        raise InputError(f"collect needs a file to write: jaxrl-llm collect {name} --out answers.jsonl")
+    path = Path(out)
+    configs.require(path.suffix == ".jsonl", f"--out {out} is written as JSON lines: give it the ending .jsonl")
+    configs.require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
+    check_collected(options.data, options.kind, "--")
+    for field in ("max_new_tokens", "slots"):
+        configs.require(getattr(options, field) >= 1, f"--{field} must be at least 1, got {getattr(options, field)}")
+    in_range = 0 <= options.seed < configs.MAX_SEED
+    configs.require(in_range, f"--seed must be from 0 to {configs.MAX_SEED - 1}, got {options.seed}")
+    return path
+
+
+def answer(
+    name: str, trained: Trained | None, settings: configs.Run, options: Options, path: Path
+) -> tuple[int | None, Any]:
+    """(step of the run, what became of the problems)."""
+    from jaxrl_llm.collection.collect import collect
+    from jaxrl_llm.collection.sampling import Answerer, Asked
+    from jaxrl_llm.tasks import load
+    from jaxrl_llm.telemetry.pace import Schedule
+    from jaxrl_llm.telemetry.progress import Progress
+
+    data = options.data
+    with Progress(Schedule(1)) as progress:
+        progress.status(f"reading task {data.task.label}")
+        loaded = load(data.task)
+        for note in loaded.notes:
+            progress.note(note)
+        problems = loaded.train[: data.limit or None]
+        with asking(name, trained, settings, data.task, problems, options, progress.status) as desk:
+            by = Answerer(desk.engine, desk.model, desk.policy.tokenizer, desk.scorer)
+            asked = Asked(desk.prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
+            found = collect(by, asked, path, status=progress.status)
+    return desk.policy.step, found
+
+
+def as_table(name: str, step: int | None, options: Options, path: Path, found: Any) -> list[str]:
+    """What was found, for people, and how the file is read."""
+    data = options.data
+    where = f"{name}, step {step}" if step is not None else name
+    reader = next(kind.__name__ for kind, known in KINDS.items() if known == options.kind)
+    worded = {"template": data.task.template, "system": data.task.system, "suffix": data.task.suffix}
+    said = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
+    return [
+        f"{where} on {data.task.label}: {found.problems} problems, {data.samples} each, "
+        f"temperature {data.temperature:g}, top_p {data.top_p:g}",
+        *found.lines(),
+        f"{path} is written: {reader}(Table({str(path)!r}){said})" if found.rows else f"{path} is empty: {EMPTY}",
+    ]
