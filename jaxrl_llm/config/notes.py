@@ -110,7 +110,7 @@ def _too_late(run: Run) -> list[str]:
         if every > run.steps
     ]
     if recipe.critic is not None and recipe.critic.warmup >= run.steps:
-        lines.append(f"the critic learns alone in the first {recipe.critic.warmup} steps: the policy never does")
+        lines.append(f"recipe.critic.warmup {recipe.critic.warmup} leaves the policy none of {run.steps} steps")
     for shape in recipe.shaping:
         if isinstance(shape, RelativeLength) and shape.warmup >= updates:
             lines.append(f"the length reward begins after {shape.warmup} updates, and the run makes {updates}")
@@ -188,7 +188,8 @@ def _critic(run: Run) -> list[str]:
     recipe = run.recipe
     lines = []
     if recipe.critic is not None and 0 < recipe.critic.warmup < run.steps:
-        lines.append(f"the critic learns alone in the first {recipe.critic.warmup} steps (recipe.critic.warmup)")
+        steps = "step" if recipe.critic.warmup == 1 else f"{recipe.critic.warmup} steps"
+        lines.append(f"the critic learns alone in the first {steps} (recipe.critic.warmup)")
     if recipe.drop_truncated and "bootstrap" in recipe.algorithm.advantage.needs:
         lines.append(
             "completions that are cut off are left out of the loss: the value of the state after them is never read; "

@@ -1,6 +1,7 @@
 """How the critic of a run begins and learns."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, initialise
+from jaxrl_llm.models.decoder import Adapter, Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
+from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.trained import config_of, load_model
 
@@ -35,14 +37,15 @@ def critic_of(run: Run, policy: ModelConfig, forward: Forward, tokenizer: Any) -
     """
     critic = run.recipe.critic
     optimiser = build(critic.optimiser)
-    begins = NewRole("critic", with_scalar_head, optimiser)
+    begins = NewRole("critic", adapter_of(run) if critic.adapter else scored, optimiser)
     compute = forward.compute
     if critic.model is not None:
         config = readable(critic.model, run, policy)
         compute = compute_beside(run.learner, config, forward)
-        shapes = jax.eval_shape(lambda: initialise(config, jax.random.key(0), jnp.dtype(run.learner.dtype)))
-        begins = NewRole(
-            "critic", scored, optimiser, lambda: loaded(critic.model, run, tokenizer, forward.mesh), scored(shapes)
+        dtype = jnp.dtype(run.learner.dtype)
+        begins = begins._replace(
+            load=lambda: loaded(critic.model, run, tokenizer, forward.mesh),
+            shapes=jax.eval_shape(lambda: scored(initialise(config, jax.random.key(0), dtype))),
         )
     objectives = (ValueLoss(critic.clip),)
     update = make_update(objectives, optimiser, learning_rate(critic.optimiser), compute)
@@ -52,6 +55,12 @@ def critic_of(run: Run, policy: ModelConfig, forward: Forward, tokenizer: Any) -
 def scored(model: Decoder | ScalarModel) -> ScalarModel:
     """The model with its scalar head, or with one of zeros."""
     return model if isinstance(model, ScalarModel) else with_scalar_head(model)
+
+
+def adapter_of(run: Run) -> Callable[[Decoder], Adapter]:
+    """What makes an adapter, whose values are 0 yet, beside the policy's frozen model."""
+    key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
+    return lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))
 
 
 def readable(name: str, run: Run, policy: ModelConfig) -> ModelConfig:
