@@ -6,3 +6,9 @@ class InputError(ValueError):
 
     The command line prints it and exits with code 2.
     """
+
+
+def require(fine: bool, message: str) -> None:
+    """InputError with this one line unless ``fine``."""
+    if not fine:
+        raise InputError(message)

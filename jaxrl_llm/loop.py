@@ -192,7 +192,7 @@ def agreed_to_stop(
     Raises:
       Disagreement: the processes have sampled, scored or learned differently.
     """
-    learned = hashlib.sha256(repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef")]).encode())
+    learned = hashlib.sha256(repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef", "critic/loss")]).encode())
     for array in common:
         learned.update(array.tobytes())
     peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])

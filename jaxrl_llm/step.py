@@ -115,7 +115,7 @@ def learn_from(
             samples,
             run.learner,
             stage.forward,
-            stage.training,
+            stage.learning(step),
             dict(coefficients),
             run.seed + step,
             stage.measures_kl,

@@ -8,6 +8,8 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.config.run import Configuration
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.architecture import architecture
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import check_name
 
 
@@ -100,6 +102,16 @@ def as_trained(run: Configuration, model: Any) -> Any:
     if scores:
         raise InputError(f"{run.model} is a reward model, which scores text and writes none: give a language model")
     return model
+
+
+def config_of(name: str) -> ModelConfig:
+    """The architecture of what ``load_model`` loads by this name; no weights are read.
+
+    Raises:
+      InputError: nothing of that name, or an architecture that is not known here.
+    """
+    trained = find_run(name)
+    return architecture(name)[0] if trained is None else config_of(trained.run.model)
 
 
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:

@@ -130,6 +130,7 @@ class AdvantageContext(NamedTuple):
       values: the critic's value of each state.
       step_rewards: rewards at token positions.
       group_ids: int[B].
+      bootstrap: float[B], the critic's value of the state after the last token; 0 where the completion has ended.
     """
 
     mask: Any = None
@@ -138,6 +139,7 @@ class AdvantageContext(NamedTuple):
     values: Any = None
     step_rewards: Any = None
     group_ids: Any = None
+    bootstrap: Any = None
 
 
 class Role(NamedTuple):

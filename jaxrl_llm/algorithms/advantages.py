@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import nonnegative, numeric, one_of, positive
-from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, suffix_sum, whiten
+from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, steps_of, suffix_sum, value_after, whiten
 from jaxrl_llm.algorithms.tokens import LOWEST_LOGP
+from jaxrl_llm.algorithms.values import gae, returns
 from jaxrl_llm.types import AdvantageContext
 
 
@@ -28,11 +29,22 @@ class Estimator:
       needs: fields of the context.
       by_token: it returns [B, T].
       several: it takes all rewards of a completion, [P, G, n], not their sum.
+      compares: completions of one prompt with each other, so that a single one is worth nothing.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
     by_token: ClassVar[bool] = False
     several: ClassVar[bool] = False
+    compares: ClassVar[bool] = True
+
+    def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
+        """Advantages; see the module."""
+        raise NotImplementedError
+
+    def with_returns(self, rewards: Any, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
+        """Where it needs values: advantages, and what the critic is trained towards; [B, T] each."""
+        advantages = self(rewards, context)
+        return advantages, returns(advantages, context.values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +179,21 @@ class Whitened(Estimator):
         one_of(self, "baseline", ("batch", "group"))
         nonnegative(self, "ddof", "eps")
 
+    @property
+    def compares(self) -> bool:
+        """Whether the baseline is the group's."""
+        return self.baseline == "group"
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask and perhaps step_rewards [B, T]; returns float[B, T]."""
         given = scores(rewards, context, self.baseline == "group")
         (mask,) = context_arrays(context, "Whitened", given.rewards.size, "mask")
         outcome = given.centred()[0] if self.baseline == "group" else given.rewards
         counts = mask & given.valid.reshape(-1, 1)
-        returns = jnp.broadcast_to(outcome.reshape(-1, 1), mask.shape)
+        to_come = jnp.broadcast_to(outcome.reshape(-1, 1), mask.shape)
         if context.step_rewards is not None:
-            returns += suffix_sum(_steps(context, "Whitened", mask, returns.dtype))
-        return whiten(returns, counts, self.ddof, self.eps)
+            to_come += suffix_sum(steps_of(context, "Whitened", mask, to_come.dtype))
+        return whiten(to_come, counts, self.ddof, self.eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,56 +240,49 @@ class GAE(Estimator):
 
     The outcome reward stands at the last valid token, ``context.step_rewards`` (if any) at theirs. Tokens that the
     policy did not sample (tool output) are skipped: the token before them sees the value and the advantage after them.
-    The value after the last token is 0, also where a completion was cut off. ``whiten`` normalises over the batch's
-    valid tokens, as TRL and verl do and the paper does not; targets of the value loss are made before that
-    (``values.returns``).
+    The value after the last token is 0, also where a completion was cut off; with ``bootstrap`` it is
+    ``context.bootstrap``. ``whiten`` normalises over the batch's valid tokens, as TRL and verl do and the paper does
+    not; targets of the value loss are made before that (``with_returns``).
     """
 
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = False
-    needs: ClassVar[tuple[str, ...]] = ("mask", "values")
+    bootstrap: bool = False
     by_token: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
 
     def __post_init__(self):
         nonnegative(self, "gamma", "lam")
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Fields of the context."""
+        return ("mask", "values") + ("bootstrap",) * self.bootstrap
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""
+        return self.with_returns(rewards, context)[0]
+
+    def with_returns(self, rewards: Any, context: AdvantageContext | None = None) -> tuple[jax.Array, jax.Array]:
+        """Advantages, and ``A_t + V_t`` of those before whitening: what a critic is trained towards; [B, T] each.
+
+        Both are 0 where the mask is False and where the reward is unscorable.
+        """
         given = scores(rewards, context, False)
-        mask, values = context_arrays(context, "GAE", given.rewards.size, *self.needs)
+        mask, values = context_arrays(context, "GAE", given.rewards.size, "mask", "values")
         counts = mask & given.valid.reshape(-1, 1)
         last = mask & (jnp.cumsum(mask, axis=1) == jnp.sum(mask, axis=1, keepdims=True))
         token_rewards = jnp.where(last, given.rewards.reshape(-1, 1), 0)
         if context.step_rewards is not None:
-            token_rewards += _steps(context, "GAE", mask, token_rewards.dtype)
-        advantages = jnp.where(
-            counts, gae(token_rewards, values.astype(token_rewards.dtype), mask, self.gamma, self.lam), 0
+            token_rewards += steps_of(context, "GAE", mask, token_rewards.dtype)
+        values = values.astype(token_rewards.dtype)
+        after = (
+            value_after(context, given.rewards.size, values.dtype) if self.bootstrap else jnp.zeros_like(values[:, 0])
         )
-        return whiten(advantages, counts) if self.whiten else advantages
-
-
-def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> jax.Array:
-    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``GAE``).
-
-    0 where the mask is False.
-    """
-
-    def back(after: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-        value_after, advantage_after = after
-        reward, value, valid = now
-        advantage = reward + gamma * value_after - value + gamma * lam * advantage_after
-        carried = jnp.where(valid, value, value_after), jnp.where(valid, advantage, advantage_after)
-        return carried, jnp.where(valid, advantage, 0)
-
-    nothing = jnp.zeros(rewards.shape[0], rewards.dtype)
-    return jax.lax.scan(back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)[1].T
-
-
-def _steps(context: AdvantageContext, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
-    """``context.step_rewards`` [B, T] with 0 where there is none."""
-    _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
-    return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)
+        advantages = jnp.where(counts, gae(token_rewards, values, mask, self.gamma, self.lam, after), 0)
+        targets = jnp.where(counts, returns(advantages, values), 0)
+        return whiten(advantages, counts) if self.whiten else advantages, targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,11 +312,26 @@ class KLInReward(Estimator):
         """Whether it returns [B, T]."""
         return self.estimator.by_token
 
+    @property
+    def compares(self) -> bool:
+        """Whether it compares completions of one prompt."""
+        return getattr(self.estimator, "compares", True)
+
     def __call__(self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None) -> jax.Array:
         """rewards: float[P, G]; context: mask, old_logp and ref_logp [B, T]; returns what the estimator does.
 
         ``kl_coef`` is used in place of the coefficient, for controllers.
         """
+        return self.estimator(*self.penalised(rewards, context, kl_coef))
+
+    def with_returns(
+        self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same, of an estimator with a critic: advantages and what the critic is trained towards, [B, T] each."""
+        return self.estimator.with_returns(*self.penalised(rewards, context, kl_coef))
+
+    def penalised(self, rewards: Any, context: AdvantageContext | None, kl_coef: Any = None) -> tuple[jax.Array, Any]:
+        """Rewards and context with the penalty in them: in the outcome, or in ``step_rewards`` at each token."""
         rewards = numeric(rewards, "rewards")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, old_logp, ref_logp = arrays
@@ -318,7 +343,7 @@ class KLInReward(Estimator):
         ref_logp = clean(ref_logp)
         penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
         if not self.by_token:
-            return self.estimator(rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context)
+            return rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context
         if context.step_rewards is not None:
-            penalty += _steps(context, "a KL in the reward", mask, penalty.dtype)
-        return self.estimator(rewards, context._replace(step_rewards=penalty))
+            penalty += steps_of(context, "a KL in the reward", mask, penalty.dtype)
+        return rewards, context._replace(step_rewards=penalty)

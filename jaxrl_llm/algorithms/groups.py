@@ -90,6 +90,24 @@ def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *nam
     return mask, *(floating(x, name) for name, x in others.items())
 
 
+def steps_of(context: AdvantageContext, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
+    """``context.step_rewards`` [B, T] with 0 where there is none."""
+    _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
+    return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)
+
+
+def value_after(context: AdvantageContext, rows: int, dtype: Any) -> jax.Array:
+    """``context.bootstrap`` [B].
+
+    Raises:
+      ValueError: it is missing, or has another shape.
+    """
+    if context.bootstrap is None:
+        raise ValueError("GAE needs context.bootstrap: pass AdvantageContext(bootstrap=...) of the global batch")
+    shaped((rows,), **{"context.bootstrap": context.bootstrap})
+    return floating(context.bootstrap, "context.bootstrap").astype(dtype)
+
+
 def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:
     """``(x - mean) / sqrt(var + eps)`` over all entries that count, 0 elsewhere; exactly 0 where they are all equal.
 

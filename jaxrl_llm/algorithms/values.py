@@ -1,4 +1,4 @@
-"""The critic's side of PPO: targets and loss."""
+"""The critic's side of PPO: what advantages are made of, targets and loss."""
 
 from typing import Any
 
@@ -6,6 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import count, flags, floating, ranked, shaped
+
+
+def gae(
+    rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float, after: jax.Array
+) -> jax.Array:
+    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``advantages.GAE``).
+
+    ``after``: values [B] of the states after the last tokens. 0 where the mask is False.
+    """
+
+    def back(later: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        value_after, advantage_after = later
+        reward, value, valid = now
+        advantage = reward + gamma * value_after - value + gamma * lam * advantage_after
+        carried = jnp.where(valid, value, value_after), jnp.where(valid, advantage, advantage_after)
+        return carried, jnp.where(valid, advantage, 0)
+
+    return jax.lax.scan(back, (after, jnp.zeros_like(after)), (rewards.T, values.T, mask.T), reverse=True)[1].T
 
 
 def returns(advantages: Any, values: Any) -> jax.Array:

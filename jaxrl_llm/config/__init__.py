@@ -36,7 +36,14 @@ from jaxrl_llm.config.saved import (
 )
 from jaxrl_llm.config.scored import of_steps, watched
 from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised, wording
-from jaxrl_llm.config.validation import MAX_SEED, require, rewards, validate_on_devices, validate_on_model
+from jaxrl_llm.config.validation import (
+    MAX_SEED,
+    longest_row,
+    require,
+    rewards,
+    validate_on_devices,
+    validate_on_model,
+)
 
 __all__ = [
     "FREE_TO_CHANGE",
@@ -73,6 +80,7 @@ __all__ = [
     "load_config",
     "load_json",
     "located",
+    "longest_row",
     "notes",
     "of_steps",
     "own_modules",

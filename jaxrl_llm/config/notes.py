@@ -20,7 +20,7 @@ USUAL_MINIBATCHES = 4
 def notes(run: Run) -> list[str]:
     """Everything to be said of a run before it begins, one line each."""
     run = resolved(run)
-    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run)]
+    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *_critic(run)]
 
 
 def inert(run: Run) -> list[str]:
@@ -49,6 +49,8 @@ def _at_ratio_one(run: Run) -> list[str]:
         idle = [f"{piece} but on tokens of earlier steps" for piece in idle]
     if run.learner.target_kl is not None:
         idle.append("learner.target_kl stops nothing")
+    if run.recipe.critic is not None and run.recipe.critic.clip is not None:
+        idle.append("recipe.critic.clip holds no value")
     if not idle or run.learner.updates > 1:
         return []
     paper = run.recipe.paper
@@ -107,6 +109,8 @@ def _too_late(run: Run) -> list[str]:
         )
         if every > run.steps
     ]
+    if recipe.critic is not None and recipe.critic.warmup >= run.steps:
+        lines.append(f"recipe.critic.warmup {recipe.critic.warmup} leaves the policy none of {run.steps} steps")
     for shape in recipe.shaping:
         if isinstance(shape, RelativeLength) and shape.warmup >= updates:
             lines.append(f"the length reward begins after {shape.warmup} updates, and the run makes {updates}")
@@ -176,4 +180,19 @@ def _steps(run: Run) -> list[str]:
                 f"{kind} reads the rewards of steps, and groups are filtered by {run.recipe.filter_groups}: "
                 "--recipe.filter_groups False"
             )
+    return lines
+
+
+def _critic(run: Run) -> list[str]:
+    """When the policy waits for its critic, and completions whose last value goes unread."""
+    recipe = run.recipe
+    lines = []
+    if recipe.critic is not None and 0 < recipe.critic.warmup < run.steps:
+        steps = "step" if recipe.critic.warmup == 1 else f"{recipe.critic.warmup} steps"
+        lines.append(f"the critic learns alone in the first {steps} (recipe.critic.warmup)")
+    if recipe.drop_truncated and "bootstrap" in recipe.algorithm.advantage.needs:
+        lines.append(
+            "completions that are cut off are left out of the loss: the value of the state after them is never read; "
+            "--recipe.no-drop_truncated"
+        )
     return lines

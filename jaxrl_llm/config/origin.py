@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.parts import with_parts
+from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.tasks.sources import HubDataset, Table
 
 SAVED_RUNS = "runs"
@@ -61,7 +62,7 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
     return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
 
 
-PLACES: tuple[tuple[type, str], ...] = ((Table, "path"), (HubDataset, "name"))
+PLACES: tuple[tuple[type, str], ...] = ((Table, "path"), (HubDataset, "name"), (Critic, "model"))
 """Fields that name a file or a folder; so does every configuration's ``model``."""
 
 
@@ -77,7 +78,7 @@ def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
 
     def placed(part: Any) -> Any:
         for kind, field in PLACES:
-            if isinstance(part, kind):
+            if isinstance(part, kind) and getattr(part, field) is not None:
                 return dataclasses.replace(part, **{field: _found(getattr(part, field), folders)})
         return part
 

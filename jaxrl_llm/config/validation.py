@@ -5,27 +5,16 @@ import math
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
+from jaxrl_llm.config.learning import check_critic, check_learner
 from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.config.scored import bases, check_scored, of_steps
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.settings import MUON_RMS, Learner
-from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
+from jaxrl_llm.errors import require
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
 
 MAX_SEED = 1 << 24
 """Seeds from here on would repeat the random numbers of smaller ones."""
-
-LEAST_STEP = 2.0**-13
-"""Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size where they
-are. Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M:
-0.19)."""
-
-
-def require(fine: bool, message: str) -> None:
-    """InputError with this one line unless ``fine``."""
-    if not fine:
-        raise InputError(message)
 
 
 def check_reinforcement(run: Run) -> None:
@@ -34,7 +23,8 @@ def check_reinforcement(run: Run) -> None:
     _check_counts(run)
     _check_rollout(run)
     _check_staleness(run)
-    check_learner(run.learner, ("rollout.prompts", run.rollout.prompts), run.rollout.max_length)
+    check_learner(run.learner, ("rollout.prompts", run.rollout.prompts), longest_row(run))
+    check_critic(run.recipe, run.learner)
     _check_recipe(run)
     _check_evaluation(run)
     _check_scoring(run)
@@ -43,6 +33,11 @@ def check_reinforcement(run: Run) -> None:
     for task in (run.task, run.evaluation.task):
         if task is not None:
             tasks.check(task)
+
+
+def longest_row(run: Run) -> int:
+    """Tokens of a row at least: a prompt with its completion, and one more where the state after it has a value too."""
+    return run.rollout.max_length + int("bootstrap" in run.recipe.algorithm.advantage.needs)
 
 
 def rewards(run: Run) -> tuple[Reward, ...]:
@@ -97,11 +92,7 @@ def _check_rollout(run: Run) -> None:
     require(
         rollout.temperature > 0, f"rollout.temperature must be above 0 to learn from samples, got {rollout.temperature}"
     )
-    require(
-        rollout.group >= 2,
-        f"rollout.group {rollout.group} leaves nothing to compare: {run.recipe.name} needs at least 2 "
-        "completions of each prompt",
-    )
+    _check_group(run)
     require(0 < rollout.top_p <= 1, f"rollout.top_p must be above 0 and at most 1, got {rollout.top_p}")
     truncates = rollout.top_k > 0 or rollout.top_p < 1
     kept = run.learner.keep_sampling_mask
@@ -117,6 +108,27 @@ def _check_rollout(run: Run) -> None:
     )
 
 
+def _check_group(run: Run) -> None:
+    """Refuse a single completion of each prompt where something compares several."""
+    recipe = run.recipe
+    group = run.rollout.group
+    require(
+        group >= 2 or not getattr(recipe.algorithm.advantage, "compares", True),
+        f"rollout.group {group} leaves nothing to compare: {recipe.name} needs at least 2 completions of each prompt",
+    )
+    require(
+        group >= 2 or not recipe.filter_groups,
+        f"rollout.group {group} leaves recipe.filter_groups {recipe.filter_groups} nothing to compare: set it to "
+        "False, or rollout.group to at least 2",
+    )
+    relative = any(isinstance(shape, group_shaping.RelativeLength) for shape in recipe.shaping)
+    require(
+        group >= 2 or not relative,
+        f"rollout.group {group} leaves recipe.shaping RelativeLength nothing to compare: take it out, or set "
+        "rollout.group to at least 2",
+    )
+
+
 def _check_staleness(run: Run) -> None:
     staleness = run.rollout.collect.staleness
     require(staleness in (0, 1), f"rollout.collect.staleness must be 0 or 1, got {staleness}")
@@ -124,89 +136,6 @@ def _check_staleness(run: Run) -> None:
         not run.mesh.rollout or staleness,
         f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set "
         "rollout.collect.staleness 1",
-    )
-
-
-def check_learner(learner: Learner, groups: tuple[str, int], longest: int) -> None:
-    """Refuse what no learner can do.
-
-    Args:
-      learner: the settings.
-      groups: that each step learns from, which stay whole: the field that says it, and how many.
-      longest: tokens of a prompt with its completion.
-
-    Raises:
-      InputError: names field, value and remedy.
-    """
-    require(
-        learner.minibatches <= groups[1],
-        f"learner.minibatches {learner.minibatches} exceeds {groups[0]} {groups[1]}: groups stay whole",
-    )
-    require(
-        learner.remat in ("none", "dots", "full"), f"learner.remat {learner.remat!r} is unknown: none, dots or full"
-    )
-    require(
-        learner.attention in ("auto", "xla", "splash", "cudnn"),
-        f"learner.attention {learner.attention!r} is unknown: auto, xla, splash or cudnn",
-    )
-    for name, value in {"learner.dtype": learner.dtype, "learner.compute_dtype": learner.compute_dtype}.items():
-        require(value in ("float32", "bfloat16"), f"{name} {value!r} is unknown: float32 or bfloat16")
-    require(
-        learner.target_kl is None or learner.target_kl > 0,
-        f"learner.target_kl must be above 0, or None to learn on, got {learner.target_kl}",
-    )
-    _check_lora(learner.lora)
-    _check_rounding(learner)
-    require(
-        learner.row_tokens == 0 or learner.row_tokens >= longest,
-        f"learner.row_tokens {learner.row_tokens} cannot hold a prompt with its completion: set it to at "
-        f"least {longest}, or 0 to choose",
-    )
-    optimiser = learner.optimiser
-    rules = {
-        "learning_rate": (optimiser.learning_rate > 0, "above 0"),
-        "warmup": (optimiser.warmup >= 0, "at least 0"),
-        "name": (optimiser.name in ("adamw", "adafactor", "muon"), "adamw, adafactor or muon"),
-        "schedule": (optimiser.schedule in ("constant", "cosine", "linear"), "constant, cosine or linear"),
-        "momentum_dtype": (optimiser.momentum_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
-        "b1": (0 <= optimiser.b1 < 1, "from 0 to below 1"),
-        "b2": (0 <= optimiser.b2 < 1, "from 0 to below 1"),
-        "eps": (optimiser.eps > 0, "above 0"),
-        "weight_decay": (optimiser.weight_decay >= 0, "at least 0"),
-        "clip_norm": (optimiser.clip_norm >= 0, "at least 0 (0 does not clip)"),
-        "decay": (
-            optimiser.decay == (0, 0)
-            if optimiser.schedule == "constant"
-            else optimiser.decay[1] > max(optimiser.decay[0], optimiser.warmup),
-            f"two counts of updates, the second above the first and above warmup ({optimiser.warmup}), between which "
-            "schedule cosine or linear lowers the rate to 0; or 0 0 with schedule constant",
-        ),
-    }
-    for name, (fine, rule) in rules.items():
-        require(fine, f"learner.optimiser.{name} must be {rule}, got {getattr(optimiser, name)}")
-
-
-def _check_lora(lora: Lora) -> None:
-    require(lora.rank >= 0, f"learner.lora.rank must be at least 0 (0 trains the whole model), got {lora.rank}")
-    require(lora.alpha > 0, f"learner.lora.alpha must be above 0, got {lora.alpha}")
-    known = bool(lora.targets) and set(lora.targets) <= set(ADAPTABLE) and len(set(lora.targets)) == len(lora.targets)
-    require(
-        known,
-        f"learner.lora.targets must be some of {', '.join(ADAPTABLE)}, each once; got "
-        f"{', '.join(lora.targets) or 'none'}",
-    )
-
-
-def _check_rounding(learner: Learner) -> None:
-    """Refuse bfloat16 weights that are trained at a rate whose steps are rounded away."""
-    optimiser = learner.optimiser
-    # AdamW and Adafactor move a weight by about the rate at most, Muon by a fifth of it.
-    step = optimiser.learning_rate * (MUON_RMS if optimiser.name == "muon" else 1.0)
-    require(
-        learner.dtype != "bfloat16" or learner.lora.rank > 0 or step >= LEAST_STEP,
-        f"learner.dtype 'bfloat16' rounds away steps of {step:g} (learner.optimiser.learning_rate "
-        f"{optimiser.learning_rate:g}): set learner.dtype float32 and learner.compute_dtype bfloat16, or "
-        "learner.lora.rank above 0",
     )
 
 
@@ -233,11 +162,6 @@ def _check_recipe(run: Run) -> None:
         "gradient is 0: take kl.K2() or kl.K3Plus(), set kl_in 'reward', or kl_coef 0",
     )
     estimator = algorithm.advantage
-    require(
-        "values" not in estimator.needs,
-        f"recipe.algorithm.advantage {type(estimator).__name__} needs values, which this trainer does not make: take "
-        "an estimator of outcome rewards, such as GroupZScore",
-    )
     weights = getattr(estimator, "weights", ())
     count = len(rewards(run)) - len(of_steps(rewards(run)))
     require(

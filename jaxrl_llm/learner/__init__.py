@@ -1,9 +1,10 @@
 """From scored completions to a better policy: packing, the update, epochs over a rollout."""
 
 from jaxrl_llm.lazy import attach
-from jaxrl_llm.learner.settings import Learner, Optimiser
+from jaxrl_llm.learner.settings import Critic, Learner, Optimiser
 
 __all__ = [
+    "Critic",
     "Forward",
     "Layout",
     "Learner",
@@ -12,6 +13,7 @@ __all__ = [
     "PolicyGradient",
     "Sample",
     "Training",
+    "ValueLoss",
     "create_state",
     "learn",
     "make_update",
@@ -22,6 +24,7 @@ __all__ = [
 __getattr__ = attach(
     __name__,
     {"Layout": "batch", "Packed": "batch", "Sample": "batch", "pack": "packing"}
-    | {"Forward": "forward", "PolicyGradient": "objectives", "Training": "epochs", "learn": "epochs"}
+    | {"Forward": "forward", "PolicyGradient": "objectives", "ValueLoss": "objectives"}
+    | {"Training": "epochs", "learn": "epochs"}
     | {"create_state": "state", "make_update": "update", "to_samples": "samples"},
 )

@@ -67,10 +67,11 @@ def learn(
       groups: samples of each prompt.
       settings: epochs, minibatches, ``target_kl``.
       forward: how models are run.
-      training: of each role, in the order in which they are updated; the policy first.
+      training: of each role that learns, in the order in which they are updated; the policy first, where it does.
       coefficients: what objectives read, by name.
       seed: orders the groups anew in each epoch after the first.
-      measure_kl: measure that of the whole batch after the last update, for a controller; see ``kl_of_policy``.
+      measure_kl: measure that of the whole batch after the last update of the policy, for a controller; see
+        ``kl_of_policy``.
 
     Returns:
       The new state, and metrics averaged over the updates that were applied (``sampler/`` ones from the first, the only
@@ -79,11 +80,12 @@ def learn(
     """
     objectives = names_of(objective for one in training for objective in one.objectives)
     needed = set().union(*(one.needs for one in training))
+    measure_kl = measure_kl and any(one.role == "policy" for one in training)
     kl_to = {"ref_logp" if state.reference is not None else "old_logp"} if measure_kl else set()
     batches = []
     for samples in _split(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
-        batches.append(packed.with_tokens(**before(state, packed, forward, needed | kl_to)))
+        batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
     coefficients = {"temperature": forward.temperature} | coefficients
     rows: dict[str, list[Row]] = {one.role: [] for one in training}
     for packed in _passes(batches, settings.epochs, seed):
@@ -91,7 +93,7 @@ def learn(
         if refused:
             break
     measured = kl_of_policy(state, batches, forward) if measure_kl else {}
-    found = {name: float(value) for name, value in jax.device_get(measured).items()}
+    found = {"updates": 0.0} | {name: float(value) for name, value in jax.device_get(measured).items()}
     for one in training:
         prefix = "" if one.role == "policy" else f"{one.role}/"
         found |= {prefix + name: value for name, value in _summary(rows[one.role], settings).items()}

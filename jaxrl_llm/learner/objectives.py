@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
+from jaxrl_llm.algorithms.values import value_loss
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
 
@@ -36,7 +37,7 @@ BEFORE = {
     "ref_logp": Before("reference", "logp"),
     "old_values": Before("critic", "values"),
 }
-"""What an objective may need, by the name that it has then in ``Packed.by_token``."""
+"""What an objective may need, by the name that it has in ``Packed.by_token``; what samples bring is not computed."""
 
 
 class Objective:
@@ -144,6 +145,41 @@ class PolicyGradient(Objective):
         }
         sums = ("sampler/fresh_tokens", "sampler/gap_sum")
         return {name: value for name, value in metrics.items() if name not in sums} | measured
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueLoss(Objective):
+    """``values.value_loss`` of a critic: towards ``returns``, which are made once, before the first update.
+
+    Attributes:
+      clip: how far a value may move from its old one; None for no bound.
+    """
+
+    clip: float | None = 0.2
+    name: ClassVar[str] = "values"
+    role: ClassVar[str] = "critic"
+    outputs: ClassVar[tuple[str, ...]] = ("values",)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The old values where the new ones are held to them."""
+        return ("old_values",) * (self.clip is not None)
+
+    def __call__(
+        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
+    ) -> tuple[jax.Array, Metrics]:
+        """The loss, and with a bound ``clip_fraction``: the share of tokens whose gradient it cuts."""
+        values = outputs["values"]
+        targets = batch.by_token["returns"]
+        tokens = jnp.maximum(counts.tokens, 1)
+        if self.clip is None:
+            loss = value_loss(values, targets, batch.mask, token_count=tokens)
+            return loss, {"loss": loss}
+        old = batch.by_token["old_values"]
+        loss = value_loss(values, targets, batch.mask, old, self.clip, tokens)
+        held = old + jnp.clip(values - old, -self.clip, self.clip)
+        cut = (jnp.abs(values - old) > self.clip) & (jnp.abs(held - targets) > jnp.abs(values - targets))
+        return loss, {"loss": loss, "clip_fraction": jnp.sum((cut & batch.mask).astype(jnp.float32)) / tokens}
 
 
 def old_policy(

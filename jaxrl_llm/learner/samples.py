@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,11 +11,12 @@ import numpy as np
 
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.batch import READ_BY_THE_HEAD, Sample
+from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
 from jaxrl_llm.types import AdvantageContext, Completion, Group
 
-Reference = Callable[[Sequence[Sample]], list[np.ndarray]]
-"""Log-probabilities of each sample's tokens under the frozen reference."""
+Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
+"""What an estimator may ask of a model, one number for each token of each sample: ``ref_logp`` of the frozen reference,
+``values`` of the critic."""
 
 
 def to_samples(
@@ -24,7 +26,7 @@ def to_samples(
     rewards: np.ndarray,
     dropped: Collection[str],
     length: int,
-    reference: Reference,
+    models: Models,
     kl_coef: float | None = None,
     learn_earlier: bool = True,
 ) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -37,7 +39,7 @@ def to_samples(
       rewards: float[P, G], or [P, G, n] for an estimator of several.
       dropped: finish reasons of completions that are left out of the loss; their rewards count.
       length: T, the longest completion; the shape of what the estimator sees.
-      reference: asked only where the KL is in the reward.
+      models: asked for what the estimator needs: the reference only where the KL is in the reward.
       kl_coef: in place of the algorithm's, where the KL is in the reward.
       learn_earlier: count tokens of other versions; if not they are left out of the loss, and their rewards count.
     """
@@ -47,20 +49,29 @@ def to_samples(
         for completion in group.completions
     ]
     estimator = algorithm.advantage
-    context = _context(samples, estimator.needs, length, reference) if estimator.needs else None
-    context = _with_steps(context, estimator.by_token, [c for group in groups for c in group.completions], length)
+    completions = [c for group in groups for c in group.completions]
+    cut_off = [c.finish_reason == "length" for c in completions]
+    context = _context(samples, cut_off, estimator.needs, length, models) if estimator.needs else None
+    context = _with_steps(context, estimator.by_token, completions, length)
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
-    advantages = np.asarray(_estimate(estimator, rewards.astype(np.float32), context, **moved))
+    advantages, targets = jax.device_get(_estimate(estimator, rewards.astype(np.float32), context, **moved))
+    measured = _measured(algorithm, context)
     if estimator.by_token:
-        valued = [
-            _with(s, arrays={"advantages": row[: len(s.tokens)]}) for s, row in zip(samples, advantages, strict=True)
-        ]
+        valued = _by_token(samples, advantages=advantages)
     else:
         valued = [
             _with(s, scalars={"advantages": float(x)}) for s, x in zip(samples, advantages.reshape(-1), strict=True)
         ]
+    if targets is not None:
+        scored = ~np.isnan(rewards.reshape(-1))
+        # What could not be scored has no return: the critic leaves it out.
+        valued = [
+            s if known else dataclasses.replace(s, counted_by=POLICY) for s, known in zip(valued, scored, strict=True)
+        ]
+        valued = _by_token(valued, returns=targets, old_values=context.values)
+        measured |= foreseen(targets, context.values, context.mask & scored[:, None])
     size = len(groups[0].completions)
-    return [valued[i : i + size] for i in range(0, len(valued), size)], _measured(algorithm, context)
+    return [valued[i : i + size] for i in range(0, len(valued), size)], measured
 
 
 def _counted(
@@ -89,6 +100,13 @@ def _with(
     return dataclasses.replace(sample, scalars=sample.scalars | (scalars or {}), arrays=sample.arrays | (arrays or {}))
 
 
+def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
+    """The samples with their rows of [B, T] each."""
+    return [
+        _with(s, arrays={name: x[row, : len(s.tokens)] for name, x in arrays.items()}) for row, s in enumerate(samples)
+    ]
+
+
 def advantage_of(sample: Sample) -> Any:
     """A number, or one for each token."""
     return sample.scalars["advantages"] if "advantages" in sample.scalars else sample.arrays["advantages"]
@@ -105,15 +123,20 @@ def without_gain(sample: Sample) -> Sample:
 @functools.partial(jax.jit, static_argnums=0)
 def _estimate(
     estimator: Any, rewards: np.ndarray, context: AdvantageContext | None, **coefficient: np.float32
-) -> jax.Array:
-    return estimator(rewards, context, **coefficient)
+) -> tuple[jax.Array, jax.Array | None]:
+    """Advantages, and what a critic is trained towards where the estimator reads one's values."""
+    if "values" in estimator.needs:
+        return estimator.with_returns(rewards, context, **coefficient)
+    return estimator(rewards, context, **coefficient), None
 
 
-def _context(samples: Sequence[Sample], needs: Sequence[str], length: int, reference: Reference) -> AdvantageContext:
+def _context(
+    samples: Sequence[Sample], cut_off: Sequence[bool], needs: Sequence[str], length: int, models: Models
+) -> AdvantageContext:
     """What an estimator may need beside rewards, [B, T] each.
 
     A KL in the reward is that of the policy which sampled: the sampler's own log-probabilities stand for it, for tokens
-    of earlier steps too.
+    of earlier steps too. The state after the last token has a value where the completion was ``cut_off``.
     """
 
     def padded(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -123,10 +146,23 @@ def _context(samples: Sequence[Sample], needs: Sequence[str], length: int, refer
         return out
 
     context = AdvantageContext(mask=padded([s.mask for s in samples], bool))
-    if "ref_logp" not in needs:
-        return context
-    old = padded([s.arrays["sampler_logp"] for s in samples], np.float32)
-    return context._replace(old_logp=old, ref_logp=padded(reference(samples), np.float32))
+    if "ref_logp" in needs:
+        old = padded([s.arrays["sampler_logp"] for s in samples], np.float32)
+        context = context._replace(old_logp=old, ref_logp=padded(models["ref_logp"](samples), np.float32))
+    if "values" in needs:
+        asked = [_to_value(s, cut and "bootstrap" in needs) for s, cut in zip(samples, cut_off, strict=True)]
+        found = models["values"](asked)
+        values = [x[: len(s.tokens)] for x, s in zip(found, samples, strict=True)]
+        after = [x[len(s.tokens)] if len(x) > len(s.tokens) else 0.0 for x, s in zip(found, samples, strict=True)]
+        context = context._replace(values=padded(values, np.float32), bootstrap=np.asarray(after, np.float32))
+    return context
+
+
+def _to_value(sample: Sample, one_more: bool) -> Sample:
+    """What a critic reads of a sample; with ``one_more`` also a token that nobody sampled: what is predicted there is
+    the value of the state after the last one."""
+    more = int(one_more)
+    return Sample(sample.prompt, np.pad(sample.tokens, (0, more)), np.pad(sample.mask, (0, more)))
 
 
 def _with_steps(
@@ -148,3 +184,20 @@ def _measured(algorithm: Algorithm, context: AdvantageContext | None) -> dict[st
         return {}
     estimate = np.asarray(algorithm.kl(context.old_logp, context.ref_logp))
     return {"kl": float(np.sum(estimate * context.mask) / max(np.sum(context.mask), 1))}
+
+
+def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """How well a critic foresaw, over the tokens that count: [B, T] each.
+
+    ``critic/explained_variance``: ``1 - Var(returns - values) / Var(returns)``; NaN where the returns do not vary.
+    """
+    returns = targets[counts].astype(np.float64)
+    guesses = values[counts].astype(np.float64)
+    names = ("critic/explained_variance", "critic/returns_mean", "critic/values_mean")
+    if not counts.any():
+        return dict.fromkeys(names, math.nan)
+    # A return is an advantage and a value added up in float32: what is equal may differ by their rounding.
+    noise = 16 * np.finfo(np.float32).eps * max(np.abs(returns).max(), np.abs(guesses).max())
+    varies = np.ptp(returns) > noise
+    explained = 1 - np.var(returns - guesses) / np.var(returns) if varies else math.nan
+    return dict(zip(names, (float(explained), float(returns.mean()), float(guesses.mean())), strict=True))

@@ -46,6 +46,31 @@ class Optimiser:
 
 
 @dataclasses.dataclass(frozen=True)
+class Critic:
+    """The model that says what each state is worth, and how it learns; its loss is ``algorithms.values.value_loss``.
+
+    It is updated after the policy on each minibatch, with a gradient, a norm and a learning rate of its own, so that no
+    coefficient weighs its loss against the policy's. Its weights have ``learner.dtype``.
+
+    Attributes:
+      model: what it begins as: a run (RUN, RUN@STEP) or a Hugging Face directory, of a reward model or of a language
+        model of the policy's vocabulary. None: the policy's own layers. Where there is no scalar head it gets one of
+        zeros, so that every value is 0 at first.
+      optimiser: see ``Optimiser``; the learning rate is InstructGPT's (arXiv 2203.02155, appendix C.4).
+      clip: how far a value may move from the one before the batch's first update until its loss keeps it; None for no
+        bound.
+      warmup: steps at the start of the run in which only the critic learns: the policy, and its version, stay.
+      adapter: train low-rank adapters (``learner.lora``) beside the policy's frozen model, not a second model.
+    """
+
+    model: str | None = None
+    optimiser: Optimiser = Optimiser(learning_rate=9e-6)
+    clip: float | None = 0.2
+    warmup: int = 0
+    adapter: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Learner:
     """How a rollout is learned from.
 

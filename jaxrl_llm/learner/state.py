@@ -21,14 +21,18 @@ class NewRole(NamedTuple):
 
     Attributes:
       name: the role's.
-      first: its first parameters, from the model that training begins with; they may share its arrays, which are
-        copied. An adapter is beside the policy's base, where that has one.
+      first: its first parameters, from the model that training begins with, or from ``load``'s; they may share its
+        arrays, which are copied. An adapter is beside the policy's base, where that has one.
       optimiser: from ``build``.
+      load: reads the model that it begins as in place of the run's; None where that is the run's.
+      shapes: of what ``load`` returns.
     """
 
     name: str
     first: Callable[[Any], Any]
     optimiser: optax.GradientTransformation
+    load: Callable[[], Any] | None = None
+    shapes: Any = None
 
 
 def create_state(
@@ -54,10 +58,11 @@ def create_state(
     """
     layout = shardings(abstract_state(model, optimiser, reference, lora, others), mesh)
 
-    def made(model: Any) -> TrainState:
-        return _fresh(model, optimiser, reference, lora, seed, others)  # each result has a buffer of its own
+    def made(model: Any, loaded: dict[str, Any]) -> TrainState:
+        return _fresh(model, optimiser, reference, lora, seed, others, loaded)  # each result has a buffer of its own
 
-    return jax.jit(made, out_shardings=layout, donate_argnums=0)(jax.device_put(model, shardings(model, mesh)))
+    models = model, {other.name: other.load() for other in others if other.load is not None}
+    return jax.jit(made, out_shardings=layout, donate_argnums=(0, 1))(*jax.device_put(models, shardings(models, mesh)))
 
 
 def abstract_state(
@@ -68,7 +73,8 @@ def abstract_state(
     others: Sequence[NewRole] = (),
 ) -> TrainState:
     """Shapes and dtypes of the state, without arrays."""
-    return jax.eval_shape(lambda m: _fresh(m, optimiser, reference, lora, 0, others), model)
+    shapes = {other.name: other.shapes for other in others if other.load is not None}
+    return jax.eval_shape(lambda m, loaded: _fresh(m, optimiser, reference, lora, 0, others, loaded), model, shapes)
 
 
 def _fresh(
@@ -78,12 +84,13 @@ def _fresh(
     lora: Lora,
     seed: int,
     others: Sequence[NewRole],
+    loaded: dict[str, Any],
 ) -> TrainState:
     decoder, scalar = split(model)
     params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
     roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
     for other in others:
-        first = other.first(model)
+        first = other.first(loaded.get(other.name, model))
         roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))
     return TrainState(roles, {"reference": params} if reference else {})
 

@@ -217,7 +217,7 @@ def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, flo
     return parts | {
         "reward/mean": _known(np.nanmean, scores),
         "reward/std": _known(np.nanstd, scores),
-        "reward/zero_std_fraction": float(np.mean([not informative(g, "reward") for g in groups])),
+        "reward/zero_std_fraction": _share_without_differences(groups),
         "reward/accuracy": share_correct(groups),
         "completions/mean_length": float(np.mean([len(c.tokens) for c in completions])),
         "completions/truncated_fraction": ended.count("length") / len(ended),
@@ -230,6 +230,13 @@ def _metric(part: str) -> str:
     if part == REJECTED:
         return f"{part}_fraction"
     return part if part.startswith("constraint/") else f"reward/{part}"
+
+
+def _share_without_differences(groups: Sequence[Group]) -> float:
+    """The share of groups whose rewards are all equal; NaN where there is one completion of each prompt."""
+    if len(groups[0].completions) == 1:
+        return math.nan
+    return float(np.mean([not informative(g, "reward") for g in groups]))
 
 
 def share_correct(groups: Sequence[Group]) -> float:

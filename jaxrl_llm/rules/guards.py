@@ -12,17 +12,22 @@ class NotANumber:
     """Stops at a gradient that is not finite; the update was not applied, so the state is that before it.
 
     Attributes:
-      learning_rate: the run's; the remedy is a tenth of it.
+      learning_rate: of what is updated; the remedy is a tenth of it.
+      field: the optimiser's, where that rate stands.
+      prefix: what the metrics of its updates begin with.
     """
 
     learning_rate: float
+    field: str = "learner.optimiser"
+    prefix: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``."""
-        if not row.get("updates/not_finite"):
+        if not row.get(f"{self.prefix}updates/not_finite"):
             return Decision(), own
-        reason = "the gradient is not a number; the state before it is saved"
-        remedy = f"--learner.optimiser.learning_rate {self.learning_rate / 10:g}"
+        whose = f" of the {self.prefix.removesuffix('/')}" if self.prefix else ""
+        reason = f"the gradient{whose} is not a number; the state before it is saved"
+        remedy = f"--{self.field}.learning_rate {self.learning_rate / 10:g}"
         return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
 
 
@@ -43,9 +48,10 @@ class RewardFails:
 class TeachesNothing:
     """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
 
-    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. A step in
-    which no group was finished only waits: it neither counts nor ends the row. Where all that was sampled last is
-    correct, the task is solved, and the run is done.
+    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. Where a
+    critic still learns, which it does alone while it warms up, the step taught something. A step in which no group was
+    finished only waits: it neither counts nor ends the row. Where all that was sampled last is correct, the task is
+    solved, and the run is done.
 
     Attributes:
       patience: steps; 0 never stops.
@@ -78,9 +84,13 @@ class TeachesNothing:
 
     def reason(self, row: Row) -> str:
         """Why the step taught nothing; empty where it taught."""
+        if row.get("critic/updates") and row.get("critic/loss"):
+            return ""
         if row.get("updates") or row.get("updates/not_finite"):
             if row.get("advantage/nonzero_fraction") != 0 or not self.only_advantages:
                 return ""
+            if "critic/loss" in row:
+                return "all advantages are 0, since the critic foresees every reward"
             return "all advantages are 0, since the rewards of each group are equal"
         kept = row.get("dynamic_sampling/kept_fraction", 0.0)
         if (
@@ -103,8 +113,12 @@ def guards_of(run: Any) -> dict[str, Rule]:
     """The guards of a run with these settings, by name; of several that stop it the first says why."""
     algorithm = run.recipe.algorithm
     only_advantages = not (algorithm.kl_in_loss and algorithm.kl_coef) and not algorithm.entropy_coef
-    return {
-        "not_a_number": NotANumber(run.learner.optimiser.learning_rate),
+    critic = run.recipe.critic
+    unstable: dict[str, Rule] = {"not_a_number": NotANumber(run.learner.optimiser.learning_rate)}
+    if critic is not None:
+        rate = critic.optimiser.learning_rate
+        unstable["critic_not_a_number"] = NotANumber(rate, "recipe.critic.optimiser", "critic/")
+    return unstable | {
         "reward_fails": RewardFails(),
         "teaches_nothing": TeachesNothing(
             run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""

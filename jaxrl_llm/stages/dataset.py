@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
+from jaxrl_llm.collection.sampling import Answerer
+from jaxrl_llm.collection.source import collected
 from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
@@ -176,6 +178,25 @@ def examination(
         model.config.tokens.eos,
     )
     return Exam(engine, transfer, tokenizer, resources.scorer, asked, sampling, progress.status), problems
+
+
+def gathered(
+    run: FromData,
+    exam: Exam | None,
+    problems: Sequence[Problem],
+    model: Decoder,
+    resources: Resources,
+    status: Callable[[str], None],
+) -> Any:
+    """The run's data; what is to be collected has been, from this model, before its first step."""
+    if not isinstance(run.data.source, Collected):
+        return run.data
+
+    def answerer() -> Answerer:
+        return Answerer(exam.engine, exam.transfer(model), exam.tokenizer, exam.scorer)
+
+    longest = run.answering.max_new_tokens
+    return collected(run.data, problems, answerer, longest, run.seed, resources.directory, resources.peers, status)
 
 
 def _decoder_shapes(model: Decoder, dtype: Any, platform: str) -> Decoder:

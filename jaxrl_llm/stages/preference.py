@@ -24,6 +24,7 @@ from jaxrl_llm.stages.dataset import (
     check_positions,
     check_tokenizer,
     examination,
+    gathered,
     prints_of,
     programs_of,
     read_data,
@@ -157,7 +158,7 @@ def prepare(
     check_tokenizer(run, tokenizer)
     check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
     exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
-    data = run.data
+    data = gathered(run, exam, problems, model, resources, progress.status)
     loaded = read_data(run, data, tokenizer, model.config.tokens.eos, progress)
     check_pairs((*loaded.train, *loaded.held_out))
     prints = prints_of(loaded)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine
 from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
@@ -17,6 +18,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.sharding import platform_of
+from jaxrl_llm.stages.critic import critic_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +28,16 @@ class Programs:
     Attributes:
       engine: samples.
       weights: from the policy to what the engine samples from.
-      training: of each role.
+      training: of each role, the policy first.
       forward: how the learner runs its models.
+      values: how it runs the critic, which may be of another architecture; as ``forward`` where there is none.
     """
 
     engine: Engine
     weights: Callable[[Decoder], Decoder]
     training: tuple[Training, ...]
     forward: Forward
+    values: Forward
 
 
 def objectives_of(run: Run) -> tuple[Objective, ...]:
@@ -70,12 +74,14 @@ def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
     if run.recipe.algorithm.advantage.by_token:
         arrays["advantages"] = logp
         scalars = {}
+    if run.recipe.critic is not None:
+        arrays |= {"returns": logp, "old_values": logp}
     arrays |= {name: logp for name in run.recipe.algorithm.reads}
     prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
     return [Sample(prompt, ids, mask, scalars, arrays) for prompt in prompts for _ in range(rollout.group)]
 
 
-def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Programs:
+def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh, tokenizer: Any = None) -> Programs:
     """Nothing is computed yet, and nothing compiled.
 
     Args:
@@ -83,6 +89,7 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Program
       model: shapes and dtypes will do.
       mesh: learns; its devices may be described only.
       where: samples.
+      tokenizer: the policy's; a critic that begins as another model must have the same.
     """
     rollout = run.rollout
     optimiser = run.learner.optimiser
@@ -92,6 +99,12 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh) -> Program
     weights = weights_for_sampling(model, compute.dtype, mesh, where, keep=rollout.collect.staleness > 0)
     objectives = objectives_of(run)
     update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)
-    layout = layout_for(run.learner, compute, rollout.max_length, rollout.max_new_tokens, mesh)
+    longest = configs.longest_row(run)
+    completion = longest - rollout.max_prompt_tokens
+    layout = layout_for(run.learner, compute, longest, completion, mesh)
     forward = Forward(layout, compute, rollout.temperature, mesh)
-    return Programs(engine, weights, (Training(objectives, update),), forward)
+    policy = Training(objectives, update)
+    if run.recipe.critic is None:
+        return Programs(engine, weights, (policy,), forward, forward)
+    critic, values = critic_of(run, model.config, forward, tokenizer)
+    return Programs(engine, weights, (policy, critic), forward, values)

@@ -11,6 +11,7 @@ from jaxrl_llm.config.texts import RewardModel
 from jaxrl_llm.evaluate import Tested
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding.distributed import Peers
@@ -21,6 +22,8 @@ from jaxrl_llm.stages.dataset import (
     check_positions,
     check_tokenizer,
     config_of,
+    examination,
+    gathered,
     prints_of,
     programs_of,
     read_data,
@@ -128,7 +131,7 @@ def resources(run: RewardModel, peers: Peers, directory: Path) -> Resources:
 
 def prepare(
     run: RewardModel,
-    model: ScalarModel,
+    model: Decoder | ScalarModel,
     tokenizer: Any,
     mesh: Any,
     resources: Resources,
@@ -143,7 +146,9 @@ def prepare(
     check_tokenizer(run, tokenizer)
     config = config_of(model)
     check_positions(run.batch.max_tokens, config, "batch.max_tokens")
-    loaded = read_data(run, run.data, tokenizer, config.tokens.eos, progress)
+    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
+    data = gathered(run, exam, problems, model, resources, progress.status)
+    loaded = read_data(run, data, tokenizer, config.tokens.eos, progress)
     prints = prints_of(loaded)
     peers.check_same(f"rows of {run.data.label}", str(prints))
     steps = isinstance(run.data, Steps)

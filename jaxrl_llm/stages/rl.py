@@ -17,7 +17,7 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
-from jaxrl_llm.learner import Sample
+from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.samples import advantage_of, without_gain
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
@@ -54,13 +54,21 @@ class Reinforcement(Stage):
       sampler: fills steps with groups.
       transfer: from the policy to weights to sample from.
       evaluation: of such weights; None where there is nothing to test on.
+      values: how the critic is run, where there is one.
     """
 
     run: Run
     sampler: Sampler
     transfer: Callable[[Decoder], Decoder]
     evaluation: Callable[[Decoder], Evaluated | None]
+    values: Forward
     records: ClassVar[Sequence[type]] = RECORDS
+
+    def learning(self, step: int) -> Sequence[Training]:
+        """All roles; while a critic warms up, it alone."""
+        critic = self.run.recipe.critic
+        warming = critic is not None and step <= critic.warmup
+        return [one for one in self.training if one.role != "policy"] if warming else self.training
 
     def weights(self, policy: Decoder) -> Decoder:
         """What is sampled from."""
@@ -79,7 +87,11 @@ class Reinforcement(Stage):
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Groups as the learner sees them: what each token is worth, and whether the loss counts it."""
         run = self.run
-        reference = None if state.reference is None else model_of(state, "reference")
+        models = {}
+        if state.reference is not None:
+            models["ref_logp"] = functools.partial(self.forward.by_sample, model_of(state, "reference"))
+        if "critic" in state.roles:
+            models["values"] = functools.partial(self.values.by_sample, model_of(state, "critic"), output="values")
         algorithm = run.recipe.algorithm
         rewards = lagrangian(run.scoring.constraints, batch.groups, coefficients)
         if algorithm.advantage.several:
@@ -91,7 +103,7 @@ class Reinforcement(Stage):
             rewards,
             dropped_endings(run),
             self.forward.layout.completion_tokens,
-            functools.partial(self.forward.by_sample, reference),
+            models,
             coefficients.get("kl_coef"),
             run.rollout.collect.learn_earlier,
         )
@@ -127,7 +139,7 @@ def prepare(
     progress.status("calling each reward once")
     scorer.rehearse(loaded.train[0], tokenizer)
     stops = model.config.tokens.eos
-    programs = build_programs(run, model, mesh, rollout_mesh(run.mesh))
+    programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
     stream = tasks.Shuffled(loaded.train, run.seed)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
     answers = answering(run, stops)
@@ -154,6 +166,7 @@ def prepare(
         sampler=sampler_of(run, programs.engine, source, stops, progress.status),
         transfer=programs.weights,
         evaluation=test,
+        values=programs.values,
     )
 
 

@@ -88,6 +88,10 @@ class Stage:
         """What the learner sees of a batch, group by group, and what was measured on the way."""
         raise NotImplementedError
 
+    def learning(self, step: int) -> Sequence[Training]:
+        """Of the roles that learn in this step."""
+        return self.training
+
     def weights(self, policy: Any) -> Any:
         """What batches are made and tests are done with: the policy itself, or a copy laid out for sampling."""
         return policy

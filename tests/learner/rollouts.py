@@ -14,7 +14,8 @@ from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_up
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.decoder import logits
+from jaxrl_llm.models.decoder import causal_rows, forward, logits
+from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.types import Role
 
@@ -79,6 +80,24 @@ def unpacked_logp(model, samples):
         rows[row, : len(s.prompt) + len(s.tokens)] = [*s.prompt, *s.tokens]
         tokens[row, : len(s.tokens)] = s.tokens
     return _unpacked(T, model, rows, np.array([len(s.prompt) for s in samples]), tokens)
+
+
+def critic_of(model, seed=1):
+    """A scalar model of these layers whose head matters."""
+    head = 0.3 * np.random.default_rng(seed).normal(size=model.config.width).astype(np.float32)
+    made = with_scalar_head(model)
+    return type(made)(made.decoder, {"scalar": jnp.asarray(head)})
+
+
+def unpacked_values(model, samples, more=0):
+    """Values [B, T + more] of the state before each token, and after the last one; one row for each completion."""
+    rows = np.zeros((len(samples), WIDTH), np.int32)
+    for row, s in zip(rows, samples, strict=True):
+        row[: len(s.prompt) + len(s.tokens)] = [*s.prompt, *s.tokens]
+    hidden = forward(model.decoder, causal_rows(rows))
+    starts = np.array([len(s.prompt) for s in samples])
+    at = np.minimum(starts[:, None] + np.arange(T + more)[None] - 1, WIDTH - 1)
+    return jnp.take_along_axis(hidden, at[..., None], axis=1) @ model.weights.scalar[...]
 
 
 def padded(samples, name):

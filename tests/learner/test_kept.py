@@ -147,6 +147,6 @@ def test_kept_sets_travel_from_completion_to_sample():
         for s in samples
     )
     group = Group(problem, samples[0].prompt, completions, np.arange(G) * 1.0, np.arange(G) * 1.0)
-    found, _ = to_samples(PRESETS["grpo"], [group], 0, np.arange(G)[None] * 1.0, (), T, lambda samples: [])
+    found, _ = to_samples(PRESETS["grpo"], [group], 0, np.arange(G)[None] * 1.0, (), T, {})
     for sample, wanted in zip(found[0], samples, strict=True):
         np.testing.assert_array_equal(sample.arrays["kept"], wanted.arrays["kept"])

@@ -168,7 +168,7 @@ def test_a_per_token_array_of_the_engine_reaches_the_loss_by_its_name():
     assert algorithm.reads == ("entropy",) and PRESETS["dr_grpo"].reads == ()
     weigh = lambda s: np.linspace(0.1, 2, len(s.tokens), dtype=np.float32)
     made, rewards = scored_groups(lambda s: {"entropy": weigh(s), "unread": weigh(s)})
-    found, _ = to_samples(algorithm, made, 0, rewards, (), T, lambda samples: [])
+    found, _ = to_samples(algorithm, made, 0, rewards, (), T, {})
     samples = [s for group in found for s in group]
     packed = pack(samples, LAYOUTS[0])
     assert set(packed.by_token) == {"sampler_logp", "fresh", "entropy"}
@@ -183,7 +183,7 @@ def test_a_per_token_array_of_the_engine_reaches_the_loss_by_its_name():
     assert largest_difference(got, jax.grad(loss)(MOVED)) < 1e-5
     missing, _ = scored_groups(lambda s: {})
     with pytest.raises(InputError, match="the loss reads entropy of each token, which the sampler does not give"):
-        to_samples(algorithm, missing, 0, rewards, (), T, lambda samples: [])
+        to_samples(algorithm, missing, 0, rewards, (), T, {})
 
 
 def test_arrays_that_prompts_have_too_lie_beside_the_tokens():

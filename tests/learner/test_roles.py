@@ -1,20 +1,20 @@
 """Several roles in one state: each with its own objectives, optimiser and buffers."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from learner.rollouts import (
-    WIDTH,
     T,
+    critic_of,
     forward_on,
     groups,
     objective_gradient,
     one_device,
     padded,
     rollout,
+    unpacked_values,
 )
 from tiny import largest_difference, tiny
 
@@ -27,57 +27,22 @@ from jaxrl_llm.learner import (
     Optimiser,
     PolicyGradient,
     Training,
+    ValueLoss,
     create_state,
     learn,
     make_update,
     pack,
 )
 from jaxrl_llm.learner.forward import outputs_of
-from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.decoder import causal_rows, forward
 from jaxrl_llm.models.heads import with_scalar_head
 
 MODEL = tiny("windows")
 LAYOUTS = (Layout(2, 22, T), Layout(4, 60, T))
 COMPUTE = Compute(remat="full")
 OPTIMISER = Optimiser(learning_rate=1e-2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Values(Objective):
-    """A critic's squared error."""
-
-    name: ClassVar[str] = "values"
-    role: ClassVar[str] = "critic"
-    outputs: ClassVar[tuple[str, ...]] = ("values",)
-    needs: ClassVar[tuple[str, ...]] = ("old_values",)
-
-    def __call__(self, outputs, batch, counts, coefficients):
-        given = batch.by_token
-        loss = value_loss(outputs["values"], given["returns"], batch.mask, given["old_values"], 0.5, counts.tokens)
-        return loss, {"loss": loss}
-
-
-def critic():
-    """A critic whose head matters."""
-    model = with_scalar_head(MODEL)
-    head = 0.3 * np.random.default_rng(1).normal(size=MODEL.config.width).astype(np.float32)
-    return type(model)(model.decoder, {"scalar": jnp.asarray(head)})
-
-
-def unpacked_values(model, samples):
-    """Values [B, T] from one row for each completion."""
-    rows = np.zeros((len(samples), WIDTH), np.int32)
-    for row, s in zip(rows, samples, strict=True):
-        row[: len(s.prompt) + len(s.tokens)] = [*s.prompt, *s.tokens]
-    hidden = forward(model.decoder, causal_rows(rows))
-    starts = np.array([len(s.prompt) for s in samples])
-    at = np.minimum(starts[:, None] + np.arange(T)[None] - 1, WIDTH - 1)
-    read = jnp.take_along_axis(hidden, at[..., None], axis=1)
-    return read @ model.weights.scalar[...]
 
 
 def with_returns():
@@ -93,15 +58,15 @@ def test_a_critic_is_trained_through_the_same_rows():
     samples = with_returns()
     layout = LAYOUTS[0]
     packed = pack(samples, layout, ("values",))
-    packed = packed.with_tokens(old_values=forward_on(one_device(), layout).score(critic(), packed, "values"))
-    found, metrics = objective_gradient(critic(), packed, (Values(),))
+    packed = packed.with_tokens(old_values=forward_on(one_device(), layout).score(critic_of(MODEL), packed, "values"))
+    found, metrics = objective_gradient(critic_of(MODEL), packed, (ValueLoss(0.5),))
     mask, targets = padded(samples, "mask").astype(bool), padded(samples, "returns")
-    old = unpacked_values(critic(), samples)
+    old = unpacked_values(critic_of(MODEL), samples)
 
     def loss(model):
         return value_loss(unpacked_values(model, samples), targets, mask, old, 0.5)
 
-    wanted, slope = jax.value_and_grad(loss)(critic())
+    wanted, slope = jax.value_and_grad(loss)(critic_of(MODEL))
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
     assert largest_difference(found, slope) < 1e-5
 
@@ -112,7 +77,7 @@ def one_training(objectives, begins=None):
 
 def test_two_roles_learn_in_one_state(tmp_path):
     begins = NewRole("critic", with_scalar_head, build(OPTIMISER))
-    training = (one_training((PolicyGradient(PRESETS["grpo"], True),)), one_training((Values(),), begins))
+    training = (one_training((PolicyGradient(PRESETS["grpo"], True),)), one_training((ValueLoss(0.5),), begins))
     mesh = one_device()
     state = create_state(jax.tree.map(jnp.copy, MODEL), build(OPTIMISER), True, mesh, others=[begins])
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
@@ -138,7 +103,7 @@ def test_two_roles_learn_in_one_state(tmp_path):
 
 def test_the_policy_learns_the_same_whoever_learns_beside_it():
     begins = NewRole("critic", with_scalar_head, build(OPTIMISER))
-    policy, value = one_training((PolicyGradient(PRESETS["dapo"]),)), one_training((Values(),), begins)
+    policy, value = one_training((PolicyGradient(PRESETS["dapo"]),)), one_training((ValueLoss(0.5),), begins)
     found = []
     for training, others in (((policy,), []), ((policy, value), [begins])):
         state = create_state(jax.tree.map(jnp.copy, MODEL), build(OPTIMISER), False, one_device(), others=others)
@@ -151,5 +116,5 @@ def test_the_policy_learns_the_same_whoever_learns_beside_it():
 
 def test_an_unread_output_is_not_computed():
     packed = jax.tree.map(lambda x: x[0], pack(rollout(), LAYOUTS[0])._replace(totals=None))
-    found = outputs_of(critic(), packed, ("values",), jnp.float32(1), COMPUTE)
+    found = outputs_of(critic_of(MODEL), packed, ("values",), jnp.float32(1), COMPUTE)
     assert set(found) == {"values"} and found["values"].shape == packed.mask.shape

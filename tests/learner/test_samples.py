@@ -52,7 +52,7 @@ def reference(samples):
 
 
 def samples_of(algorithm, rewards=REWARDS, drop=(), score=reference, earlier=True):
-    groups, measured = to_samples(algorithm, made(), 7, rewards, drop, T, score, learn_earlier=earlier)
+    groups, measured = to_samples(algorithm, made(), 7, rewards, drop, T, {"ref_logp": score}, learn_earlier=earlier)
     return [s for group in groups for s in group], measured
 
 

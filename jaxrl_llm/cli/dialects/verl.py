@@ -26,7 +26,7 @@ ESTIMATORS = {
     "reinforce_plus_plus": Whitened(),
     "reinforce_plus_plus_baseline": Whitened("group"),
 }
-NO_ESTIMATORS = {"gae": "it needs a critic, and none is trained here: write algorithm.adv_estimator=grpo"}
+NO_ESTIMATORS = {"gae": "it needs a critic: leave it out and begin with --recipe ppo, which has one"}
 MODES = {
     "vanilla": (Token(), PPOClip),
     "gspo": (SequenceToken(), PPOClip),
