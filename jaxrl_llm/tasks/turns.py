@@ -170,6 +170,5 @@ def _said(before: str, content: str, whole: str) -> str | None:
         return None
     if whole.startswith(content, len(before)):
         return content
-    ways = (re.compile(r"\s*" + re.escape(text)) for text in (content.lstrip(), content.strip()))
-    found = (way.match(whole, len(before)) for way in ways)
-    return next((match[0] for match in found if match), None)
+    found = re.compile(r"\s*" + re.escape(content.strip())).match(whole, len(before))
+    return found and found[0]

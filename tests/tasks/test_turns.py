@@ -85,6 +85,8 @@ def test_every_turn_of_the_assistant_is_learned_with_its_end():
     turn = len("a") + 1
     glue = TINY("\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     assert row.mask.tolist() == [True] * turn + [False] * len(glue) + [True] * turn
+    more = one({"messages": [*TALK, user("s"), says("c")]})
+    assert more.mask.tolist() == row.mask.tolist() + [False] * len(glue) + [True] * turn
 
 
 def test_turns_before_the_completion_are_not_learned():
@@ -108,16 +110,21 @@ def test_white_space_and_the_end_of_a_turn_are_as_the_template_writes_them():
         "[INST] q [/INST]", " a <|im_end|>[INST] r [/INST] b <|im_end|>", " a <|im_end|> b <|im_end|>",
     )  # fmt: skip
     assert shown(one({"messages": chat}))[2] == "a \n<|im_end|> b<|im_end|>"
+    assert one({"prompt": "q", "completion": " a \n"}).tokens.tolist() == [*TINY(" a \n")["input_ids"], *STOP]
+    lines = "{% for m in messages %}{{ m['content'] | trim }}\n{{ eos_token }}{% endfor %}"
+    talk = [user("q"), says("a\n"), user("r"), says("b")]
+    assert shown(one({"messages": talk}, template=lines))[2] == "a\n<|im_end|>b\n<|im_end|>"
 
 
 def test_a_turn_ends_with_a_token_at_which_completions_stop():
     row = {"prompt": "q", "completion": "a"}
     other = TINY.convert_tokens_to_ids("<|im_start|>")
     written = "{% for m in messages %}{{ m['content'] }}<|im_start|>{% endfor %}"
+    asked = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     for stop, template, end in [
         (STOP, "chatml", STOP[0]), ((other, *STOP), "chatml", STOP[0]), ((other, *STOP), written, other),
         (STOP, written, STOP[0]), ((other,), "plain", other), ((other, *STOP), "plain", STOP[0]),
-        ((), "chatml", STOP[0]),
+        ((), "chatml", STOP[0]), (STOP, asked, STOP[0]),
     ]:  # fmt: skip
         assert one(row, stop, template=template).tokens.tolist() == [*TINY("a")["input_ids"], end]
 
@@ -139,6 +146,10 @@ def test_a_template_that_rewrites_an_earlier_turn_is_refused():
     with pytest.raises(InputError, match=r"rows\[0\]: the chat template rewrites .* '<think>1</think>a'") as caught:
         one({"messages": chat}, template=FORGETS)
     assert "\n" not in str(caught.value)
+    counts = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    with pytest.raises(InputError, match=r"rows\[0\]: the chat template rewrites .* 'a'"):
+        one({"messages": TALK}, template=counts)
+    assert shown(one({"messages": TALK[:2]}, template=counts)) == ("1q<|im_end|>", "a<|im_end|>", "a<|im_end|>")
     with pytest.raises(InputError, match=r"rows\[0\]: template plain marks no turns"):
         one({"messages": TALK}, template="plain")
     with pytest.raises(InputError, match=r"rows\[0\]: the chat template refuses .*change Texts.system or Texts.temp"):
@@ -180,9 +191,16 @@ def test_a_piece_is_tokenised_where_it_stands():
     tokenizer = words(["▁a:", "▁b", "▁a:b", "a:", "b", "▁c"])
     spaced = one({"prompt": "a:", "completion": " b"}, stop=(1,), tokenizer=tokenizer, template="plain")
     assert tokenizer.convert_ids_to_tokens(spaced.tokens) == ["▁b", "</s>"]
+    # after a special token there is no such space
+    marked = "{% for m in messages %}{{ m['content'] }}{{ '<s>' if m['role'] == 'user' else '</s>' }}{% endfor %}"
+    follows = one({"prompt": "a:", "completion": "b"}, stop=(1,), tokenizer=tokenizer, template=marked)
+    assert tokenizer.convert_ids_to_tokens([*follows.prompt, *follows.tokens]) == ["▁a:", "<s>", "b", "</s>"]
     # the piece and the text before it are one token together: it is tokenised by itself
     joined = one({"prompt": "a:", "completion": "b"}, stop=(1,), tokenizer=tokenizer, template="plain")
     assert tokenizer.convert_ids_to_tokens([*joined.prompt, *joined.tokens]) == ["▁a:", "▁b", "</s>"]
+    row = {"prompt": "a:", "completions": ["a:", "b"], "labels": [1, 1]}
+    steps = one(row, stop=(1,), tokenizer=tokenizer, kind=Steps, template=marked, separator="")
+    assert tokenizer.convert_ids_to_tokens(steps.tokens) == ["a:", "▁b", "</s>"]
 
 
 def test_steps_end_with_their_separators_and_the_last_before_the_end_of_the_turn():
