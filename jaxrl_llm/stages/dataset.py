@@ -146,6 +146,10 @@ def examination(
     """The task that the run is tested on, and the problems that data is collected for; none where it has neither."""
     source = run.data.source
     collects = isinstance(source, Collected)
+    configs.require(
+        not collects or isinstance(model, Decoder),
+        f"{run.model} is a reward model, which gives no answers to collect: give a language model",
+    )
     if run.evaluation.task is None and not collects:
         return None, ()
     problems: Sequence[Problem] = ()

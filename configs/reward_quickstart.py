@@ -1,0 +1,33 @@
+"""A real language model learns sums from its own right answers: rejection sampling, then supervised fine-tuning.
+
+    jaxrl-llm train reward_quickstart
+
+SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
+times each at temperature 0.7; what is right, verified and different becomes the data, which it then learns for two
+minutes. The other half of the problems is answered before and after with greedy decoding.
+
+Measured on 2 CPU cores without an accelerator: accuracy FROM -> TO in STEPS steps, TIME in all.
+"""
+
+from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, RewardModel
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.tasks import Collected, ReasoningGym, Task, Pairs
+
+task = Task(
+    source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),
+    extractor="last_number",
+    keep="jaxrl_llm.tasks.filters:nonnegative_answer",
+    template="chatml",
+    holdout=0.5,
+)
+
+config = RewardModel(
+    model="smollm2-135m",
+    data=Pairs(Collected(task, samples=16, temperature=0.7, keep="all"), holdout=0.2),
+    batch=BatchSize(rows=32, max_tokens=64),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
+    evaluation=Evaluation(every=0),
+    answering=Answering(max_new_tokens=24, slots=80, chunk=8),
+    output=Output(checkpoint_every=20, keep=1),
+    steps=20,
+)
