@@ -1,7 +1,9 @@
 """Steps are rewarded, outcomes are all alike: process-supervised GRPO learns where outcomes teach nothing."""
 
+import dataclasses
 from collections.abc import Iterator
 
+from jaxrl_llm.algorithms.advantages import ProcessSupervised
 from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import GRPO
@@ -9,8 +11,7 @@ from jaxrl_llm.rewards import Format, StepFunction
 from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem
-import dataclasses
-from jaxrl_llm.algorithms.advantages import ProcessSupervised
+
 
 def letters(problem: Problem, completion: Completion) -> Iterator[tuple[int, float]]:
     """A step is two characters: 1 where both are letters or digits."""
@@ -27,8 +28,12 @@ config = Run(
         holdout=0.2,
     ),
     scoring=Scoring(rewards=(Format(".*"), StepFunction("process_smoke:letters"))),
-    recipe=dataclasses.replace(GRPO, name="process_grpo", algorithm=dataclasses.replace(GRPO.algorithm, advantage=ProcessSupervised())),
-    rollout=Rollout(prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=12, slots=64, chunk=12, collect=Collect(patience=0)),
+    recipe=dataclasses.replace(
+        GRPO, name="process_grpo", algorithm=dataclasses.replace(GRPO.algorithm, advantage=ProcessSupervised())
+    ),
+    rollout=Rollout(
+        prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=12, slots=64, chunk=12, collect=Collect(patience=0)
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, microbatch_rows=2, row_tokens=256),
     output=Output(checkpoint_every=10, tensorboard=False),
     steps=10,

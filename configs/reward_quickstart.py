@@ -11,7 +11,7 @@ Measured on 2 CPU cores without an accelerator: accuracy FROM -> TO in STEPS ste
 
 from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, RewardModel
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.tasks import Collected, ReasoningGym, Task, Pairs
+from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
 
 task = Task(
     source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),

@@ -34,7 +34,7 @@ from jaxrl_llm.config.saved import (
     to_json,
     whole,
 )
-from jaxrl_llm.config.scored import of_steps, watched
+from jaxrl_llm.config.scored import bases, of_steps, watched
 from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised, wording
 from jaxrl_llm.config.validation import (
     MAX_SEED,
@@ -64,6 +64,7 @@ __all__ = [
     "Start",
     "Unsaveable",
     "as_read",
+    "bases",
     "changes",
     "check_answers",
     "check_start",

@@ -10,8 +10,8 @@ from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.config.scored import of_steps
 from jaxrl_llm.rewards.bounds import base_of
 from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.models import OF_STEPS
 from jaxrl_llm.rewards.shaping import Accuracy
-from jaxrl_llm.rewards.steps import StepFunction
 
 USUAL_MINIBATCHES = 4
 """What is advised where a paper does not say how many updates it makes of a batch."""
@@ -172,7 +172,7 @@ def _steps(run: Run) -> list[str]:
             "learns from it; estimators of steps are ProcessSupervised, Whitened and GAE"
         )
     if isinstance(estimator, ProcessSupervised):
-        others = [reward.name for reward in rewards if not isinstance(reward, StepFunction) and reward.weight]
+        others = [reward.name for reward in rewards if not isinstance(reward, OF_STEPS) and reward.weight]
         if others:
             lines.append(f"{kind} reads the rewards of steps alone: {', '.join(others)} is measured only")
         if run.recipe.filter_groups:

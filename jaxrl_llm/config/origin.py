@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl_llm.config.parts import with_parts
 from jaxrl_llm.learner.settings import Critic
+from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.tasks.sources import HubDataset, Table
 
 SAVED_RUNS = "runs"
@@ -62,8 +63,14 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
     return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
 
 
-PLACES: tuple[tuple[type, str], ...] = ((Table, "path"), (HubDataset, "name"), (Critic, "model"))
-"""Fields that name a file or a folder; so does every configuration's ``model``."""
+PLACES: tuple[tuple[type, str], ...] = (
+    (Table, "path"),
+    (HubDataset, "name"),
+    (Critic, "model"),
+    (ModelReward, "path"),
+    (StepReward, "path"),
+)
+"""Fields that name a file or a folder, or several; so does every configuration's ``model``."""
 
 
 def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
@@ -78,11 +85,18 @@ def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
 
     def placed(part: Any) -> Any:
         for kind, field in PLACES:
-            if isinstance(part, kind) and getattr(part, field) is not None:
-                return dataclasses.replace(part, **{field: _found(getattr(part, field), folders)})
+            if isinstance(part, kind):
+                return dataclasses.replace(part, **{field: _placed(getattr(part, field), folders)})
         return part
 
     return dataclasses.replace(with_parts(run, placed), model=_found(run.model, folders))
+
+
+def _placed(named: Any, folders: list[Path]) -> Any:
+    """A path, several, or None."""
+    if isinstance(named, (tuple, list)):
+        return tuple(_found(one, folders) for one in named)
+    return None if named is None else _found(named, folders)
 
 
 def _found(text: str, folders: list[Path]) -> str:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.algorithms.advantages import ProcessSupervised
+from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, base_of, check_bound
+from jaxrl_llm.rewards.models import OF_STEPS, StepReward
 from jaxrl_llm.rewards.shaping import Reward
-from jaxrl_llm.rewards.steps import StepFunction
 
 
 def watched(run: Run) -> dict[str, Any]:
@@ -24,9 +24,9 @@ def bases(run: Run) -> list[Any]:
     return [base_of(reward) for reward in (*run.scoring.rewards, *watched(run).values())]
 
 
-def of_steps(rewards: Sequence[Reward]) -> list[StepFunction]:
+def of_steps(rewards: Sequence[Reward]) -> list[Any]:
     """Those of the rewards that value steps."""
-    return [reward for reward in rewards if isinstance(reward, StepFunction)]
+    return [reward for reward in rewards if isinstance(reward, OF_STEPS)]
 
 
 def check_scored(run: Run) -> None:
@@ -70,6 +70,12 @@ def check_scored(run: Run) -> None:
         raise InputError(
             f"recipe.algorithm.kl_in 'reward' would make a step of every token for {kind}: set kl_in 'loss', or "
             "kl_coef 0"
+        )
+    rising = [one for one in of_steps(scoring.rewards) if isinstance(one, StepReward) and one.differences]
+    if rising and not isinstance(getattr(estimator, "estimator", estimator), GAE):
+        raise InputError(
+            f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
+            "leave a sum that depends on how many steps there are; take GAE (--recipe ppo), or differences False"
         )
     if estimator.several and len(of_steps(scoring.rewards)) == len(scoring.rewards):
         raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")

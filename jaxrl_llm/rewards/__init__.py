@@ -4,6 +4,7 @@ from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, Threshold
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.functions import Function, Local
 from jaxrl_llm.rewards.judge import Judge, Panel
+from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.rewards.scorer import Scorer, Scores
 from jaxrl_llm.rewards.shaping import (
     Accuracy,
@@ -27,6 +28,8 @@ __all__ = [
     "Gate",
     "Hinge",
     "Judge",
+    "ModelReward",
+    "StepReward",
     "LengthPenalty",
     "Local",
     "Panel",

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.steps import StepFunction
+from jaxrl_llm.rewards.models import OF_STEPS
 
 REJECTED = "gate/rejected"
 """The part of a group that says which completions its gate rejects."""
@@ -180,7 +180,7 @@ def check_bound(bound: Bound | Constraint, check: Callable[[Any], None]) -> None
         )
     if isinstance(bound, Constraint) and (not bound.label or "/" in bound.label):
         raise InputError(f"{kind} of {inner.name} has the name {bound.label!r}: give one without a slash")
-    if isinstance(base_of(inner), StepFunction):
+    if isinstance(base_of(inner), OF_STEPS):
         raise InputError(f"{kind} holds the step reward {inner.name}: give a reward with one value a completion")
     check(inner)
     if inner.weight != 1:

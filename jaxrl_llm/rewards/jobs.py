@@ -9,6 +9,7 @@ import numpy as np
 from jaxrl_llm.rewards.calls import Call, Outcome, defined
 from jaxrl_llm.rewards.forms import Form, Item, form_of
 from jaxrl_llm.rewards.functions import Function, Local
+from jaxrl_llm.rewards.models import ON_DEVICE
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import Pooled, verdict
@@ -32,7 +33,7 @@ def form_of_reward(reward: Reward) -> Form | None:
     """How it is called; None where that is known."""
     if isinstance(reward, (Function, Local, StepFunction)):
         return reward.form
-    return None if isinstance(reward, (Accuracy, *BUILT_IN)) else form_of(reward)
+    return None if isinstance(reward, (Accuracy, *BUILT_IN, *ON_DEVICE)) else form_of(reward)
 
 
 def jobs_of(name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float) -> list[Job]:

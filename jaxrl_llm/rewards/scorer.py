@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxrl_llm.rewards.forms import Item
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.jobs import VERIFIED, Job, form_of_reward, jobs_of, told, verified
+from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE
 from jaxrl_llm.rewards.pool import Pool
 from jaxrl_llm.rewards.rehearsal import invented
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
@@ -68,6 +70,8 @@ class Scorer:
     Attributes:
       tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
         empty, which is enough where nothing is learned.
+      models: what gives the scores of ``ModelReward`` and ``StepReward``, by those rewards: they see all completions on
+        every process.
 
     Raises:
       InputError: a reward that cannot work, or numbers out of range.
@@ -94,6 +98,7 @@ class Scorer:
         self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._watched).items()}
         self._forms = {name: form_of_reward(base) for name, base in self._bases.items()}
         self.tokenizer: Any = None
+        self.models: Mapping[Any, Callable[[Sequence[Item]], Any]] = {}
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._peers = peers
@@ -120,32 +125,39 @@ class Scorer:
           InputError: a problem names an unknown extractor or verifier.
           RuntimeError: the worker processes do not start.
         """
-        return self._divided(items, self._rewards | self._watched)
+        given = {name: self.models[base](items) for name, base in self._bases.items() if isinstance(base, ON_DEVICE)}
+        return self._divided(items, self._rewards | self._watched, given)
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """``Scores.accuracy`` alone: no reward is called. It raises what ``score`` does."""
         return self._divided(items, {}).accuracy
 
     def rehearse(self, problem: Problem, tokenizer: Any) -> None:
-        """Calls every reward once, in each process, on an invented completion: what always fails should do so early.
+        """Calls every function once, in each process, on an invented completion: what always fails should do so early.
 
         Raises:
           InputError: a reward raises, runs out of time, or returns no number; the line says where, and where to read
             on.
         """
         count = 1 if self._peers is None else self._peers.count
-        failures = self.score([(problem, invented(problem, tokenizer))] * count).failures
+        called = self._rewards | self._watched
+        called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
+        failures = self._divided([(problem, invented(problem, tokenizer))] * count, called).failures
         if failures.message:
             raise InputError(failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
-    def _divided(self, items: Sequence[Item], rewards: dict[str, Reward]) -> Scores:
+    def _divided(
+        self, items: Sequence[Item], rewards: dict[str, Reward], given: Mapping[str, Any] = MappingProxyType({})
+    ) -> Scores:
+        """``given``: the columns that are known already, of all items."""
         if self._peers is None or self._peers.count == 1:
-            scores = self._score(items, rewards)
+            scores = self._score(items, rewards, given)
         else:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
-            share = self._score(items[self._peers.index :: self._peers.count], rewards)
+            own = slice(self._peers.index, None, self._peers.count)
+            share = self._score(items[own], rewards, {name: column[own] for name, column in given.items()})
             scores = _interleaved([_from_plain(part) for part in self._peers.gather(_plain(share))], len(items))
         failures = scores.failures
         if self._errors is None or not failures.trace:
@@ -154,11 +166,13 @@ class Scorer:
             self._errors.write_text(failures.trace)
         return dataclasses.replace(scores, failures=failures.explained_in(self._errors))
 
-    def _score(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
+    def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
         columns, jobs = verified(items, self._timeout_s)
         bases = {name: self._bases[name] for name in rewards}
         for name, base in bases.items():
-            if isinstance(base, BUILT_IN):
+            if name in given:
+                columns[name] = given[name]
+            elif isinstance(base, BUILT_IN):
                 columns[name] = np.array([base(*item) for item in items], np.float64)
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
@@ -167,7 +181,7 @@ class Scorer:
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
-        stepped = {name: columns[name] for name, base in bases.items() if isinstance(base, StepFunction)}
+        stepped = {name: columns[name] for name, base in bases.items() if isinstance(base, OF_STEPS)}
         whole = {name: shaped(rewards[name], columns[source[name]]) for name in rewards if name not in stepped}
         for name in whole.keys() & self._watched.keys():
             lost = [place for column, place in failed if column == source[name]]

@@ -10,6 +10,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Hinge, Threshold, check_bound
 from jaxrl_llm.rewards.forms import form_of
 from jaxrl_llm.rewards.functions import Function, Local, Lost
+from jaxrl_llm.rewards.models import ModelReward, StepReward, check_model
 from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
@@ -143,6 +144,8 @@ Reward = (
     | Function
     | Local
     | StepFunction
+    | ModelReward
+    | StepReward
     | Lost
 )
 
@@ -194,6 +197,8 @@ def check(reward: Reward) -> None:
             _compiled(reward.pattern)
         case Bound():
             check_bound(reward, check)
+        case ModelReward() | StepReward():
+            check_model(reward)
         case Function() | Local() | StepFunction():
             _check_function(reward)
         case Lost():

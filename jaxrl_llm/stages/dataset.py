@@ -1,7 +1,6 @@
 """What the stages that learn from data have in common: rows in the order of a seed, a task to test on, resources."""
 
 import dataclasses
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
-from jaxrl_llm.learner import Forward, Sample, Training, make_update
+from jaxrl_llm.learner import Forward, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
@@ -33,8 +32,6 @@ from jaxrl_llm.types import Problem
 
 FromData = Supervised | Preference | RewardModel
 """Configurations of these stages."""
-SCORED_AT_ONCE = 256
-"""Samples of each call that scores many."""
 
 
 class Resources:
@@ -271,18 +268,3 @@ def size_line(run: FromData, loaded: LoadedTexts, what: str) -> str:
         f"{run.data.label}: {len(loaded.train):,} {what}, {len(loaded.held_out):,} to test on; each step "
         f"{run.batch.rows} of them, {run.steps} steps are {epochs:.1f} epochs"
     )
-
-
-def scored(
-    forward: Forward, model: Any, samples: Sequence[Sample], output: str, status: Callable[[str], None]
-) -> list[np.ndarray]:
-    """One output of many samples, float32[t] each, some at a time: their arrays need not all fit the devices."""
-    found: list[np.ndarray] = []
-    for begin in range(0, len(samples), SCORED_AT_ONCE):
-        status(f"scoring {begin}/{len(samples)}")
-        found += forward.by_sample(model, samples[begin : begin + SCORED_AT_ONCE], output)
-    return found
-
-
-NOTHING: Mapping[str, float] = types.MappingProxyType({})
-"""No metrics."""

@@ -27,15 +27,12 @@ from jaxrl_llm.stages.dataset import (
     prints_of,
     programs_of,
     read_data,
-    scored,
     size_line,
 )
+from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
 from jaxrl_llm.tasks import Ranked, Stepped, Steps
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import TrainState
-
-AFTER = 0
-"""Stands behind the last token: what is predicted there is the value of all that was read. No token is read there."""
 
 
 def ranked_samples(row: Ranked, number: int) -> list[Sample]:
@@ -44,15 +41,6 @@ def ranked_samples(row: Ranked, number: int) -> list[Sample]:
         scored_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
         for rank, tokens in enumerate(row.completions)
     ]
-
-
-def scored_sample(
-    prompt: np.ndarray, tokens: np.ndarray, scalars: dict[str, float], number: int | None = None, counted: bool = True
-) -> Sample:
-    """A completion whose score is the value at its ``last`` place, one behind its last token."""
-    mask = np.zeros(len(tokens) + 1, bool)
-    mask[-1] = counted
-    return Sample(prompt, np.append(tokens, AFTER), mask, scalars | {"last": float(len(tokens))}, together=number)
 
 
 def stepped_sample(row: Stepped) -> Sample:

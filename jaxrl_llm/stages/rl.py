@@ -23,14 +23,15 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint
+from jaxrl_llm.rewards.models import OF_STEPS, ModelReward
 from jaxrl_llm.rewards.shaping import named
-from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
 from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.telemetry.header import steps_line
@@ -80,7 +81,8 @@ class Reinforcement(Stage):
 
     def next(self, weights: Decoder, version: int, left: Carryover | None) -> RolloutBatch:
         """The groups of one step; those sampled beside them have been counted and are let go."""
-        return dataclasses.replace(collect(self.sampler, weights, version, left or Carryover()), sampled=[])
+        batch = collect(self.sampler, weights, version, left or Carryover())
+        return dataclasses.replace(batch, sampled=[], metrics=batch.metrics | modelled(self.run, batch.metrics))
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
@@ -139,6 +141,8 @@ def prepare(
     progress.status("calling each reward once")
     scorer.rehearse(loaded.train[0], tokenizer)
     stops = model.config.tokens.eos
+    asked = {test_task.label: test_prompts} | {run.task.label: prompts}
+    scorer.models = judges_of(run, rollout_mesh(run.mesh), tokenizer, asked, progress.status)
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
     stream = tasks.Shuffled(loaded.train, run.seed)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
@@ -253,7 +257,7 @@ def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Grou
 
     Those of steps are left out.
     """
-    parts = {name: reward for name, reward in parts.items() if not isinstance(reward, StepFunction)}
+    parts = {name: reward for name, reward in parts.items() if not isinstance(reward, OF_STEPS)}
     weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in parts.values())
     rewards = np.stack([np.stack([group.parts[name] for group in groups]) for name in parts], axis=-1)
     return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), rewards
@@ -276,3 +280,10 @@ def gated(samples: list[list[Sample]], groups: Sequence[Group]) -> list[list[Sam
         [without_gain(sample) if out else sample for sample, out in zip(members, group.parts[REJECTED], strict=True)]
         for members, group in zip(samples, groups, strict=True)
     ]
+
+
+def modelled(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
+    """``reward_model/mean``: what reward models give on average, where there are any; of several, the first."""
+    parts = named(configs.rewards(run))
+    models = [name for name, reward in parts.items() if isinstance(reward, ModelReward)]
+    return {"reward_model/mean": metrics[f"reward/{models[0]}"]} if models else {}

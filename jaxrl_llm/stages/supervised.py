@@ -26,9 +26,9 @@ from jaxrl_llm.stages.dataset import (
     prints_of,
     programs_of,
     read_data,
-    scored,
     size_line,
 )
+from jaxrl_llm.stages.reading import scored
 from jaxrl_llm.tasks import Text
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import TrainState

@@ -1,0 +1,157 @@
+"""Reward models on the devices: loaded once, run in packed rows as the learner runs its models."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import Run
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Forward
+from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.rewards.steps import last_token
+from jaxrl_llm.sharding import batch_parts, platform_of
+from jaxrl_llm.stages.reading import scored, scored_sample
+from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.trained import load_model
+from jaxrl_llm.types import Completion, Problem
+
+Item = tuple[Problem, Completion]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceModel:
+    """A reward model where it scores.
+
+    Attributes:
+      model: in the dtype that it computes in.
+      forward: how it is run.
+      prompts: of each task, by its label.
+      status: hears what is going on.
+    """
+
+    model: ScalarModel
+    forward: Forward
+    prompts: Mapping[str, Prompts]
+    status: Callable[[str], None]
+
+    def values(self, items: Sequence[Item]) -> list[np.ndarray]:
+        """For each completion float32[t + 1]: at place t the value of the state before token t, last that after all."""
+        samples = [
+            scored_sample(self.prompts[problem.task][problem], completion.tokens, {}) for problem, completion in items
+        ]
+        with jax.set_mesh(self.forward.mesh):  # of this thread
+            return scored(self.forward, self.model, samples, "values", self.status)
+
+
+def judges_of(
+    run: Run, where: Mesh, tokenizer: Any, prompts: Mapping[str, Prompts], status: Callable[[str], None]
+) -> dict[Any, Callable[[Sequence[Item]], Any]]:
+    """What computes the rewards that models give, by those rewards; nothing for a run without any.
+
+    Args:
+      run: with its settings resolved.
+      where: the mesh that samples.
+      tokenizer: the policy's.
+      prompts: of each task, by its label.
+      status: hears what is going on.
+
+    Raises:
+      InputError: a model that is not there, is no reward model, or has other tokens than the policy.
+    """
+    loaded: dict[str, DeviceModel] = {}
+
+    def model_at(path: str, field: str) -> DeviceModel:
+        if path not in loaded:
+            status(f"loading {path}")
+            loaded[path] = _load(run, path, field, where, tokenizer, prompts, status)
+        return loaded[path]
+
+    found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
+    for base in configs.bases(run):
+        if isinstance(base, ModelReward):
+            models = [model_at(path, base.name) for path in base.paths]
+            found[base] = functools.partial(together, base, models)
+        elif isinstance(base, StepReward):
+            found[base] = functools.partial(by_step, base, model_at(base.path, base.name), tokenizer)
+    return found
+
+
+def _load(
+    run: Run,
+    path: str,
+    name: str,
+    where: Mesh,
+    tokenizer: Any,
+    prompts: Mapping[str, Prompts],
+    status: Callable[[str], None],
+) -> DeviceModel:
+    try:
+        model, own = load_model(path, run.learner.compute_dtype, where)
+    except InputError as error:
+        raise InputError(f"reward {name}: {error}") from None
+    if not isinstance(model, ScalarModel):
+        raise InputError(f"reward {name}: {path} is a language model, which gives no score: train a RewardModel")
+    if own is None or own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"reward {name}: the tokens of {path} are not those of {run.model}: give a reward model that reads the "
+            "policy's tokens"
+        )
+    longest = run.rollout.max_length + 1
+    positions = model.config.attention.max_positions
+    configs.require(
+        longest <= positions,
+        f"reward {name}: {path} was made for {positions} positions, and prompts with completions have up to "
+        f"{longest}: lower rollout.max_new_tokens or rollout.max_prompt_tokens",
+    )
+    parts = batch_parts(where)
+    rows = -(-run.learner.microbatch_rows // parts) * parts
+    settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
+    compute = compute_for(settings, model.config, platform_of(where))
+    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + 1, where)
+    return DeviceModel(model, Forward(layout, compute, 1.0, where), prompts, status)
+
+
+def together(reward: ModelReward, models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:
+    """One score of each completion, float64[n], of one or several models."""
+    scores = np.asarray([[float(values[-1]) for values in one.values(items)] for one in models], np.float64)
+    if reward.of == "minimum":
+        return scores.min(axis=0)
+    mean = scores.mean(axis=0)
+    return mean - reward.spread * scores.std(axis=0) if reward.of == "conservative" else mean
+
+
+def by_step(reward: StepReward, model: DeviceModel, tokenizer: Any, items: Sequence[Item]) -> np.ndarray:
+    """For each completion ``[(index of a step's last token, value), ...]``, as an array of lists [n]."""
+    found = np.zeros(len(items), object)
+    for place, ((_, completion), values) in enumerate(zip(items, model.values(items), strict=True)):
+        ends = step_ends(completion, reward.separator, tokenizer)
+        scores = 1 / (1 + np.exp(-values[ends + 1].astype(np.float64)))
+        if reward.differences:
+            scores = np.diff(scores, prepend=reward.start)
+        found[place] = [(int(end), float(score)) for end, score in zip(ends, scores, strict=True)]
+    return found
+
+
+def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
+    """The index of each step's last token, int64[k]: that of the separator, or of the text's end; rising.
+
+    What holds nothing but white space is no step: it belongs to the one before.
+    """
+    text = completion.text
+    pieces = text.split(separator)
+    ends = []
+    position = 0
+    for number, piece in enumerate(pieces):
+        position += len(piece) + (len(separator) if number < len(pieces) - 1 else 0)
+        if piece.strip():
+            ends.append(position)
+    tokens = completion.tokens.tolist()
+    return np.asarray(sorted({last_token(text, tokens, end, tokenizer) for end in ends}), np.int64)
