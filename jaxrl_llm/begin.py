@@ -1,18 +1,19 @@
 """A run before its first step here: what makes its steps, and a state that is fresh, restored, or another run's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
-from jaxrl_llm.checkpoint import Checkpoints, parts_of_policy, restore_parts
+from jaxrl_llm.checkpoint import Checkpoints, holds, parts_of_policy, restore_parts
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import abstract_state, reset_reference
+from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import stage_of
@@ -21,7 +22,7 @@ from jaxrl_llm.step import LoopState
 from jaxrl_llm.telemetry.header import model_line
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.trained import as_trained, load_model
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Role, TrainState
 
 
 def load(
@@ -95,6 +96,7 @@ def begin(
         host = LoopState()
         if weights is not None:
             state = borrowed(state, run, weights, mesh, note)
+            state = with_others(state, others, Path(weights.run) / "checkpoints" / str(weights.step), mesh, note)
     else:
         like = abstract_state(model, optimiser, stage.reference, lora, others)
         state, data = store.restore(start, like, mesh, split(model)[0])
@@ -129,3 +131,27 @@ def borrowed(
     return reset_reference(
         state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
     )
+
+
+def with_others(
+    state: TrainState, others: Sequence[NewRole], step_directory: Path, mesh: Any, note: Callable[[str], None]
+) -> TrainState:
+    """The state whose other roles are those of the checkpoint that its policy was borrowed from, with optimisers of
+    their own; one that the checkpoint has not, or of other shapes, begins from the borrowed policy, unless it names a
+    model.
+    """
+    for other in others:
+        params = state.roles[other.name].params
+        layout = jax.tree.map(lambda x: x.sharding, params)
+        wanted = jax.eval_shape(lambda p, name=other.name: TrainState({name: Role(p, None, None)}, {}), params)
+        if holds(step_directory, wanted):
+            found = restore_parts(step_directory, wanted, mesh, state.policy.base).roles[other.name].params
+            note(f"the {other.name} begins with its weights there too")
+        elif other.load is None and state.policy.base is None:
+            found = jax.jit(lambda p, first=other.first: jax.tree.map(jnp.copy, first(p)), out_shardings=layout)(
+                state.policy.params
+            )
+        else:
+            continue
+        state = state.with_role(other.name, params=found)
+    return state

@@ -181,23 +181,47 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
     wanted = target | {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)) for name, x in marks.items()
     }
+    parts = {_part(name) for name in target} | {"base"}
+    saved = {name: shape for name, shape in _saved(step_directory).items() if _part(name) in parts}
+    _refuse_other(saved, wanted, "give the model that it was trained from")
     directory = Path(step_directory).absolute() / "state"
     with ocp.PyTreeCheckpointer() as reader:
-        try:
-            saved = {name: tuple(meta.shape) for name, meta in reader.metadata(directory).item_metadata.tree.items()}
-        except (OSError, ValueError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(
-                f"{step_directory} cannot be read ({reason}): remove it to go back to the step before"
-            ) from None
-        parts = {name.partition("/")[0] for name in target} | {"base"}
-        saved = {name: shape for name, shape in saved.items() if name.partition("/")[0] in parts}
-        _refuse_other(saved, wanted, "give the model that it was trained from")
         args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
         arrays = reader.restore(directory, args=args)
     if base is not None:
         refuse_other_base(arrays, base)
     return jax.tree.unflatten(treedef, [arrays[name] for name in target])
+
+
+def holds(step_directory: Path, like: TrainState) -> bool:
+    """Whether one complete step has these parts of a state, in these shapes; ``like`` as for ``restore_parts``."""
+    target = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(like)}
+    saved = _saved(step_directory)
+    return all(saved.get(name) == shape for name, shape in target.items())
+
+
+def _part(name: str) -> str:
+    """The part of a state that an array of a checkpoint belongs to: ``policy``, ``roles/critic/params``."""
+    return "/".join(name.split("/")[: 3 if name.startswith("roles/") else 1])
+
+
+def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of one complete step by name.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as reader:
+        try:
+            found = reader.metadata(Path(step_directory).absolute() / "state").item_metadata.tree
+            return {name: tuple(meta.shape) for name, meta in found.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"{step_directory} cannot be read ({reason}): remove it to go back to the step before"
+            ) from None
 
 
 def refuse_other_base(saved: dict[str, Any], base: Any) -> None:

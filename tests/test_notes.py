@@ -58,6 +58,7 @@ IDLE = {
     "deepseek_v3_2": "the clip range never binds, the sequence filter drops nothing",
     "minirl": "the clip range never binds, the weight against the sampler is 1",
     "reinforce_pp": "the clip range never binds",
+    "ppo": "the clip range never binds, recipe.critic.clip holds no value",
 }
 
 

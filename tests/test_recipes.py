@@ -55,9 +55,11 @@ def test_every_recipe_cites_its_paper():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_its_preset_and_survives_its_json(name):
     recipe = RECIPES[name]
-    changed = (
-        {"reduce": PRESETS[name].reduce} if name == "dr_grpo" else {"kl_coef": 0.0} if name == "reinforce_pp" else {}
-    )
+    changed = {
+        "dr_grpo": {"reduce": PRESETS["dr_grpo"].reduce},
+        "reinforce_pp": {"kl_coef": 0.0},
+        "ppo": {"advantage": GAE(), "kl": None, "kl_in": "loss", "kl_coef": 0.0},
+    }.get(name, {})
     assert dataclasses.replace(recipe.algorithm, **changed) == PRESETS["prorl" if name == "prorl_v1" else name]
     run = configs.resolved(configs.with_recipe(SMOKE, name))
     assert configs.from_json(configs.to_json(run)) == run
@@ -74,7 +76,7 @@ def test_what_the_papers_fix_around_the_loss():
     assert updates == {
         "grpo": (1, 1024), "dr_grpo": (8, 128), "dapo": (16, 512), "gspo": (4, None), "cispo": (16, None),
         "sapo": (4, None),
-        "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024),
+        "prorl_v1": (4, 1024), "prorl_v2": (8, 1024), "minirl": (1, 1024), "ppo": (8, 64),
     }  # fmt: skip
     assert {n: r.temperature for n, r in RECIPES.items() if r.temperature != 1} == {"prorl_v1": 1.2}
     one, two = RECIPES["prorl_v1"], RECIPES["prorl_v2"]
@@ -130,7 +132,7 @@ def test_a_run_fills_in_temperature_and_generation_budget():
 
 
 @pytest.mark.parametrize(("pieces", "words"), [
-    ({"advantage": GAE()}, "GAE needs values, which this trainer does not make"),
+    ({"advantage": GAE()}, "GAE needs values, and recipe.critic is None"),
     ({"advantage": GDPO((1.0, 2.0))}, "weights has 2 entries for 1 rewards"),
 ])  # fmt: skip
 def test_an_estimator_that_the_trainer_cannot_feed_is_refused(pieces, words):

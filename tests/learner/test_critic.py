@@ -39,7 +39,7 @@ from jaxrl_llm.learner.batch import Counts
 from jaxrl_llm.learner.forward import microbatch, on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.samples import foreseen
-from jaxrl_llm.learner.state import NewRole
+from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import model_of
@@ -225,6 +225,25 @@ def test_while_the_critic_warms_up_the_policy_stays():
     state, metrics = learn(state, samples, Learner(epochs=2), forward, training, {}, 0)
     assert metrics["updates"] == 2 == int(state.policy.updates) and int(state.roles["critic"].updates) == 4
     assert largest_difference(state.policy.params, MODEL) > 1e-3
+
+
+def test_a_model_that_a_role_begins_as_is_read_once_and_never_on_resume():
+    other = critic_of(tiny("plain"), 2)
+    reads = []
+    shapes = jax.eval_shape(lambda: other)
+
+    def load():
+        reads.append(1)
+        return jax.tree.map(jnp.copy, other)
+
+    optimiser = build(Optimiser())
+    begins = NewRole("critic", lambda model: model, optimiser, load, shapes)
+    like = abstract_state(MODEL, optimiser, False, others=[begins])
+    assert not reads
+    state = create_state(jax.tree.map(jnp.copy, MODEL), optimiser, False, one_device(), others=[begins])
+    assert reads == [1]
+    assert [x.shape for x in jax.tree.leaves(like)] == [x.shape for x in jax.tree.leaves(state)]
+    jax.tree.map(np.testing.assert_array_equal, state.roles["critic"].params, other)
 
 
 WORTH = {"start": 0.75, "right": 1.0, "wrong": 0.0}

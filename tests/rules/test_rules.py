@@ -109,6 +109,15 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_advice():
     assert rule(nothing, {})[0] == Decision() == rule({"step": 4, "updates": 0.0}, {})[0], "no update, no gradient"
 
 
+def test_a_critics_gradient_has_a_guard_and_a_remedy_of_its_own():
+    run = configs.resolved(configs.with_recipe(SMOKE, "ppo"))
+    broken = TAUGHT | {"step": 4, "critic/updates/not_finite": 1.0}
+    decision, _ = decide(rules_for(run), broken, {})
+    assert decision.stop == GUARD and "the gradient of the critic is not a number" in decision.reason
+    assert decision.remedy == "--recipe.critic.optimiser.learning_rate 9e-07"
+    assert decide(rules_for(SMOKE), broken, {})[0].stop is None
+
+
 def test_a_reward_that_fails_for_all_stops_the_run():
     row = {"step": 1, "reward/mine/failed_fraction": 1.0, "event/reward_failed": "mine.py:7: KeyError: 'x'"}
     decision, _ = RewardFails()(row, {})
@@ -158,6 +167,17 @@ def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0}
     assert TeachesNothing(1, False, "")(flat, {})[0] == Decision()
     assert TeachesNothing(1, True, "")(flat, {})[0].stop == GUARD
+
+
+def test_a_step_in_which_only_the_critic_learns_teaches():
+    rule = TeachesNothing(1, True, "")
+    warming = {"step": 1, "updates": 0.0, "completions/mean_length": 5.0, "critic/updates": 4.0, "critic/loss": 0.1}
+    flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0, "critic/updates": 4.0}
+    assert rule(warming, {}) == (Decision(), {"empty": 0}) == rule(flat | {"critic/loss": 0.1}, {})
+    decision, _ = rule(flat | {"critic/loss": 0.0}, {})
+    assert decision.stop == GUARD and "the critic foresees every reward" in decision.reason
+    empty = {"critic/updates": 0.0, "critic/loss": math.nan}
+    assert "no token is in the loss" in rule(warming | empty, {})[0].reason
 
 
 def test_a_task_that_is_solved_ends_well():
