@@ -62,14 +62,5 @@ def check_scored(run: Run) -> None:
             "StepFunction('module:function') to scoring.rewards, or take an estimator of outcome rewards, such as "
             "GroupZScore"
         )
-    if (
-        isinstance(estimator, ProcessSupervised)
-        and run.recipe.algorithm.kl_in == "reward"
-        and run.recipe.algorithm.kl_coef
-    ):
-        raise InputError(
-            f"recipe.algorithm.kl_in 'reward' would make a step of every token for {kind}: set kl_in 'loss', or "
-            "kl_coef 0"
-        )
     if estimator.several and len(of_steps(scoring.rewards)) == len(scoring.rewards):
         raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")

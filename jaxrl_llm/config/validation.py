@@ -38,8 +38,8 @@ def validate(run: Run) -> None:
     _check_learner(run.learner, run.rollout)
     _check_recipe(run)
     _check_evaluation(run)
-    _check_scoring(run)
     check_scored(run)
+    _check_scoring(run)
     check_answers(run)
     for task in (run.task, run.evaluation.task):
         if task is not None:
