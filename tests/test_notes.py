@@ -226,4 +226,4 @@ def test_a_punishment_of_what_the_loss_leaves_out_is_told_of():
 def test_a_shipped_configuration_of_a_paper_makes_its_updates(name):
     run = configs.resolved(configs.load_config(name)[1])
     said = [line for line in configs.notes(run) if not line.startswith("one update a batch, as in the paper")]
-    assert said == [] or name == "quickstart"
+    assert said == [] or name in ("quickstart", "process_smoke")

@@ -62,15 +62,6 @@ def check_scored(run: Run) -> None:
             "StepFunction('module:function') to scoring.rewards, or take an estimator of outcome rewards, such as "
             "GroupZScore"
         )
-    if (
-        isinstance(estimator, ProcessSupervised)
-        and run.recipe.algorithm.kl_in == "reward"
-        and run.recipe.algorithm.kl_coef
-    ):
-        raise InputError(
-            f"recipe.algorithm.kl_in 'reward' would make a step of every token for {kind}: set kl_in 'loss', or "
-            "kl_coef 0"
-        )
     rising = [one for one in of_steps(scoring.rewards) if isinstance(one, StepReward) and one.differences]
     if rising and not isinstance(getattr(estimator, "estimator", estimator), GAE):
         raise InputError(

@@ -27,8 +27,8 @@ def check_reinforcement(run: Run) -> None:
     check_critic(run.recipe, run.learner)
     _check_recipe(run)
     _check_evaluation(run)
-    _check_scoring(run)
     check_scored(run)
+    _check_scoring(run)
     check_answers(run)
     for task in (run.task, run.evaluation.task):
         if task is not None:

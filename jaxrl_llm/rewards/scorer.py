@@ -90,7 +90,8 @@ class Scorer:
         if not rewards:
             raise InputError("there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
-        self._watched = dict(watched or {})
+        given = dict(watched or {})
+        self._watched = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
         for reward in self._rewards.values():
             shaping.check(reward)
         for reward in self._watched.values():

@@ -37,7 +37,7 @@ class StepFunction:
       name: of its column in metrics and samples, the mean over a completion's steps, NaN where it has none.
     """
 
-    path: str
+    path: str | Callable[..., Any]
     weight: float = 1.0
     positions: Literal["characters", "tokens"] = "characters"
     batch: bool | None = None

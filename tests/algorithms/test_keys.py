@@ -12,7 +12,6 @@ UNREAD = {
     "ARPO_reward": "a reward of tool use, which belongs to a task",
     "Kimi_prior_sampling": "choosing prompts is the trainer's",
     "Kimi_long2short_dpo": "choosing pairs from samples is the data's",
-    "MULTI": "weighting rewards is the scorer's",
 }
 """Keys that no piece of the algorithms computes."""
 
