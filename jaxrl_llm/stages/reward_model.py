@@ -20,6 +20,7 @@ from jaxrl_llm.stages.dataset import (
     Drawn,
     Resources,
     check_positions,
+    check_together,
     check_tokenizer,
     config_of,
     examination,
@@ -29,6 +30,7 @@ from jaxrl_llm.stages.dataset import (
     read_data,
     scored,
     size_line,
+    to_test,
 )
 from jaxrl_llm.tasks import Ranked, Stepped, Steps
 from jaxrl_llm.telemetry.progress import Progress
@@ -154,6 +156,7 @@ def prepare(
     steps = isinstance(run.data, Steps)
     objective = StepEntropy() if steps else Ranking(run.centre)
     forward, training = programs_of(run, model, mesh, objective)
+    check_together(((row.where, samples_of(row, 0)) for row in (*loaded.train, *loaded.held_out)), forward.layout)
     return RewardStage(
         training=training,
         forward=forward,
@@ -162,7 +165,7 @@ def prepare(
         rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
         notes=[size_line(run, loaded, "solutions" if steps else "rankings")],
         rows=loaded.train,
-        held_out=loaded.held_out,
+        held_out=to_test(run, loaded),
         count=run.batch.rows,
         seed=run.seed,
         status=progress.status,
