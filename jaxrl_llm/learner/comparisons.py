@@ -145,7 +145,7 @@ class StepEntropy(Objective):
         """The mean over steps, and the share of them that are on their label's side of a half."""
         steps = jnp.maximum(counts.tokens, 1)
         values = outputs["values"]
-        labels = batch.by_token["labels"]
+        labels = jnp.where(batch.mask, batch.by_token["labels"], 0.0)
         entropy = -labels * jax.nn.log_sigmoid(values) - (1 - labels) * jax.nn.log_sigmoid(-values)
         loss = jnp.sum(jnp.where(batch.mask, entropy, 0.0)) / steps
         right = batch.mask & ((values > 0) == (labels > 0.5))

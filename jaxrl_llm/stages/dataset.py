@@ -16,9 +16,11 @@ from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
-from jaxrl_llm.learner import Forward, Training, make_update
+from jaxrl_llm.learner import Forward, Sample, Training, make_update
+from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.packing import rows_of
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, cast
@@ -66,11 +68,13 @@ class Drawn:
 
     Attributes:
       rows: as ``tasks.load_texts`` gives them.
+      places: of each among those to learn from.
       left: rows drawn so far in the run.
       metrics: ``epoch``: how often all rows have been drawn.
     """
 
     rows: Sequence[Any]
+    places: Sequence[int]
     left: int
     metrics: Mapping[str, float]
     examples: Sequence[Any] = ()
@@ -104,7 +108,7 @@ class DatasetStage(Stage):
         begin = left or 0
         end = begin + self.count
         places = [tasks.problem_index(self.seed, number, len(self.rows)) for number in range(begin, end)]
-        return Drawn([self.rows[place] for place in places], end, {"epoch": end / len(self.rows)})
+        return Drawn([self.rows[place] for place in places], places, end, {"epoch": end / len(self.rows)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +242,27 @@ def read_data(run: FromData, data: Any, tokenizer: Any, stops: Sequence[int], pr
         length <= run.batch.max_tokens,
         f"{where} has {length} tokens: set --batch.max_tokens {length} (now {run.batch.max_tokens}), or shorten it",
     )
-    return dataclasses.replace(loaded, held_out=loaded.held_out[: run.evaluation.limit or None])
+    return loaded
+
+
+def to_test(run: FromData, loaded: LoadedTexts) -> Sequence[Any]:
+    """Of the rows that are held out those that the run is tested on."""
+    return loaded.held_out[: run.evaluation.limit or None]
+
+
+def check_together(groups: Iterable[tuple[str, Sequence[Sample]]], layout: Layout) -> None:
+    """Refuse samples that are compared with each other and do not fit one microbatch, before anything is compiled.
+
+    ``groups``: where the row stands, and its samples.
+
+    Raises:
+      InputError: names the row and the remedy.
+    """
+    for where, samples in groups:
+        try:
+            rows_of(samples, layout)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
 
 
 def prints_of(loaded: LoadedTexts) -> Fingerprints:

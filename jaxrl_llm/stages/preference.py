@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jaxrl_llm.stages.dataset import (
     Drawn,
     Resources,
     check_positions,
+    check_together,
     check_tokenizer,
     examination,
     gathered,
@@ -29,6 +31,7 @@ from jaxrl_llm.stages.dataset import (
     programs_of,
     read_data,
     size_line,
+    to_test,
 )
 from jaxrl_llm.stages.reading import scored
 from jaxrl_llm.tasks import Ranked
@@ -45,7 +48,7 @@ Sums = dict[str, np.ndarray]
 """Log-probabilities of both answers of each pair, summed over their tokens: nats, float64[n, 2] by the data's part."""
 
 
-def at_start(path: Path, key: str, leads: bool, compute: Callable[[], Sums]) -> Sums:
+def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) -> Sums:
     """What the model gives the pairs before its first step: computed once, kept in the run's directory.
 
     That model itself need not be kept: its log-probabilities are all that the loss reads of it.
@@ -53,21 +56,28 @@ def at_start(path: Path, key: str, leads: bool, compute: Callable[[], Sums]) -> 
     Args:
       path: of the file.
       key: says of which pairs they are; a file of others is made anew.
-      leads: whether this process writes.
+      peers: all of them compute, or none; the first one writes.
       compute: does so.
     """
-    if path.is_file():
+    if peers.first(lambda: _key_of(path)) == key:
         with np.load(path) as file:
-            found = {name: file[name] for name in file.files}
-        if str(found.pop("key")) == key:
-            return found
+            return {name: file[name] for name in file.files if name != "key"}
     known = compute()
-    if leads:
+    if peers.leads:
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as file:
             np.savez(file, key=np.asarray(key), **known)
         os.replace(temporary, path)
     return known
+
+
+def _key_of(path: Path) -> str | None:
+    """Of which pairs the file is; None where there is none, or a machine that went down has left it torn."""
+    try:
+        with np.load(path) as file:
+            return str(file["key"])
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,21 +87,19 @@ class PreferenceStage(DatasetStage):
     Attributes:
       loss: of each pair.
       known: what the reference gives the pairs ``train`` and ``held_out``.
-      places: of each pair among those to learn from, by where it stands.
       status: hears what is going on.
     """
 
     loss: Any
     known: Sums
-    places: Mapping[str, int]
     status: Callable[[str], None]
 
     def samples(
         self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Both answers of each pair, which stay together."""
-        known = self.known["train"]
-        groups = [pair_samples(pair, known[self.places[pair.where]], number) for number, pair in enumerate(batch.rows)]
+        known = self.known["train"][batch.places]
+        groups = [pair_samples(pair, known[number], number) for number, pair in enumerate(batch.rows)]
         learned = float(sum(len(sample.tokens) for group in groups for sample in group))
         return groups, {"tokens": learned}
 
@@ -99,7 +107,8 @@ class PreferenceStage(DatasetStage):
         """Accuracy and margin on the pairs that are held out, and answers to a task's problems."""
         numbers = {}
         if self.held_out:
-            gap = sums(self.forward, weights, self.held_out, self.status) - self.known["held_out"]
+            gap = sums(self.forward, weights, self.held_out, self.status)
+            gap -= self.known["held_out"][: len(self.held_out)]
             if self.loss.average:
                 gap /= np.asarray([[len(tokens) for tokens in pair.completions] for pair in self.held_out])
             margin = gap[:, 0] - gap[:, 1]
@@ -164,6 +173,8 @@ def prepare(
     prints = prints_of(loaded)
     peers.check_same(f"pairs of {data.label}", str(prints))
     forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
+    groups = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in (*loaded.train, *loaded.held_out))
+    check_together(groups, forward.layout)
 
     def compute() -> Sums:
         parts = {"train": loaded.train, "held_out": loaded.held_out}
@@ -177,12 +188,11 @@ def prepare(
         rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
         notes=[size_line(run, loaded, "pairs")],
         rows=loaded.train,
-        held_out=loaded.held_out,
+        held_out=to_test(run, loaded),
         count=run.batch.rows,
         seed=run.seed,
         exam=exam,
         loss=run.loss,
-        known=at_start(resources.directory / REFERENCE, json.dumps(prints, sort_keys=True), peers.leads, compute),
-        places={pair.where: place for place, pair in enumerate(loaded.train)},
+        known=at_start(resources.directory / REFERENCE, json.dumps(prints, sort_keys=True), peers, compute),
         status=progress.status,
     )

@@ -20,6 +20,7 @@ from jaxrl_llm.stages.dataset import (
     Drawn,
     Resources,
     check_positions,
+    check_together,
     check_tokenizer,
     config_of,
     examination,
@@ -28,6 +29,7 @@ from jaxrl_llm.stages.dataset import (
     programs_of,
     read_data,
     size_line,
+    to_test,
 )
 from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
 from jaxrl_llm.tasks import Ranked, Stepped, Steps
@@ -142,6 +144,7 @@ def prepare(
     steps = isinstance(run.data, Steps)
     objective = StepEntropy() if steps else Ranking(run.centre)
     forward, training = programs_of(run, model, mesh, objective)
+    check_together(((row.where, samples_of(row, 0)) for row in (*loaded.train, *loaded.held_out)), forward.layout)
     return RewardStage(
         training=training,
         forward=forward,
@@ -150,7 +153,7 @@ def prepare(
         rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
         notes=[size_line(run, loaded, "solutions" if steps else "rankings")],
         rows=loaded.train,
-        held_out=loaded.held_out,
+        held_out=to_test(run, loaded),
         count=run.batch.rows,
         seed=run.seed,
         status=progress.status,

@@ -27,6 +27,7 @@ from jaxrl_llm.stages.dataset import (
     programs_of,
     read_data,
     size_line,
+    to_test,
 )
 from jaxrl_llm.stages.reading import scored
 from jaxrl_llm.tasks import Text
@@ -103,7 +104,7 @@ def prepare(
         rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
         notes=[size_line(run, loaded, "texts")],
         rows=loaded.train,
-        held_out=loaded.held_out,
+        held_out=to_test(run, loaded),
         count=run.batch.rows,
         seed=run.seed,
         exam=exam,
