@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 from commands import MAIN, assert_refused, commands
 from talkative import LONGEST, talkative, task_in
-from terminals import CTRL_C, Terminal
+from terminals import CTRL_C, PATIENCE_S, Terminal
 
 from jaxrl_llm.models import save_pretrained
 
@@ -19,7 +20,7 @@ task = Task(Table("numbers.jsonl"), template="chatml", suffix="!", holdout=0.2)
 base = load_config("smoke")[1]
 config = dataclasses.replace(base, task=task, rollout=dataclasses.replace(base.rollout, slots=8, max_new_tokens=%d))
 """
-ASK = "collect model --config numbers.py --samples 4 --out"
+ASK = "collect model --config counting.py --samples 4 --out"
 LINES = {
     "texts": f"{ASK} texts.jsonl --keep all --json",
     "again": f"{ASK} texts.jsonl --keep all",
@@ -29,7 +30,7 @@ LINES = {
 }
 REFUSED = {
     "collect": ["collect needs a run or a model", "--out answers.jsonl"],
-    "collect model --config numbers.py": ["collect needs a file to write: jaxrl-llm collect model --out"],
+    "collect model --config counting.py": ["collect needs a file to write: jaxrl-llm collect model --out"],
     f"{ASK} rows.txt": ["--out rows.txt is written as JSON lines", "ending .jsonl"],
     f"{ASK} folder.jsonl": ["--out folder.jsonl is a folder"],
     f"{ASK} /proc/nowhere/a.jsonl": ["a.jsonl.part cannot be written", "--out"],
@@ -37,7 +38,7 @@ REFUSED = {
     "collect model --config nowhere --out a.jsonl": ["no configuration 'nowhere'"],
     f"{ASK} a.jsonl --samples 0": ["--samples must be at least 1 to collect texts, got 0"],
     f"{ASK} a.jsonl --kind pairs --samples 1": ["--samples must be at least 2 to collect pairs, got 1"],
-    f"{ASK} a.jsonl --kind rows": ["--kind", "got 'rows'"],
+    f"{ASK} a.jsonl --kind rows": ["--kind: expected one of texts, pairs, steps, got 'rows'"],
     f"{ASK} a.jsonl --kind steps --continuations 0": ["--continuations must be at least 1"],
     f"{ASK} a.jsonl --temperature 0": ["--temperature must be above 0, got 0.0"],
     f"{ASK} a.jsonl --top_p 0": ["--top_p must be above 0 and at most 1"],
@@ -55,8 +56,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("collect")
-    task_in(found, 40)
-    (found / "numbers.py").write_text(CONFIG % LONGEST)
+    task_in(found, 400)
+    (found / "counting.py").write_text(CONFIG % LONGEST)
     model, tokenizer = talkative()
     save_pretrained(model, tokenizer, found / "model")
     save_pretrained(model, tokenizer, found / "mute")
@@ -85,10 +86,10 @@ def test_right_answers_are_written_and_counted(folder, answers):
         "model",
         None,
         "texts",
-        32,  # 8 of 40 are held out
-        128,
+        320,  # 80 of 400 are held out
+        1280,
     )
-    assert said["rows"] == len(written) > 10 and said["pass@1"] == said["right"] / 128
+    assert said["rows"] == len(written) > 100 and said["pass@1"] == said["right"] / 1280
     assert all(row.keys() == {"prompt", "completion", "id"} for row in written)
     assert_refused(answers["again"], "texts.jsonl is there already", "remove it first")
 
@@ -96,7 +97,7 @@ def test_right_answers_are_written_and_counted(folder, answers):
 def test_people_see_a_table_and_how_to_read_the_file(folder, answers):
     assert answers["pairs"].code == 0, answers["pairs"].err
     lines = answers["pairs"].out.splitlines()
-    assert lines[0] == "model on numbers: 32 problems, 4 each, temperature 1, top_p 1"
+    assert lines[0] == "model on numbers: 320 problems, 4 each, temperature 1, top_p 1"
     assert [line.split()[0] for line in lines[1:-1]] == ["pass@1", "solved", "length", "sampled", "rows"]
     wanted = "data/pairs.jsonl is written: Pairs(Table('data/pairs.jsonl'), template='chatml', suffix='!')"
     assert lines[-1] == wanted and lines[-2].split()[1] == str(len(rows(folder / "data/pairs.jsonl")))
@@ -124,19 +125,31 @@ def test_help_tells_the_options(folder, answers):
     assert not (folder / "a.jsonl").exists() and not (folder / "a.jsonl.part").exists()
 
 
+def started(arguments, folder, problems):
+    """The command on a terminal, once so many problems are done."""
+    terminal = Terminal(MAIN, arguments, folder, columns=120)
+    limit = time.monotonic() + PATIENCE_S
+    while done(folder / "stopped.jsonl.part") < problems:
+        assert terminal.process.poll() is None and time.monotonic() < limit
+        time.sleep(0.002)
+    return terminal
+
+
+def done(part):
+    """Problems in a file that is not complete."""
+    return part.read_bytes().count(b"\n") - 1 if part.exists() else 0
+
+
 def test_after_ctrl_c_and_after_a_kill_it_goes_on_to_the_same_file(folder, answers):
     arguments = LINES["texts"].replace("texts.jsonl", "stopped.jsonl").split()
-    first = Terminal(MAIN, arguments, folder, columns=120)
-    first.wait_for("collecting 8/32 problems")
+    first = started(arguments, folder, 8)
     first.press(CTRL_C)
     assert first.finish() == 130
     assert first.lines()[-2:] == ["jaxrl-llm: interrupted: run the same command again to go on", ""]
-    second = Terminal(MAIN, arguments, folder, columns=120)
-    second.wait_for("collecting 16/32 problems")
+    second = started(arguments, folder, done(folder / "stopped.jsonl.part") + 8)
     os.kill(second.process.pid, signal.SIGKILL)
     assert second.finish() == -signal.SIGKILL
-    done = len((folder / "stopped.jsonl.part").read_bytes().splitlines()) - 1
-    assert 16 <= done and not (folder / "stopped.jsonl").exists()
+    assert 16 <= done(folder / "stopped.jsonl.part") < 320 and not (folder / "stopped.jsonl").exists()
     [third] = commands([" ".join(arguments)], folder)
     assert third.code == 0, third.err
     assert (folder / "stopped.jsonl").read_bytes() == (folder / "texts.jsonl").read_bytes()
