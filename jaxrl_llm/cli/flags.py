@@ -73,6 +73,10 @@ def flatten(box: str) -> str:
     """The text of one of tyro's boxes in one short line: ``--steps: expected INT, got 'x'`` where it says as much."""
     lines = [re.sub(r"[│╰╯─]+", " ", line).strip() for line in box.splitlines() if not line.startswith("╭")]
     text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
+    choice = re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text)
+    if choice:
+        known = choice[3].replace("'", "")
+        return f"{choice[2]}: expected one of {known}, got {choice[1]}"
     value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)
     if value is None:
         return re.sub(r" Argument helptext:.*", "", text)

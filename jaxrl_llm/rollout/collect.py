@@ -59,6 +59,8 @@ def drain(
         status(f"sampling {len(done)}/{len(handles)} completions, {tokens} tokens")
         tokens += engine.step(model, version)
         done |= dict(engine.collect())
+    if not handles:  # of no text at all tokenizers make one that is empty
+        return []
     texts = tokenizer.batch_decode([done[h].tokens for h in handles], skip_special_tokens=True)
     return [dataclasses.replace(done[h], text=text) for h, text in zip(handles, texts, strict=True)]
 
