@@ -109,7 +109,7 @@ def train(
 
 def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> None:
     """The evaluation before training: row 0, which rules may remember."""
-    found = stage.test(stage.weights(policy_model(state)))
+    found = stage.test(policy_model(state))
     row = {"step": 0} | (found.metrics() if found else {})
     told.progress.tested(0, row)
     _, host.memory = decide(stage.rules, row, host.memory)
@@ -146,7 +146,7 @@ def make_step(
     row["time/step_s"] = time.perf_counter() - began
     told.progress.step(row)
 
-    found = stage.test(stage.weights(policy_model(state))) if told.schedule.evaluates(step) else None
+    found = stage.test(policy_model(state)) if told.schedule.evaluates(step) else None
     if found is not None:
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         told.progress.tested(step, row)

@@ -23,6 +23,7 @@ def check_reinforcement(run: Run) -> None:
     _check_counts(run)
     _check_rollout(run)
     _check_staleness(run)
+    _check_ptx(run)
     check_learner(run.learner, ("rollout.prompts", run.rollout.prompts), longest_row(run))
     check_critic(run.recipe, run.learner)
     _check_recipe(run)
@@ -126,6 +127,19 @@ def _check_group(run: Run) -> None:
         group >= 2 or not relative,
         f"rollout.group {group} leaves recipe.shaping RelativeLength nothing to compare: take it out, or set "
         "rollout.group to at least 2",
+    )
+
+
+def _check_ptx(run: Run) -> None:
+    ptx = run.rollout.collect.ptx
+    if ptx is None:
+        return
+    tasks.check_texts(ptx.texts)
+    require(ptx.rows >= 1, f"rollout.collect.ptx.rows must be at least 1, got {ptx.rows}")
+    require(0 < ptx.coef < math.inf, f"rollout.collect.ptx.coef must be above 0, got {ptx.coef}")
+    require(
+        not isinstance(ptx.texts.source, tasks.Collected),
+        "rollout.collect.ptx.texts are collected by no step: write them with jaxrl-llm collect, and give the table",
     )
 
 

@@ -54,6 +54,7 @@ class Carryover:
       good: informative groups among the last ones scored.
       seen: how many those are; both fade (see ``remember``).
       stream: what the stream of prompts remembers.
+      texts: texts drawn beside the groups.
     """
 
     cursor: int = 0
@@ -62,6 +63,7 @@ class Carryover:
     good: float = 0.0
     seen: float = 0.0
     stream: dict[str, Any] = dataclasses.field(default_factory=dict)
+    texts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,26 @@
 import dataclasses
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.tasks.texts import Texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Ptx:
+    """Texts that each step learns from beside its groups, so that what they teach is not unlearned: PPO-ptx.
+
+    ``coef`` times their mean negative log-likelihood is added to the loss (arXiv 2203.02155, eq. 2). InstructGPT's 27.8
+    belongs to its own reduction. Like every log-probability of the learner theirs is at the temperature of the
+    sampling; held-out texts are tested at 1.
+
+    Attributes:
+      texts: where they come from; longer plain ones are cut into pieces.
+      rows: of each step.
+      coef: gamma.
+    """
+
+    texts: Texts
+    rows: int = 8
+    coef: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +47,7 @@ class Collect:
       max_age: steps after its first in which a group may be gone on with before it is dropped, unfinished; the steps
         that a token budget spreads a completion over come on top. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
+      ptx: texts that each step learns from beside its groups; None for none.
     """
 
     max_rounds: int = 10
@@ -36,6 +57,7 @@ class Collect:
     staleness: int = 0
     max_age: int = 16
     patience: int = 3
+    ptx: Ptx | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,11 +103,11 @@ class PreferenceStage(DatasetStage):
         learned = float(sum(len(sample.tokens) for group in groups for sample in group))
         return groups, {"tokens": learned}
 
-    def test(self, weights: Decoder) -> Tested | None:
+    def test(self, policy: Decoder) -> Tested | None:
         """Accuracy and margin on the pairs that are held out, and answers to a task's problems."""
         numbers = {}
         if self.held_out:
-            gap = sums(self.forward, weights, self.held_out, self.status)
+            gap = sums(self.forward, policy, self.held_out, self.status)
             gap -= self.known["held_out"][: len(self.held_out)]
             if self.loss.average:
                 gap /= np.asarray([[len(tokens) for tokens in pair.completions] for pair in self.held_out])
@@ -116,7 +116,7 @@ class PreferenceStage(DatasetStage):
                 "eval/pairs/accuracy": float(np.mean((np.sign(margin) + 1) / 2)),
                 "eval/pairs/margin": float(self.loss.beta * np.mean(margin)),
             }
-        answers = None if self.exam is None else self.exam(weights)
+        answers = None if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
 
 

@@ -13,6 +13,7 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine
 from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
 from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
+from jaxrl_llm.learner.likelihood import TEXT, NextToken
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
@@ -42,7 +43,9 @@ class Programs:
 
 def objectives_of(run: Run) -> tuple[Objective, ...]:
     """What the policy is trained towards."""
-    return (PolicyGradient(run.recipe.algorithm, run.learner.updates > 1),)
+    policy = PolicyGradient(run.recipe.algorithm, run.learner.updates > 1)
+    ptx = run.rollout.collect.ptx
+    return (policy,) if ptx is None else (policy, NextToken(ptx.coef, "text/"))
 
 
 def moved_by_rules(run: Run) -> dict[str, float]:
@@ -78,7 +81,10 @@ def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
         arrays |= {"returns": logp, "old_values": logp}
     arrays |= {name: logp for name in run.recipe.algorithm.reads}
     prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
-    return [Sample(prompt, ids, mask, scalars, arrays) for prompt in prompts for _ in range(rollout.group)]
+    ptx = rollout.collect.ptx
+    texts = 0 if ptx is None else -(-ptx.rows // run.learner.minibatches)
+    mixed = [Sample(prompts[0][:1], ids, mask, counted_by=(TEXT,)) for _ in range(texts)]
+    return [Sample(prompt, ids, mask, scalars, arrays) for prompt in prompts for _ in range(rollout.group)] + mixed
 
 
 def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh, tokenizer: Any = None) -> Programs:

@@ -73,12 +73,12 @@ class RewardStage(DatasetStage):
         learned = float(sum(len(sample.tokens) - 1 for group in groups for sample in group))
         return groups, {"tokens": learned}
 
-    def test(self, weights: ScalarModel) -> Tested | None:
+    def test(self, policy: ScalarModel) -> Tested | None:
         """Pairs in the right order and their margin, or the entropy and accuracy of steps, of what is held out."""
         if not self.held_out:
             return None
         samples = [sample for number, row in enumerate(self.held_out) for sample in samples_of(row, number)]
-        found = scored(self.forward, weights, samples, "values", lambda text: self.status(f"evaluating: {text}"))
+        found = scored(self.forward, policy, samples, "values", lambda text: self.status(f"evaluating: {text}"))
         if isinstance(self.held_out[0], Stepped):
             return Tested(step_numbers(self.held_out, found))
         scores = iter([float(values[-1]) for values in found])

@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
+from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.samples import advantage_of, without_gain
 from jaxrl_llm.models.decoder import Decoder
@@ -32,6 +32,7 @@ from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.judges import judges_of
+from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.telemetry.header import steps_line
@@ -56,6 +57,7 @@ class Reinforcement(Stage):
       transfer: from the policy to weights to sample from.
       evaluation: of such weights; None where there is nothing to test on.
       values: how the critic is run, where there is one.
+      mixture: texts that steps learn from beside their groups; None for none.
     """
 
     run: Run
@@ -63,6 +65,7 @@ class Reinforcement(Stage):
     transfer: Callable[[Decoder], Decoder]
     evaluation: Callable[[Decoder], Evaluated | None]
     values: Forward
+    mixture: Mixture | None
     records: ClassVar[Sequence[type]] = RECORDS
 
     def learning(self, step: int) -> Sequence[Training]:
@@ -75,14 +78,22 @@ class Reinforcement(Stage):
         """What is sampled from."""
         return self.transfer(policy)
 
-    def test(self, weights: Decoder) -> Evaluated | None:
-        """Answers to the problems to test on."""
-        return self.evaluation(weights)
+    def test(self, policy: Decoder) -> Evaluated | Tested | None:
+        """Answers to the problems to test on, and the loss on texts."""
+        found = self.evaluation(self.transfer(policy))
+        numbers = {} if self.mixture is None else self.mixture.numbers(policy)
+        return Tested(numbers, found) if numbers else found
 
     def next(self, weights: Decoder, version: int, left: Carryover | None) -> RolloutBatch:
         """The groups of one step; those sampled beside them have been counted and are let go."""
         batch = collect(self.sampler, weights, version, left or Carryover())
-        return dataclasses.replace(batch, sampled=[], metrics=batch.metrics | modelled(self.run, batch.metrics))
+        drawn = 0 if self.mixture is None else (left or Carryover()).texts + self.mixture.count
+        return dataclasses.replace(
+            batch,
+            sampled=[],
+            metrics=batch.metrics | modelled(self.run, batch.metrics),
+            left=dataclasses.replace(batch.left, texts=drawn),
+        )
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
@@ -113,6 +124,8 @@ class Reinforcement(Stage):
             samples = gated(samples, batch.groups)
         teaching = [bool(np.any(advantage_of(sample))) for group in samples for sample in group]
         completions = len(batch.groups) * run.rollout.group
+        if self.mixture is not None:
+            samples = self.mixture.mixed(samples, batch.left.texts)
         return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching)), "completions": completions}
 
 
@@ -145,6 +158,8 @@ def prepare(
     scorer.models = judges_of(run, rollout_mesh(run.mesh), tokenizer, asked, progress.status)
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
     stream = tasks.Shuffled(loaded.train, run.seed)
+    names = [objective.name for one in programs.training for objective in one.objectives]
+    mixture, texts = mixture_of(run, tokenizer, stops, programs.forward, names, progress)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
     answers = answering(run, stops)
 
@@ -158,7 +173,7 @@ def prepare(
         training=programs.training,
         forward=programs.forward,
         label=run.task.label,
-        problems=prints,
+        problems=prints | texts,
         reference=run.recipe.algorithm.needs_reference,
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
@@ -171,6 +186,7 @@ def prepare(
         transfer=programs.weights,
         evaluation=test,
         values=programs.values,
+        mixture=mixture,
     )
 
 

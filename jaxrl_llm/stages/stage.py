@@ -93,9 +93,9 @@ class Stage:
         return self.training
 
     def weights(self, policy: Any) -> Any:
-        """What batches are made and tests are done with: the policy itself, or a copy laid out for sampling."""
+        """What batches are made with: the policy itself, or a copy laid out for sampling."""
         return policy
 
-    def test(self, weights: Any) -> Evaluated | Tested | None:
-        """An evaluation; None where there is nothing to test on."""
+    def test(self, policy: Any) -> Evaluated | Tested | None:
+        """An evaluation of the live model; None where there is nothing to test on."""
         return None

@@ -63,10 +63,10 @@ class SupervisedStage(DatasetStage):
         learned = float(sum(sample.mask.sum() for sample in samples))
         return [[sample] for sample in samples], {"tokens": learned}
 
-    def test(self, weights: Decoder) -> Tested | None:
+    def test(self, policy: Decoder) -> Tested | None:
         """The loss on the texts that are held out, and answers to a task's problems."""
-        numbers = text_numbers(self.forward, weights, self.held_out, self.status) if self.held_out else {}
-        answers = None if self.exam is None else self.exam(weights)
+        numbers = text_numbers(self.forward, policy, self.held_out, self.status) if self.held_out else {}
+        answers = None if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
 
 
