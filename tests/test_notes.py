@@ -225,5 +225,7 @@ def test_a_punishment_of_what_the_loss_leaves_out_is_told_of():
 @pytest.mark.parametrize("name", configs.config_names())
 def test_a_shipped_configuration_of_a_paper_makes_its_updates(name):
     run = configs.resolved(configs.load_config(name)[1])
+    if not isinstance(run, configs.Run):
+        return  # what learns from data follows no paper's counts
     said = [line for line in configs.notes(run) if not line.startswith("one update a batch, as in the paper")]
     assert said == [] or name in ("quickstart", "process_smoke")

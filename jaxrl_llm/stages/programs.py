@@ -31,14 +31,14 @@ class Programs:
       weights: from the policy to what the engine samples from.
       training: of each role, the policy first.
       forward: how the learner runs its models.
-      values: how it runs the critic, which may be of another architecture; as ``forward`` where there is none.
+      values: how it runs the critic, which may be of another architecture; None where there is none.
     """
 
     engine: Engine
     weights: Callable[[Decoder], Decoder]
     training: tuple[Training, ...]
     forward: Forward
-    values: Forward
+    values: Forward | None = None
 
 
 def objectives_of(run: Run) -> tuple[Objective, ...]:
@@ -111,6 +111,6 @@ def build_programs(run: Run, model: Decoder, mesh: Mesh, where: Mesh, tokenizer:
     forward = Forward(layout, compute, rollout.temperature, mesh)
     policy = Training(objectives, update)
     if run.recipe.critic is None:
-        return Programs(engine, weights, (policy,), forward, forward)
+        return Programs(engine, weights, (policy,), forward)
     critic, values = critic_of(run, model.config, forward, tokenizer)
     return Programs(engine, weights, (policy, critic), forward, values)

@@ -56,7 +56,7 @@ class Reinforcement(Stage):
       sampler: fills steps with groups.
       transfer: from the policy to weights to sample from.
       evaluation: of such weights; None where there is nothing to test on.
-      values: how the critic is run, where there is one.
+      values: how the critic is run; None where there is none.
       mixture: texts that steps learn from beside their groups; None for none.
     """
 
@@ -64,8 +64,8 @@ class Reinforcement(Stage):
     sampler: Sampler
     transfer: Callable[[Decoder], Decoder]
     evaluation: Callable[[Decoder], Evaluated | None]
-    values: Forward
-    mixture: Mixture | None
+    values: Forward | None = None
+    mixture: Mixture | None = None
     records: ClassVar[Sequence[type]] = RECORDS
 
     def learning(self, step: int) -> Sequence[Training]:
@@ -103,7 +103,7 @@ class Reinforcement(Stage):
         models = {}
         if state.reference is not None:
             models["ref_logp"] = functools.partial(self.forward.by_sample, model_of(state, "reference"))
-        if "critic" in state.roles:
+        if self.values is not None:
             models["values"] = functools.partial(self.values.by_sample, model_of(state, "critic"), output="values")
         algorithm = run.recipe.algorithm
         rewards = lagrangian(run.scoring.constraints, batch.groups, coefficients)

@@ -77,11 +77,11 @@ def ended(*reasons):
 def test_what_was_not_measured_is_not_a_number():
     nothing = describe([], True)
     assert nothing.keys() == describe([ended("stop")]).keys() and np.isnan(list(nothing.values())).all()
-    unscored = describe(
-        [dataclasses.replace(ended("stop"), rewards=np.array([np.nan]), parts={"part": np.array([np.nan])})]
-    )
+    lost = np.full(2, np.nan)
+    unscored = describe([dataclasses.replace(ended("stop", "stop"), rewards=lost, parts={"part": lost})])
     assert np.isnan([unscored["reward/mean"], unscored["reward/std"], unscored["reward/part"]]).all()
     assert unscored["reward/zero_std_fraction"] == 1
+    assert np.isnan(describe([ended("stop")])["reward/zero_std_fraction"]), "one completion is like no other"
 
 
 def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
