@@ -1,4 +1,12 @@
-"""A Lagrangian constraint."""
+"""A reward that grows with every token, and a limit on their mean number: the multiplier of a constraint finds its price.
+
+    jaxrl-llm train safety_smoke
+
+No download. Each token is worth less than the one before, and none costs anything at first: completions fill their
+budget of 16. The constraint ``length`` holds their mean to 8 tokens. Its multiplier rises from 0 until the tokens
+beyond cost more than they are worth, falls once completions are too short, and settles near the worth of the eighth
+token, 0.03. MEASURED
+"""
 
 import math
 
@@ -6,14 +14,14 @@ from jaxrl_llm.config import Output, Run, Scoring
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DR_GRPO
 from jaxrl_llm.rewards import Constraint, Function, LengthPenalty
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.tasks import ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem
 
 
 def fullness(problem: Problem, completion: Completion) -> float:
-    """More text is better, each further character less so."""
-    return math.log1p(len(completion.text))
+    """Every token is better, each further one less so: from 0 towards 1."""
+    return 1 - math.exp(-len(completion.tokens) / 4)
 
 
 config = Run(
@@ -25,10 +33,19 @@ config = Run(
     ),
     scoring=Scoring(
         rewards=(Function("safety_smoke:fullness"),),
-        constraints=(Constraint(LengthPenalty(-1.0), limit=8.0, rate=0.002, multiplier=0.1, name="length"),),
+        constraints=(Constraint(LengthPenalty(-1.0), limit=8.0, rate=0.001, name="length"),),
     ),
     recipe=DR_GRPO,
-    rollout=Rollout(prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=16, slots=64, chunk=16),
+    # At first hardly any completion ends by itself, and a step without one teaches nothing.
+    rollout=Rollout(
+        prompts=8,
+        group=8,
+        max_prompt_tokens=80,
+        max_new_tokens=16,
+        slots=64,
+        chunk=16,
+        collect=Collect(patience=0),
+    ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, microbatch_rows=2, row_tokens=256),
     output=Output(checkpoint_every=20, tensorboard=False),
     steps=40,

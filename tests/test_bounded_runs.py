@@ -24,10 +24,11 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty, StepFunction, Threshold
 from jaxrl_llm.rewards.bounds import REJECTED
-from jaxrl_llm.rollout.groups import Carryover, RolloutBatch, describe
+from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch, describe
 from jaxrl_llm.rules import Multiplier
 from jaxrl_llm.stages.programs import moved_by_rules
 from jaxrl_llm.stages.rl import Reinforcement, lagrangian, rules_for
+from jaxrl_llm.step import LoopState
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
@@ -155,6 +156,16 @@ def test_processes_compare_the_rewards_of_steps():
     assert [array.tolist() for array in batch.common] == [[1.0], [1, 1], [pytest.approx(NAN, nan_ok=True), 3.0]]
 
 
+def test_a_group_that_is_carried_over_keeps_the_rewards_of_its_steps():
+    group = group_of([completion(3, [(1, 0.1)])], [1.0], steps=[0.1], **{REJECTED: [0.0]})
+    left = Carryover(7, (group,))
+    data = json.loads(json.dumps(LoopState(left, coefficients={HELD: 0.1 + 0.2}).to_json(RECORDS)))
+    found = LoopState.from_json(data, RECORDS)
+    before, after = group.completions[0].extras["step_rewards"], found.left.carried[0].completions[0].extras
+    assert after["step_rewards"].tobytes() == before.tobytes() and after["step_rewards"].dtype == before.dtype
+    assert found.coefficients == {HELD: 0.1 + 0.2} and found.left.carried[0].parts.keys() == {"steps", REJECTED}
+
+
 PROCESS = dataclasses.replace(PRESETS["grpo"], advantage=ProcessSupervised())
 REFUSED = {
     "advantage ProcessSupervised needs step_rewards, and no reward values steps: add StepFunction": run_of(PROCESS),
@@ -258,7 +269,7 @@ def test_a_run_that_was_parted_goes_on_bit_for_bit(folder, answers):
     assert plain[0] == plain[1] and len(plain[0]) == 4
     ends = [host_of(folder / name) for name in ("whole", "parted")]
     assert json.dumps(ends[0]) == json.dumps(ends[1])
-    assert ends[0]["left"] and "step_rewards" in json.dumps(ends), "no scored group was ever carried over"
+    assert "unfinished" in json.dumps(ends[0]["left"]) and ends[0]["coefficients"][HELD] > 0
 
 
 def test_other_bounds_are_another_run_and_bad_ones_none(answers):
