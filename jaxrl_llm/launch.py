@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
+from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import InUse, alone, prepare_libraries, writable
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
@@ -262,8 +263,9 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
 
 
 def _began(directory: Path) -> bool:
-    """Whether there is anything to lose: a checkpoint, or a row of a training step."""
-    if steps_in(directory / "checkpoints"):
+    """Whether there is anything to lose: a checkpoint, answers that were collected, or a row of a training step."""
+    answers = directory / COLLECTED
+    if steps_in(directory / "checkpoints") or answers.exists() or part_of(answers).exists():
         return True
     from jaxrl_llm.telemetry.rows import read_rows
 

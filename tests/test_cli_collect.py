@@ -24,7 +24,7 @@ ASK = "collect model --config counting.py --samples 4 --out"
 LINES = {
     "texts": f"{ASK} texts.jsonl --keep all --json",
     "again": f"{ASK} texts.jsonl --keep all",
-    "pairs": f"{ASK} data/pairs.jsonl --kind pairs --match_length True --seed 1",
+    "pairs": f"{ASK} data/pairs.jsonl --kind pairs --match_length --seed 1 --limit 30",
     "steps": f"{ASK} steps.jsonl --kind steps --limit 5 --continuations 2 --json",
     "nothing": f"{ASK} nothing.jsonl --limit 1 --max_new_tokens 1",
 }
@@ -33,7 +33,7 @@ REFUSED = {
     "collect model --config counting.py": ["collect needs a file to write: jaxrl-llm collect model --out"],
     f"{ASK} rows.txt": ["--out rows.txt is written as JSON lines", "ending .jsonl"],
     f"{ASK} folder.jsonl": ["--out folder.jsonl is a folder"],
-    f"{ASK} /proc/nowhere/a.jsonl": ["a.jsonl.part cannot be written", "--out"],
+    f"{ASK} /proc/nowhere/a.jsonl": ["/proc/nowhere/a.jsonl cannot be written", "another folder with --out"],
     "collect nowhere --out a.jsonl": ["no such model: nowhere"],
     "collect model --config nowhere --out a.jsonl": ["no configuration 'nowhere'"],
     f"{ASK} a.jsonl --samples 0": ["--samples must be at least 1 to collect texts, got 0"],
@@ -97,7 +97,7 @@ def test_right_answers_are_written_and_counted(folder, answers):
 def test_people_see_a_table_and_how_to_read_the_file(folder, answers):
     assert answers["pairs"].code == 0, answers["pairs"].err
     lines = answers["pairs"].out.splitlines()
-    assert lines[0] == "model on numbers: 320 problems, 4 each, temperature 1, top_p 1"
+    assert lines[0] == "model on numbers: 30 problems, 4 each, temperature 1, top_p 1"
     assert [line.split()[0] for line in lines[1:-1]] == ["pass@1", "solved", "length", "sampled", "rows"]
     wanted = "data/pairs.jsonl is written: Pairs(Table('data/pairs.jsonl'), template='chatml', suffix='!')"
     assert lines[-1] == wanted and lines[-2].split()[1] == str(len(rows(folder / "data/pairs.jsonl")))

@@ -13,8 +13,8 @@ from talkative import LONGEST, answerer, asked, task_in
 
 from jaxrl_llm.collection.collect import collect
 from jaxrl_llm.collection.counts import Counts
-from jaxrl_llm.collection.ledger import opened, part_of
-from jaxrl_llm.collection.source import COLLECTED, collected
+from jaxrl_llm.collection.ledger import COLLECTED, opened, part_of
+from jaxrl_llm.collection.source import collected
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import SEED_SPACE as TESTED
@@ -272,6 +272,7 @@ def test_a_run_collects_once_and_then_reads_a_table(by, task, tmp_path):
     with pytest.raises(InputError, match=r"none of 1 answers to numbers makes a row \(0 are right"):
         hopeless = Texts(Collected(task, samples=1))
         collected(hopeless, problems[:1], lambda: by, 1, 3, tmp_path / "other", ALONE, str)
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_of_several_processes_the_first_writes(files, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from commands import environment
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.collection.ledger import COLLECTED
 from jaxrl_llm.config import Found, Origin, Start
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import InUse, alone
@@ -87,6 +88,17 @@ def test_who_comes_second_removes_nothing(tmp_path):
     with pytest.raises(InputError, match="nothing came of it"), claimed(tmp_path / "other", found(directory)):
         raise InputError("nothing came of it")
     assert directory.is_dir() and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", [COLLECTED, f"{COLLECTED}.part"])
+def test_answers_that_were_collected_are_not_removed(tmp_path, name):
+    directory = tmp_path / "new"
+    with pytest.raises(KeyboardInterrupt), claimed(directory, found(directory)):
+        (directory / name).touch()
+        raise KeyboardInterrupt
+    assert sorted(path.name for path in directory.iterdir()) == [name, "config.json"]
+    with pytest.raises(InputError, match=r"was begun with other settings \(seed: 0 -> 3\)"):
+        choose_directory(found(directory, seed=3).run, "new", fresh=False)
 
 
 def test_another_runs_weights_begin_a_run_of_their_own(tmp_path):

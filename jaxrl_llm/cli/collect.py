@@ -11,6 +11,7 @@ import tyro
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.collection.ledger import check_free
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.signals import answering, quit_now
@@ -89,6 +90,7 @@ def check(name: str, out: str | None, options: Options) -> Path:
     path = Path(out)
     configs.require(path.suffix == ".jsonl", f"--out {out} is written as JSON lines: give it the ending .jsonl")
     configs.require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
+    check_free(path)
     check_collected(options.data, options.kind, "--")
     for field in ("max_new_tokens", "slots"):
         configs.require(getattr(options, field) >= 1, f"--{field} must be at least 1, got {getattr(options, field)}")

@@ -15,6 +15,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import HELD, InUse, writable
 from jaxrl_llm.telemetry.rows import append_rows, encode_row, read_rows
 
+COLLECTED = "collected.jsonl"
+"""In a run's directory: what its data was collected to."""
 ELSEWHERE = "give another file with --out"
 
 
@@ -34,6 +36,16 @@ class Entry:
 def part_of(path: Path) -> Path:
     """Where the problems that are done stand, a line each after one with the settings, until all of them are."""
     return path.with_name(f"{path.name}.part")
+
+
+def check_free(path: Path) -> None:
+    """Refuses a file that is there, unless it was being put in its place when an earlier attempt ended.
+
+    Raises:
+      InputError: it is.
+    """
+    if path.exists() and not part_of(path).exists():
+        raise InputError(f"{path} is there already: {ELSEWHERE}, or remove it first")
 
 
 class Ledger:
@@ -80,9 +92,8 @@ def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
       InputError: the file is there, it was begun with other settings, another process is at it, or it cannot be
         written.
     """
+    check_free(path)
     part = part_of(path)
-    if path.exists() and not part.exists():
-        raise InputError(f"{path} is there already: {ELSEWHERE}, or remove it first")
     with writable(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(part, "ab")

@@ -136,7 +136,7 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
     )
     done = drain(by.engine, by.model, by.tokenizer, handles, status=status)
     right = by.scorer.verify([(problems[i], c) for (i, _), c in zip(places, done, strict=True)]) >= 1
-    flat = [_answer(by.tokenizer, c, bool(true)) for c, true in zip(done, right, strict=True)]
+    flat = [answer_of(by.tokenizer, c, bool(true)) for c, true in zip(done, right, strict=True)]
     answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
     more = [0] * len(problems)
     if asked.kind == "steps":
@@ -200,7 +200,8 @@ def _cuts(
     return found
 
 
-def _answer(tokenizer: Any, completion: Completion, right: bool) -> Answer:
+def answer_of(tokenizer: Any, completion: Completion, right: bool) -> Answer:
+    """A completion once it is verified; the token that ended it is no part of its text, special or not."""
     ended = completion.finish_reason == "stop"
     text = _text(tokenizer, completion.tokens[:-1] if ended else completion.tokens)
     return Answer(text, len(completion.tokens), ended, right)

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from jaxrl_llm.collection.collect import collect
+from jaxrl_llm.collection.ledger import COLLECTED
 from jaxrl_llm.collection.sampling import Answerer, Asked
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.tasks import Pairs, Prompts, Steps, Table, Texts
 from jaxrl_llm.tasks.collected import KINDS
 from jaxrl_llm.types import Problem
-
-COLLECTED = "collected.jsonl"
-"""In the run's directory."""
 
 Data = TypeVar("Data", Texts, Pairs, Steps)
 
@@ -54,6 +52,7 @@ def collected(
         )
         counts = collect(by, asked, path, peers, status)
         if not counts.rows:
+            peers.first(path.unlink)  # another attempt may ask otherwise
             raise InputError(
                 f"none of {counts.answers} answers to {data.source.label} makes a row ({counts.right} are right, "
                 f"{counts.ended} came to their end): ask a better model, for more samples or longer answers"
