@@ -3,14 +3,14 @@
     jaxrl-llm train process_smoke
 
 No download. The outcome reward is 1 for every completion; each two characters are a step, worth the share of them that
-are letters or digits. GRPO by steps (arXiv 2402.03300, section 4.1.3) raises ``reward/steps`` from MEASURED_FROM to
-MEASURED_TO in ten steps. GRPO by outcomes, otherwise the same, has nothing to compare:
+are letters or digits. GRPO by steps (arXiv 2402.03300, section 4.1.3) raises ``reward/steps`` from 0.26 to 0.99 in ten
+steps. GRPO by outcomes, otherwise the same, has nothing to compare:
 
     jaxrl-llm train process_smoke --recipe grpo --recipe.algorithm.kl_coef 0 --run_dir runs/outcome_smoke
 
-stays where it began (MEASURED_FLAT), and says at each step that it teaches nothing (event/teaches_nothing). That would
-end it after three steps, were ``rollout.collect.patience`` not 0 here. ``reward/mean`` is 1.0 in both, and accuracy on
-the sums stays near 0. MEASURED_TIME
+stays where it began (between 0.23 and 0.28), and says at each step that it teaches nothing (event/teaches_nothing).
+That would end it after three steps, were ``rollout.collect.patience`` not 0 here. ``reward/mean`` is 1.0 in both, and
+accuracy on the sums stays near 0. Measured on 2 cores: 20 to 45 seconds, most of it compilation.
 """
 
 import dataclasses

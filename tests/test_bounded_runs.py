@@ -63,10 +63,12 @@ def run_of(algorithm=PRESETS["grpo"], rewards=(Format("a"),), **scoring):
 def learned(run, groups, coefficients=None):
     """Advantages of each completion, as the stage makes them, and what it measured."""
     run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, group=len(groups[0].completions)))
+    forward = forward_on(one_device(), Layout(2, 40, 10))
     stage = Reinforcement(
         run=run,
         training=(),
-        forward=forward_on(one_device(), Layout(2, 40, 10)),
+        forward=forward,
+        values=forward,
         label="?",
         sampler=None,
         transfer=None,
