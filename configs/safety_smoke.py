@@ -3,9 +3,13 @@
     jaxrl-llm train safety_smoke
 
 No download. Each token is worth less than the one before, and none costs anything at first: completions fill their
-budget of 16. The constraint ``length`` holds their mean to 8 tokens. Its multiplier rises from 0 until the tokens
-beyond cost more than they are worth, falls once completions are too short, and settles near the worth of the eighth
-token, 0.03. MEASURED
+budget of 16. The constraint ``length`` holds their mean to 8 tokens. Its multiplier begins at 0.03, rises until the
+tokens beyond cost more than they are worth, falls once completions are too short, and settles near 0.03, the worth of
+the eighth token.
+
+Measured with seeds 0 to 3: ``constraint/length/cost`` 15 -> 7.97, 8.03, 8.48 and 8.18, the mean of the last ten of 50
+steps; ``constraint/length/multiplier`` rises to between 0.055 and 0.073 and ends at 0.031 to 0.036. 35 to 60 seconds on
+2 cores, 20 of them compilation.
 """
 
 import math
@@ -33,7 +37,7 @@ config = Run(
     ),
     scoring=Scoring(
         rewards=(Function("safety_smoke:fullness"),),
-        constraints=(Constraint(LengthPenalty(-1.0), limit=8.0, rate=0.001, name="length"),),
+        constraints=(Constraint(LengthPenalty(-1.0), limit=8.0, rate=0.001, multiplier=0.03, name="length"),),
     ),
     recipe=DR_GRPO,
     # At first hardly any completion ends by itself, and a step without one teaches nothing.
@@ -47,6 +51,6 @@ config = Run(
         collect=Collect(patience=0),
     ),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, microbatch_rows=2, row_tokens=256),
-    output=Output(checkpoint_every=20, tensorboard=False),
-    steps=40,
+    output=Output(checkpoint_every=25, tensorboard=False),
+    steps=50,
 )
