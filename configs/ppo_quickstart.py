@@ -1,0 +1,44 @@
+"""A real language model learns one-digit sums by PPO, with a critic that learns beside it.
+
+    jaxrl-llm train ppo_quickstart
+
+One completion of each prompt: what an answer is compared with is what the critic expected. The critic begins as the reward
+model of ``runs/reward_quickstart`` where that is there, else as the policy with a head of zeros.
+
+Measured on 2 CPU cores without an accelerator: MEASURED
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jaxrl_llm.config import Output, Run
+from jaxrl_llm.learner import Critic, Learner, Optimiser
+from jaxrl_llm.recipes import PPO
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.tasks import ReasoningGym, Task
+
+JUDGE = Path("runs/reward_quickstart")
+
+config = Run(
+    model="smollm2-135m",
+    task=Task(
+        source=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, size=3000),
+        extractor="last_number",
+        keep="jaxrl_llm.tasks.filters:nonnegative_answer",
+        template="chatml",
+        holdout=0.5,
+    ),
+    recipe=dataclasses.replace(
+        PPO,
+        critic=Critic(
+            model=str(JUDGE) if any(JUDGE.glob("checkpoints/*")) else None,
+            optimiser=Optimiser(learning_rate=5e-5),
+            clip=None,
+            warmup=1,
+        ),
+    ),
+    rollout=Rollout(prompts=64, group=1, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
+    output=Output(checkpoint_every=8, keep=1),
+    steps=10,
+)
