@@ -114,8 +114,13 @@ def borrowed(
     Raises:
       InputError: the other run's model or adapter is of another kind.
     """
-    old = configs.whole(configs.read(Path(weights.run) / "config.json", own=False).run.learner)
+    other = configs.read(Path(weights.run) / "config.json", own=False).run
+    old = configs.whole(other.learner)
     shown = f"step {weights.step} of {weights.run}"
+    kinds = [isinstance(one, configs.RewardModel) for one in (other, run)]
+    if kinds[0] != kinds[1]:
+        names = [type(one).__name__ for one in (other, run)]
+        raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
     if old.lora != run.learner.lora:
         raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
     same = old.optimiser == run.learner.optimiser

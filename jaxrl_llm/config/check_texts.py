@@ -1,5 +1,7 @@
 """What is refused of runs that learn from data, before anything is loaded."""
 
+import math
+
 from jaxrl_llm import tasks
 from jaxrl_llm.config.run import Configuration, Evaluation
 from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
@@ -41,6 +43,7 @@ def _check_counts(run: Supervised | Preference | RewardModel) -> None:
         "evaluation.every": run.evaluation.every,
         "evaluation.limit": run.evaluation.limit,
         "learner.row_tokens": run.learner.row_tokens,
+        "output.samples": run.output.samples,
     }.items():
         require(value >= 0, f"{name} must be at least 0, got {value}")
     require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
@@ -61,6 +64,13 @@ def _check_data(run: Supervised | Preference | RewardModel) -> None:
         f"{type(run.data).__name__}",
     )
     require(0 <= run.data.holdout < 1, f"data.holdout is a share from 0 to below 1, got {run.data.holdout}")
+    if isinstance(run, RewardModel):
+        require(0 <= run.centre < math.inf, f"centre must be at least 0, and finite, got {run.centre}")
+        require(
+            not run.centre or isinstance(run.data, Pairs),
+            f"centre {run.centre} is of pairs and rankings, and data is Steps, whose scores are held by their labels: "
+            "leave it out",
+        )
     source = run.data.source
     if not isinstance(source, Collected):
         return

@@ -74,8 +74,8 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
 def _key_of(path: Path) -> str | None:
     """Of which pairs the file is; None where there is none, or a machine that went down has left it torn."""
     try:
-        with np.load(path) as file:
-            return str(file["key"])
+        with path.open("rb") as file, np.load(file) as found:
+            return str(found["key"])
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
 
