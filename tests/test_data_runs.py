@@ -32,7 +32,7 @@ from jaxrl_llm.models.config import Lora
 from jaxrl_llm.tasks import *
 config = {kind}(
     "tiny-random", {data}, batch=BatchSize({rows}, 24),
-    learner=Learner(Optimiser(learning_rate=3e-3, weight_decay=0.1), lora=Lora({rank})), steps=3,
+    learner=Learner(Optimiser(learning_rate=3e-3, weight_decay=0.1), lora=Lora({rank})), steps=2,
     evaluation=Evaluation(every=1), output=Output(checkpoint_every=1, keep=9, tensorboard=False),
 )
 """
@@ -91,15 +91,15 @@ def whole(folder):
 
 
 def cut_off(folder, name, place, step):
-    """What a run leaves behind that is killed after the row of step 3, the last checkpoint being that of ``step``."""
+    """What a run leaves behind that is killed after the row of step 2, the last checkpoint being that of ``step``."""
     shutil.copytree(folder / "whole" / name, folder / place)
-    for number in range(step + 1, 4):
+    for number in range(step + 1, 3):
         shutil.rmtree(folder / place / "checkpoints" / str(number))
     with (folder / place / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
+        file.write('{"step": 3, "lo')
 
 
-RESUMED = {"sft": 1, "dpo": 2, "rm": 1, "prm": 2, "early": 0}
+RESUMED = {"sft": 1, "dpo": 1, "rm": 1, "prm": 1, "early": 0}
 """The last checkpoint of each run that is broken off; the last one is of preferences too."""
 
 
@@ -112,7 +112,7 @@ def broken(folder, whole):
     kept = (folder / "broken/early/reference.npz").stat()
     lines = [f"train {name if name in TABLES else 'dpo'}.py --run_dir broken/{name}" for name in RESUMED]
     (folder / "changed.py").write_text(ANOTHER_ROW + (folder / "prm.py").read_text())
-    *answers, refused = commands([*lines, "train changed.py --run_dir broken/prm --steps 4"], folder)
+    *answers, refused = commands([*lines, "train changed.py --run_dir broken/prm --steps 3"], folder)
     assert [answer.code for answer in answers] == [0] * len(RESUMED), answers
     assert refused.code == 2 and "of prm are not those that the run began with" in refused.err.splitlines()[-1]
     assert "there were" in refused.err and "put the old ones back" in refused.err and "Traceback" not in refused.err
@@ -121,7 +121,7 @@ def broken(folder, whole):
     return folder / "broken"
 
 
-def arrays(run, step=3):
+def arrays(run, step=2):
     """All arrays of a checkpoint by name, read without the trainer."""
     with ocp.PyTreeCheckpointer() as reader:
         place = run / "checkpoints" / str(step) / "state"
@@ -134,13 +134,13 @@ def arrays(run, step=3):
 def test_a_run_that_was_broken_off_ends_as_one_that_was_not(name, whole, broken):
     one, other = whole / (name if name in TABLES else "dpo"), broken / name
     first, second = rows_of_run(one), rows_of_run(other)
-    assert [row["step"] for row in second] == [0, 1, 2, 3] and "event/resumed" in second[RESUMED[name] + 1]
+    assert [row["step"] for row in second] == [0, 1, 2] and "event/resumed" in second[RESUMED[name] + 1]
     assert list(map(plain, first)) == list(map(plain, second))
     ours, theirs = arrays(one), arrays(other)
     assert ours.keys() == theirs.keys() and {key.split("/")[0] for key in ours} >= {"policy", "opt_state", "updates"}
     for key, value in ours.items():
         assert np.asarray(value).tobytes() == np.asarray(theirs[key]).tobytes(), key
-    host = [json.loads((run / "checkpoints/3/host/metadata").read_text()) for run in (one, other)]
+    host = [json.loads((run / "checkpoints/2/host/metadata").read_text()) for run in (one, other)]
     assert host[0] == host[1]
 
 
@@ -230,13 +230,13 @@ def test_texts_are_learned_and_tested_by_their_likelihood(whole, folder, begin):
     for row, held_out, model in (
         (found[1]["loss"], False, begin),
         (found[0]["eval/text/loss"], True, begin),
-        (found[3]["eval/text/loss"], True, load_model(str(whole / "sft"), "float32", one_device())[0]),
+        (found[2]["eval/text/loss"], True, load_model(str(whole / "sft"), "float32", one_device())[0]),
     ):
         texts = [(row["prompt"], row["completion"]) for row in part("sft", folder, held_out)]
         logp = np.concatenate([x[:-1] for x in at_answers(logp_of(model, written(texts)), texts)])
         np.testing.assert_allclose(row, -logp.mean(), rtol=1e-5)
-    assert found[3]["eval/text/loss"] != found[0]["eval/text/loss"]
-    np.testing.assert_allclose(found[3]["eval/text/perplexity"], np.exp(found[3]["eval/text/loss"]), rtol=1e-9)
+    assert found[2]["eval/text/loss"] != found[0]["eval/text/loss"]
+    np.testing.assert_allclose(found[2]["eval/text/perplexity"], np.exp(found[2]["eval/text/loss"]), rtol=1e-9)
 
 
 def gaps(model, begin, completions):
@@ -253,7 +253,7 @@ def test_preferences_are_learned_against_the_model_at_the_start(whole, folder, b
     row = last(whole, "dpo")
     np.testing.assert_allclose(row["eval/pairs/margin"], 0.1 * margins.mean(), rtol=1e-3)
     np.testing.assert_allclose(row["eval/pairs/accuracy"], np.mean(margins > 0))
-    second = load_trained(find_run(str(whole / "dpo@2")), one_device())[0]
+    second = load_trained(find_run(str(whole / "dpo@1")), one_device())[0]
     completions = [both for row in part("dpo", folder, False) for both in answers_of(row)]
     margins = gaps(second, begin, completions) @ [1, -1]
     np.testing.assert_allclose(row["loss"], np.mean(np.log1p(np.exp(-0.1 * margins))), rtol=1e-4)

@@ -1,239 +1,54 @@
 """Losses of data: rows, packed, through the model, against the formulas written out over completions one by one."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learner.comparing import (
+    CASES,
+    MODEL,
+    REFERENCE,
+    SCALAR,
+    T,
+    at_tokens,
+    by_hand,
+    case,
+    drawn,
+    known,
+    members,
+    prompt,
+    pulled,
+    rankings,
+    rows_of,
+    solutions,
+    texts,
+)
 from learner.rollouts import one_device
 from oracles import number
-from tiny import VOCAB, largest_difference, logprob_and_entropy, tiny
+from tiny import largest_difference
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy
 from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.forward import Forward, on_mesh
-from jaxrl_llm.learner.likelihood import NextToken
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.models.decoder import causal_rows, forward, logits
-from jaxrl_llm.models.heads import ScalarModel
-from jaxrl_llm.models.lora import attached, create
+from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.stages.dataset import check_together
 from jaxrl_llm.stages.preference import pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
-from jaxrl_llm.stages.supervised import sample_of, text_numbers
-from jaxrl_llm.tasks import Ranked, Stepped, Text
+from jaxrl_llm.stages.supervised import text_numbers
+from jaxrl_llm.tasks import Ranked, Stepped
 from jaxrl_llm.types import Role
 
-T, WIDTH = 11, 18
-LENGTHS = ((3, 8), (5, 1), (2, 4, 7), (6, 3, 2, 9), (4, 4))
-"""Tokens of each prompt's completions, best first."""
 DIVIDED = Layout(8, 40, T, parts=4)
 COMPUTE = Compute(remat="full")
-MODEL = tiny("windows")
-REFERENCE = jax.tree.map(lambda a, b: a + 0.02 * b, MODEL, tiny("windows", 5))
-SCALAR = ScalarModel(MODEL, {"scalar": jnp.asarray(np.random.default_rng(3).normal(size=16).astype(np.float32))})
-
-
-def drawn(count, seed):
-    return np.random.default_rng(seed).integers(1, VOCAB, count).astype(np.int32)
-
-
-def prompt(number):
-    """The last two are one and the same."""
-    return drawn(2 + min(number, 3), 50 + min(number, 3))
-
-
-@functools.cache
-def rankings(most=4):
-    """Of two, three and four completions with margins, or of the best few of them."""
-    return [
-        Ranked(
-            str(number),
-            prompt(number),
-            tuple(drawn(length, 10 * number + place) for place, length in enumerate(lengths[:most])),
-            0.25 * number,
-            str(number),
-        )
-        for number, lengths in enumerate(LENGTHS)
-    ]
-
-
-@functools.cache
-def texts():
-    """Of some of their tokens nothing is learned, as of what the user says between two turns."""
-    return [
-        Text(row.id, row.prompt, tokens, np.arange(len(tokens)) % 3 != 1, row.where)
-        for row in rankings()
-        for tokens in row.completions
-    ]
-
-
-SOLUTIONS = {9: {0: 1.0, 3: 1.0, 8: 0.0}, 6: {1: 0.75, 2: 0.25}, 1: {0: 0.125}, 7: {2: 1.0, 5: 0.5}}
-"""By how many tokens they have, the label of the step that ends at each place."""
-
-
-@functools.cache
-def solutions():
-    """Their steps end at first, last, and neighbouring tokens; labels are hard and soft."""
-    return [
-        Stepped(str(n), prompt(n % 2), drawn(length, 90 + n), np.array([*ends]), np.array([*ends.values()]), str(n))
-        for n, (length, ends) in enumerate(SOLUTIONS.items())
-    ]
-
-
-def members(rows):
-    """Prompt and tokens of every completion."""
-    return [(row.prompt, tokens) for row in rows for tokens in getattr(row, "completions", [getattr(row, "tokens", 0)])]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def pulled(output, params, base, rows, slope):
-    """An output [B, WIDTH] of rows that hold one completion after its prompt each, and the parameters' gradient for its
-    slopes. Column c is what the state before token c says.
-    """
-
-    def read(params):
-        model = attached(base, params)
-        if output == "values":
-            found = forward(model.decoder, causal_rows(rows)) @ model.weights.scalar[...]
-        else:
-            found, _ = logprob_and_entropy(logits(model, rows), jnp.roll(rows, -1, axis=1))
-        return jnp.roll(found, 1, axis=1)
-
-    found, back = jax.vjp(read, params)
-    return found, back(slope)[0]
-
-
-def rows_of(completions):
-    """int32[B, WIDTH]."""
-    rows = np.zeros((16, WIDTH), np.int32)
-    for row, (asked, tokens) in zip(rows, completions, strict=False):
-        row[: len(asked) + len(tokens)] = [*asked, *tokens]
-    return rows
-
-
-def at_tokens(found, completions):
-    """What is found at each completion's tokens, and one place behind the last."""
-    return [found[n, len(asked) :][: len(tokens) + 1] for n, (asked, tokens) in enumerate(completions)]
-
-
-def by_hand(output, params, completions, loss, base=None):
-    """Value and gradient of a loss of what is found for each completion by itself."""
-    rows = rows_of(completions)
-    found, _ = pulled(output, params, base, rows, np.zeros(rows.shape, np.float32))
-    value, slope = jax.value_and_grad(lambda x: loss(at_tokens(x, completions)))(found)
-    return value, pulled(output, params, base, rows, slope)[1]
-
-
-def likelihood(found):
-    """Mean negative log-likelihood of the tokens that are learned, of all texts together."""
-    learned = [logp[at] for text, logp in zip(texts(), found, strict=True) for at in np.flatnonzero(text.mask)]
-    return -sum(learned) / len(learned)
-
-
-@functools.cache
-def known():
-    """Log-probabilities of both completions of each pair under the reference, float64[n, 2]."""
-    completions = members(rankings(2))
-    rows = rows_of(completions)
-    found, _ = pulled("logp", REFERENCE, None, rows, np.zeros(rows.shape, np.float32))
-    return np.array([x[:-1].astype(np.float64).sum() for x in at_tokens(np.asarray(found), completions)]).reshape(-1, 2)
-
-
-def minus_log_sigmoid(x):
-    return jnp.log(1 + jnp.exp(-x))
-
-
-def preference(formula, average):
-    """The mean of a formula over pairs, of ``h = (logp_w - ref_w) - (logp_l - ref_l)``."""
-
-    def loss(found):
-        sizes = [len(tokens) if average else 1 for _, tokens in members(rankings(2))]
-        gaps = [
-            (sum(logp[:-1]) - ref) / size for logp, ref, size in zip(found, known().reshape(-1), sizes, strict=True)
-        ]
-        margins = [better - worse for better, worse in zip(gaps[::2], gaps[1::2], strict=True)]
-        return sum(map(formula, margins)) / len(margins)
-
-    return loss
-
-
-def ranked(centre):
-    """The mean over prompts of the mean over their pairs of ``-log sigmoid(r_w - r_l - margin)``; a score is what is
-    found behind the last token.
-    """
-
-    def loss(found):
-        scores = iter([values[-1] for values in found])
-        total = 0.0
-        for row in rankings():
-            own = [next(scores) for _ in row.completions]
-            pairs = [(a, b) for i, a in enumerate(own) for b in own[i + 1 :]]
-            total += sum(minus_log_sigmoid(a - b - row.margin) for a, b in pairs) / len(pairs)
-            total += centre * (2 * sum(own) / len(own)) ** 2
-        return total / len(rankings())
-
-    return loss
-
-
-def stepwise(found):
-    """The mean over all steps of the cross-entropy of what is found behind their last tokens."""
-    losses = [
-        label * minus_log_sigmoid(values[end + 1]) + (1 - label) * minus_log_sigmoid(-values[end + 1])
-        for row, values in zip(solutions(), found, strict=True)
-        for end, label in zip(row.ends, row.labels, strict=True)
-    ]
-    return sum(losses) / len(losses)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A loss as the package has it, and by hand."""
-
-    objective: Any
-    params: Any
-    groups: Any
-    completions: Any
-    loss: Any
-
-
-def pairs():
-    """Samples of both completions of each pair."""
-    return [pair_samples(row, ref, n) for n, (row, ref) in enumerate(zip(rankings(2), known(), strict=True))]
-
-
-def case(name):
-    """The losses by name."""
-    if name == "texts":
-        return Case(NextToken(), MODEL, [[sample_of(t)] for t in texts()], members(texts()), likelihood)
-    if name in PREFERENCES:
-        loss, formula = PREFERENCES[name]
-        return Case(PairLoss(loss), MODEL, pairs(), members(rankings(2)), preference(formula, loss.average))
-    if name == "steps":
-        groups = [samples_of(row, n) for n, row in enumerate(solutions())]
-        return Case(StepEntropy(), SCALAR, groups, members(solutions()), stepwise)
-    groups = [samples_of(row, n) for n, row in enumerate(rankings())]
-    centre = {"rankings": 0.0, "centred": 0.1}[name]
-    return Case(Ranking(centre), SCALAR, groups, members(rankings()), ranked(centre))
-
-
-PREFERENCES = {
-    "dpo": (DPO(0.3), lambda h: minus_log_sigmoid(0.3 * h)),
-    "dpo of averages, smoothed": (
-        DPO(2.0, 0.2, average=True),
-        lambda h: 0.8 * minus_log_sigmoid(2 * h) + 0.2 * minus_log_sigmoid(-2 * h),
-    ),
-    "ipo": (IPO(0.3), lambda h: (h - 1 / 0.6) ** 2),
-    "ipo of averages": (IPO(2.0, average=True), lambda h: (h - 1 / 4) ** 2),
-}
-CASES = ("texts", *PREFERENCES, "rankings", "centred", "steps")
 
 
 def together(groups):
@@ -419,7 +234,7 @@ def given(objective, groups, output, values):
     for row, own in zip(found, values, strict=False):
         row[: len(own)] = own
     counts = packed.totals.counts[objective.name]
-    return objective({output: jnp.asarray(found)}, batch, counts, {})[0]
+    return jax.jit(lambda found, batch: objective({output: found}, batch, counts, {})[0])(found, batch)
 
 
 def row_of(*lengths, margin=0.0):
@@ -443,3 +258,10 @@ def test_published_numbers_come_out_of_the_objectives():
     np.testing.assert_allclose(
         given(StepEntropy(), [samples_of(row, 0)], "values", [values]), number("PRM/loss"), rtol=1e-5
     )
+
+
+def test_a_row_that_fills_more_than_a_microbatch_is_named():
+    groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("rankings").groups, start=1)]
+    check_together(groups, Layout(2, 18, T))
+    with pytest.raises(InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.microbatch_rows \(now 1\)"):
+        check_together(groups, Layout(1, 18, T))
