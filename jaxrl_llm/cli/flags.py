@@ -71,7 +71,7 @@ def _meant(name: str, fields: set[str]) -> str:
 
 def flatten(box: str) -> str:
     """The text of one of tyro's boxes in one short line: ``--steps: expected INT, got 'x'`` where it says as much."""
-    lines = [re.sub(r"[│╰╯─]+|-{4,}", " ", line).strip() for line in box.splitlines() if not line.startswith("╭")]
+    lines = [re.sub(r"[│╰╯─]+", " ", line).strip() for line in box.splitlines() if not line.startswith("╭")]
     text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
     choice = re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text)
     if choice:
