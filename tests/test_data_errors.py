@@ -60,9 +60,7 @@ REFUSED = {
     "train sft.py --batch.rows 0": ["batch.rows must be at least 1"],
     "train sft.py --batch.max_tokens 0": ["batch.max_tokens must be at least 1"],
     "train sft.py --data.holdout 1": ["data.holdout is a share from 0 to below 1, got 1.0"],
-    "train sft.py --data.learn some": [
-        "invalid choice 'some' for argument '--data.learn'. Expected one of ('completion', 'all')."
-    ],
+    "train sft.py --data.learn some": ["--data.learn: expected one of completion, all, got 'some'"],
     "train sft.py --answering.timeout_s 0": ["answering.timeout_s must be above 0"],
     "train sft.py --learner.minibatches 5": ["learner.minibatches", "batch.rows"],
     "train sft.py --learner.row_tokens 24": ["learner.row_tokens", "25"],
