@@ -31,6 +31,8 @@ class Evaluated:
       correct: bool[n, k]; None where nothing is verified.
       maj: float64[n], whether the most frequent extracted answer is correct; None where nothing is verified.
       rewards: float64[n, k], NaN where unscorable; None where the answers are verified.
+      best: float64[n], whether the answer that a reward model likes best is correct; None where none was asked.
+      weighted: float64[n], whether the answer with most of its scores is; None where none was asked.
     """
 
     task: str
@@ -39,6 +41,8 @@ class Evaluated:
     correct: np.ndarray | None
     maj: np.ndarray | None
     rewards: np.ndarray | None = None
+    best: np.ndarray | None = None
+    weighted: np.ndarray | None = None
 
     @property
     def answers(self) -> "Evaluated":
@@ -71,6 +75,9 @@ class Evaluated:
         if k > 1:
             found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in _powers(k)}
             found[f"{name}/maj@{k}"] = float(self.maj.mean())
+        if self.best is not None:
+            found[f"{name}/rerank@{k}"] = float(self.best.mean())
+            found[f"{name}/weighted_maj@{k}"] = float(self.weighted.mean())
         return found
 
 
@@ -146,13 +153,36 @@ def pass_at(correct: np.ndarray, k: int) -> np.ndarray:
     return np.asarray([1 - math.comb(int(w), k) / math.comb(n, k) for w in wrong])
 
 
-def majority(problem: Problem, completions: Sequence[Completion], correct: np.ndarray) -> float:
-    """1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first."""
+def majority(
+    problem: Problem, completions: Sequence[Completion], correct: np.ndarray, weights: np.ndarray | None = None
+) -> float:
+    """1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first.
+
+    With ``weights``, float[k], the one for which they add up to most.
+    """
     answers = [extract(c.text, problem.extractor) for c in completions]
-    counts = collections.Counter(a for a in answers if a is not None)
-    if not counts:
+    sums: dict[str, float] = collections.defaultdict(float)
+    for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
+        if answer is not None:
+            sums[answer] += float(weight)
+    if not sums:
         return 0.0
-    return float(correct[answers.index(counts.most_common(1)[0][0])])
+    return float(correct[answers.index(max(sums, key=sums.__getitem__))])
+
+
+def reranked(found: Evaluated, scores: np.ndarray, weights: np.ndarray) -> Evaluated:
+    """The evaluation, with what a reward model makes of its answers: the best of k, and a weighted majority.
+
+    Args:
+      found: of a task whose answers are verified.
+      scores: float64[n, k], the higher the better; of equal ones the first counts.
+      weights: float64[n, k], at least 0: of each answer's vote.
+    """
+    best = np.take_along_axis(found.correct, np.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
+    rows = zip(found.problems, found.completions, found.correct, weights, strict=True)
+    return dataclasses.replace(
+        found, best=best.astype(np.float64), weighted=np.asarray([majority(*row) for row in rows])
+    )
 
 
 def _powers(k: int) -> list[int]:

@@ -84,19 +84,23 @@ def asking(
     from jaxrl_llm.rewards import Scorer
     from jaxrl_llm.rollout import Engine
     from jaxrl_llm.sharding import platform_of
+    from jaxrl_llm.stages.judges import judges_of
     from jaxrl_llm.tasks import Prompts
 
     status(f"loading {name}")
     policy = load_policy(name, trained, writes=True)
     if policy.tokenizer is None:
         raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+    rewards = judges(settings, problems)
     with (
         jax.set_mesh(policy.mesh),
-        Scorer(judges(settings, problems), settings.scoring.workers, settings.scoring.timeout_s) as scorer,
+        Scorer(rewards, settings.scoring.workers, settings.scoring.timeout_s) as scorer,
         farewell(lambda *reason: scorer.close()),
     ):
         prompts = Prompts(task, policy.tokenizer)
         length = max_length(prompts.longest(problems), options.max_new_tokens, policy)
+        asked = as_asked(name, settings, rewards, length - options.max_new_tokens, options.max_new_tokens)
+        scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, {task.label: prompts}, status)
         dtype = jnp.dtype(settings.learner.compute_dtype)
         platform = platform_of(policy.mesh)
         model = jax.jit(lambda m: for_sampling(cast(m, dtype), platform))(policy.model)
@@ -109,6 +113,14 @@ def judges(settings: configs.Run, problems: Sequence[Problem]) -> tuple[Any, ...
     from jaxrl_llm.rewards import Accuracy
 
     return configs.rewards(settings) if problems[0].verifier == "none" else (Accuracy(),)
+
+
+def as_asked(
+    name: str, settings: configs.Run, rewards: tuple[Any, ...], prompt_tokens: int, new_tokens: int
+) -> configs.Run:
+    """The settings with what this model is asked, for judges on the devices."""
+    rollout = dataclasses.replace(settings.rollout, max_prompt_tokens=prompt_tokens, max_new_tokens=new_tokens)
+    return dataclasses.replace(settings, model=name, rollout=rollout, scoring=configs.Scoring(rewards))
 
 
 def max_length(longest: int, max_new_tokens: int, policy: Policy) -> int:

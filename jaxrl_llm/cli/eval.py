@@ -3,22 +3,25 @@
 import dataclasses
 import datetime
 import json
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse
 from jaxrl_llm.cli.policy import Policy
+from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.tasks import Task, dated
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
+                      [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
-another).
+another). With --rerank a reward model chooses one of the K answers, by its score of the whole answer, or by those of the
+answer's steps: their product, the lowest or the last.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
@@ -36,6 +39,9 @@ class Options:
       slots: completions sampled at one time.
       seed: of the sampling.
       json: print one JSON object instead of a table.
+      rerank: a reward model that chooses one of the samples: RUN[@STEP] or a directory; None for no choice.
+      rerank_by: its score of the whole answer; or of the scores that it gives the steps, as a process reward model
+        does, the product, the lowest or the last.
     """
 
     task: Task
@@ -47,6 +53,8 @@ class Options:
     slots: int = 64
     seed: int = 0
     json: bool = False
+    rerank: str | None = None
+    rerank_by: Literal["score", "product", "minimum", "last"] = "score"
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -106,6 +114,7 @@ def check(options: Options, settings: configs.Run) -> None:
         options.samples == 1 or options.temperature > 0,
         f"--samples {options.samples} at temperature 0 would all be the same: set --temperature above 0",
     )
+    check_rerank(options)
 
 
 def test(
@@ -119,12 +128,15 @@ def test(
     with Progress(Schedule(1)) as progress:
         progress.status(f"reading task {options.task.label}")
         problems, notes = read_problems(options, settings, whole)
+        check_verified(options, problems)
         with asking(name, trained, settings, options.task, problems, options, progress.status) as desk:
             stops = desk.model.config.tokens.eos
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
             asked = Questions(desk.prompts, problems, options.samples, options.seed)
             tokenizer = desk.policy.tokenizer
+            choose = reranker(options, desk, settings, progress.status)
             found = evaluate(desk.engine, desk.model, tokenizer, asked, desk.scorer, sampling, progress.status)
+            found = choose(found)
     return desk.policy, found, notes
 
 
@@ -151,6 +163,8 @@ def as_json(policy: Policy, options: Options, found: Any) -> str:
         "temperature": options.temperature,
         "top_p": options.top_p,
     }
+    if options.rerank is not None:
+        about |= {"rerank": options.rerank, "rerank_by": options.rerank_by}
     return json.dumps(about | found.metrics())
 
 
@@ -170,11 +184,11 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
     for name, value in found.metrics().items():
         short = name.removeprefix(f"eval/{found.task}/")
         if short == "pass@1":
-            lines.append(f"  {f'avg@{options.samples}':<12}{100 * value:6.1f} %  +- {100 * error:.1f}")
+            lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":
-            lines.append(f"  {'reward':<12}{value:8.3f}  +- {error:.3f}")
+            lines.append(f"  {'reward':<16}{value:8.3f}  +- {error:.3f}")
         elif "@" in short:
-            lines.append(f"  {short:<12}{100 * value:6.1f} %")
+            lines.append(f"  {short:<16}{100 * value:6.1f} %")
         elif short == "mean_length":
-            lines.append(f"  {'length':<12}{value:6.1f} tokens")
+            lines.append(f"  {'length':<16}{value:6.1f} tokens")
     return lines

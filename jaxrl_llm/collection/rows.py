@@ -85,6 +85,16 @@ def split_steps(text: str, separator: str) -> list[str]:
     return steps if steps[0].strip() else []
 
 
+def step_lengths(steps: Sequence[str], separator: str) -> list[int]:
+    """How many first characters of a text hold each of its steps, the separator after it included.
+
+    >>> step_lengths(["a = 1\\n", "b = 2"], "\\n")
+    [7, 12]
+    """
+    lengths = [len(separator.join(steps[:count])) for count in range(1, len(steps) + 1)]
+    return [length + len(separator) for length in lengths[:-1]] + lengths[-1:]
+
+
 def prefix_tokens(
     tokens: Sequence[int], steps: Sequence[str], separator: str, decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
@@ -98,7 +108,7 @@ def prefix_tokens(
       separator: between two steps.
       decode: first tokens as text.
     """
-    ends = [len(separator.join(steps[:count]) + separator) for count in range(1, len(steps))]
+    ends = step_lengths(steps, separator)[:-1]
     counts = range(len(tokens) + 1)
     return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
 

@@ -29,10 +29,14 @@ class ModelReward:
     spread: float = 1.0
     name: str = "model"
 
+    def __post_init__(self):
+        if isinstance(self.path, list):
+            object.__setattr__(self, "path", tuple(self.path))
+
     @property
     def paths(self) -> tuple[str, ...]:
         """All of them."""
-        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 @dataclasses.dataclass(frozen=True)

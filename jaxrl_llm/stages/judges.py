@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.collection.rows import split_steps, step_lengths
 from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
@@ -52,7 +53,11 @@ class DeviceModel:
 
 
 def judges_of(
-    run: Run, where: Mesh, tokenizer: Any, prompts: Mapping[str, Prompts], status: Callable[[str], None]
+    run: Run,
+    where: Mesh,
+    tokenizer: Any,
+    prompts: Mapping[str, Prompts],
+    status: Callable[[str], None],
 ) -> dict[Any, Callable[[Sequence[Item]], Any]]:
     """What computes the rewards that models give, by those rewards; nothing for a run without any.
 
@@ -68,10 +73,9 @@ def judges_of(
     """
     loaded: dict[str, DeviceModel] = {}
 
-    def model_at(path: str, field: str) -> DeviceModel:
+    def model_at(path: str, name: str) -> DeviceModel:
         if path not in loaded:
-            status(f"loading {path}")
-            loaded[path] = _load(run, path, field, where, tokenizer, prompts, status)
+            loaded[path] = load_judge(run, path, f"reward {name}", where, tokenizer, prompts, status)
         return loaded[path]
 
     found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
@@ -84,38 +88,55 @@ def judges_of(
     return found
 
 
-def _load(
+def load_judge(
     run: Run,
     path: str,
-    name: str,
+    field: str,
     where: Mesh,
     tokenizer: Any,
     prompts: Mapping[str, Prompts],
     status: Callable[[str], None],
 ) -> DeviceModel:
+    """A reward model for what the run's policy writes.
+
+    Args:
+      run: names the policy, and says how long prompts and completions are and how the learner computes.
+      path: RUN[@STEP] or a directory.
+      field: what names it, for messages.
+      where, tokenizer, prompts, status: as for ``judges_of``.
+
+    Raises:
+      InputError: as ``judges_of``.
+    """
+    status(f"loading {path}")
     try:
         model, own = load_model(path, run.learner.compute_dtype, where)
     except InputError as error:
-        raise InputError(f"reward {name}: {error}") from None
+        raise InputError(f"{field}: {error}") from None
     if not isinstance(model, ScalarModel):
-        raise InputError(f"reward {name}: {path} is a language model, which gives no score: train a RewardModel")
-    if own is None or own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"{field}: {path} is a language model, which gives no score: train a RewardModel")
+    if own is None:
         raise InputError(
-            f"reward {name}: the tokens of {path} are not those of {run.model}: give a reward model that reads the "
-            "policy's tokens"
+            f"{field}: {path} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
         )
-    longest = run.rollout.max_length + 1
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"{field}: the tokens of {path} are not those of {run.model}: give a reward model that reads the policy's "
+            "tokens"
+        )
+    longest = run.rollout.max_length
     positions = model.config.attention.max_positions
     configs.require(
         longest <= positions,
-        f"reward {name}: {path} was made for {positions} positions, and prompts with completions have up to "
-        f"{longest}: lower rollout.max_new_tokens or rollout.max_prompt_tokens",
+        f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
+        "rollout.max_new_tokens or rollout.max_prompt_tokens",
     )
     parts = batch_parts(where)
     rows = -(-run.learner.microbatch_rows // parts) * parts
     settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
     compute = compute_for(settings, model.config, platform_of(where))
-    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + 1, where)
+    # One place more, at which nothing is read.
+    layout = layout_for(settings, compute, longest + 1, run.rollout.max_new_tokens + 1, where)
     return DeviceModel(model, Forward(layout, compute, 1.0, where), prompts, status)
 
 
@@ -140,18 +161,30 @@ def by_step(reward: StepReward, model: DeviceModel, tokenizer: Any, items: Seque
     return found
 
 
+def solution_scores(
+    model: DeviceModel,
+    items: Sequence[Item],
+    by: Literal["score", "product", "minimum", "last"],
+    separator: str,
+    tokenizer: Any,
+) -> np.ndarray:
+    """One score of each completion, float64[n]: that of the whole, or of its steps' probabilities the product, the
+    lowest or the last (arXiv 2305.20050, section 2.6); then 0 where there is no step.
+    """
+    if by == "score":
+        return np.asarray([values[-1] for values in model.values(items)], np.float64)
+    said = by_step(StepReward("", separator=separator), model, tokenizer, items)
+    found = [np.asarray([value for _, value in steps] or [0.0]) for steps in said]
+    of = {"product": np.prod, "minimum": np.min, "last": lambda steps: steps[-1]}[by]
+    return np.asarray([of(steps) for steps in found], np.float64)
+
+
 def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
     """The index of each step's last token, int64[k]: that of the separator, or of the text's end; rising.
 
-    What holds nothing but white space is no step: it belongs to the one before.
+    Steps are those of ``collection.rows.split_steps``: what holds nothing but white space belongs to the one before.
     """
     text = completion.text
-    pieces = text.split(separator)
-    ends = []
-    position = 0
-    for number, piece in enumerate(pieces):
-        position += len(piece) + (len(separator) if number < len(pieces) - 1 else 0)
-        if piece.strip():
-            ends.append(position)
     tokens = completion.tokens.tolist()
+    ends = step_lengths(split_steps(text, separator), separator)
     return np.asarray(sorted({last_token(text, tokens, end, tokenizer) for end in ends}), np.int64)

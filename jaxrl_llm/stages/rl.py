@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -299,7 +300,10 @@ def gated(samples: list[list[Sample]], groups: Sequence[Group]) -> list[list[Sam
 
 
 def modelled(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
-    """``reward_model/mean``: what reward models give on average, where there are any; of several, the first."""
+    """``reward_model/mean``: what reward models give on average, where there are any; of several, the first.
+
+    NaN for a step in which nothing was scored.
+    """
     parts = named(configs.rewards(run))
     models = [name for name, reward in parts.items() if isinstance(reward, ModelReward)]
-    return {"reward_model/mean": metrics[f"reward/{models[0]}"]} if models else {}
+    return {"reward_model/mean": metrics.get(f"reward/{models[0]}", math.nan)} if models else {}

@@ -1,0 +1,206 @@
+"""Runs whose rewards models give, through the command line: where these come from, gone on with, in two processes."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import assert_refused, commands
+from several import codes, launch, said
+from test_resume import documented
+
+from jaxrl_llm.models import load_pretrained, save_pretrained
+from jaxrl_llm.models.builtin import TINY
+from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models.heads import with_scalar_head
+
+DIGITS = Path(__file__).parent / "fixtures" / "runs" / "digits.jsonl"
+SCORING = """
+from jaxrl_llm.config import *
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.models.config import Lora
+from jaxrl_llm.tasks import *
+config = RewardModel(
+    "tiny-random", {data}, batch=BatchSize(4, 40), learner=Learner(Optimiser(learning_rate=3e-2), lora=Lora({rank})),
+    steps=2, output=Output(checkpoint_every=1, tensorboard=False),
+)
+"""
+RUN = """
+import dataclasses
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
+from jaxrl_llm.config import *
+from jaxrl_llm.learner import Critic, Learner, Optimiser
+from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.rewards import *
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.tasks import *
+config = Run(
+    "tiny-random", Task(Table("digits.jsonl"), template="chatml", holdout=0.2),
+    scoring=Scoring(({reward},)),
+    recipe=Recipe("own", {recipe}),
+    rollout=Rollout(prompts=4, group=4, max_prompt_tokens=32, max_new_tokens=8, slots=16, chunk=8),
+    learner=Learner(Optimiser(learning_rate=2e-3)), evaluation=Evaluation(every=0, limit=2),
+    output=Output(checkpoint_every=1, keep=9, tensorboard=False), steps=2,
+)
+"""
+GRPO = "dataclasses.replace(PRESETS['grpo'], kl_coef=0.0)"
+CONFIGS = {
+    "rm": SCORING.format(data="Pairs(Table('rm.jsonl'), template='chatml')", rank=0),
+    "prm": SCORING.format(data="Steps(Table('prm.jsonl'), template='chatml', separator=' ')", rank=2),
+    "rl": RUN.format(reward="ModelReward('runs/rm')", recipe=GRPO),
+    "steps": RUN.format(
+        reward="StepReward('runs/prm', separator=' ')",
+        recipe="dataclasses.replace(PRESETS['grpo'], advantage=ProcessSupervised(), kl_coef=0.0)",
+    ),
+    "rises": RUN.format(
+        reward="StepReward('runs/prm', separator=' ', differences=True, start=0.5)",
+        recipe="dataclasses.replace(PRESETS['ppo'], kl_coef=0.0), critic=Critic()",
+    ),
+}
+"""Reward models of both kinds, one of them an adapter; a run for each kind of reward."""
+LINES = {
+    "rm": "train rm.py --run_dir runs/rm",
+    "prm": "train prm.py --run_dir runs/prm",
+    "export": "export runs/rm --out exported",
+    "whole": "train rl.py --run_dir whole",
+    "half": "train rl.py --run_dir broken --steps 1",
+    "rest": "train rl.py --run_dir broken",
+    "exported": "train rl.py --run_dir by_directory --steps 1 --scoring.rewards.0.path exported",
+    "begun": "train rl.py --run_dir at_first --steps 1 --scoring.rewards.0.path runs/rm@1",
+    "stale": "train rl.py --run_dir stale --rollout.collect.staleness 1",
+    "steps": "train steps.py --run_dir steps",
+    "rises": "train rises.py --run_dir rises",
+    "eval": "eval whole --task.verifier none --max_new_tokens 4 --json",
+    "eval_steps": "eval steps --limit 2 --json",
+}
+PATH = "train rl.py --run_dir refused --scoring.rewards.0.path"
+REFUSED = {
+    f"{PATH} nowhere": ["reward model: no such model: nowhere"],
+    f"{PATH} runs/reward_quickstart": ["reward model: runs/reward_quickstart is not there yet: jaxrl-llm train reward"],
+    f"{PATH} tiny-random": ["reward model: tiny-random is a language model, which gives no score: train a RewardModel"],
+    f"{PATH} whole": ["reward model: whole is a language model"],
+    f"{PATH} foreign": ["reward model: the tokens of foreign are not those of tiny-random"],
+    f"{PATH} mute": ["reward model: mute has no tokenizer: put tokenizer.json and tokenizer_config.json beside"],
+    f"{PATH} short": ["short was made for 39 positions", "up to 40: lower rollout.max_new_tokens"],
+    "train rises.py --run_dir refused --recipe grpo": ["reward steps gives differences", "(--recipe ppo)"],
+    "train steps.py --run_dir refused --scoring.rewards.0.separator ": ["reward steps has an empty separator"],
+    "eval whole --task.verifier none --max_new_tokens 2040": ["--max_new_tokens 2040 after a prompt of"],
+}
+
+
+def models_in(folder):
+    """Reward models that the policy's completions cannot be given to; one is just long enough."""
+    _, tokenizer = load_pretrained("tiny-random")
+    for name, positions in (("short", 39), ("enough", 40), ("foreign", 64), ("mute", 64)):
+        attention = dataclasses.replace(TINY.attention, max_positions=positions)
+        config = dataclasses.replace(TINY, layers=1, attention=attention)
+        save_pretrained(with_scalar_head(initialise(config, jax.random.key(0))), tokenizer, folder / name)
+    for path in (folder / "mute").glob("*token*"):
+        path.unlink()
+    path = folder / "foreign" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<|im_end|>"', '"<|over|>"'))
+    other = folder / "foreign" / "tokenizer_config.json"
+    other.write_text(other.read_text().replace("<|im_end|>", "<|over|>"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judged")
+    (folder / "digits.jsonl").write_text(DIGITS.read_text())
+    for name, text in CONFIGS.items():
+        (folder / f"{name}.py").write_text(text)
+    pairs = [{"prompt": f"Say {n}", "chosen": f"{n}", "rejected": f"x{n}"} for n in range(8)]
+    steps = [{"prompt": f"Say {n}", "completions": [f"{n}", "so"], "labels": [n % 2, 1]} for n in range(8)]
+    for name, table in (("rm", pairs), ("prm", steps)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    models_in(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    lines = [*LINES.values(), "train rl.py --run_dir judged --steps 1 --scoring.rewards.0.path enough", *REFUSED]
+    return dict(zip([*LINES, "enough", *REFUSED], commands(lines, folder), strict=True))
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def plain(row):
+    """A step's metrics but for what the clock decides, and for the evaluation at the end of the first half."""
+    return {
+        name: x for name, x in row.items() if not name.startswith(("time/", "throughput/", "event/resumed", "eval/"))
+    }
+
+
+def test_a_run_learns_from_a_reward_models_scores_alone(folder, answers):
+    for name in ("rm", "whole"):
+        assert answers[name].code == 0, answers[name].err
+    metrics = rows(folder / "whole")[1:]
+    assert len(metrics) == 2
+    for row in metrics:
+        assert row["reward_model/mean"] == row["reward/model"] == row["reward/mean"] != 0 and row["reward/std"] > 0
+        assert 0 <= row["reward/accuracy"] <= 1 and row["reward/errors"] == 0 and row["loss"] != 0
+    known = list(documented())
+    assert not [name for name in metrics[-1] if not any(re.fullmatch(pattern, name) for pattern in known)]
+
+
+def test_it_goes_on_bit_for_bit(folder, answers):
+    for name in ("half", "rest"):
+        assert answers[name].code == 0, answers[name].err
+    assert [plain(row) for row in rows(folder / "broken")] == [plain(row) for row in rows(folder / "whole")]
+
+
+def test_a_directory_gives_the_runs_numbers_and_another_checkpoint_others(folder, answers):
+    for name in ("export", "exported", "begun"):
+        assert answers[name].code == 0, answers[name].err
+    assert plain(rows(folder / "by_directory")[1]) == plain(rows(folder / "whole")[1])
+    assert rows(folder / "at_first")[1]["reward_model/mean"] != rows(folder / "whole")[1]["reward_model/mean"]
+
+
+def test_what_is_sampled_ahead_is_scored_too(folder, answers):
+    assert answers["stale"].code == 0, answers["stale"].err
+    stale, whole = rows(folder / "stale"), rows(folder / "whole")
+    assert stale[1]["reward_model/mean"] == whole[1]["reward_model/mean"]
+    assert math.isfinite(stale[2]["reward_model/mean"])
+
+
+@pytest.mark.parametrize("name", ["steps", "rises"])
+def test_a_process_reward_model_values_steps(folder, answers, name):
+    assert answers["prm"].code == 0 == answers[name].code, answers[name].err
+    for row in rows(folder / name)[1:]:
+        assert row["reward/mean"] == 0 and "reward_model/mean" not in row and row["advantage/nonzero_fraction"] > 0
+        assert (0 < row["reward/steps"] < 1) if name == "steps" else (-0.5 < row["reward/steps"] < 0.5)
+
+
+def test_answers_that_nothing_verifies_are_scored_by_the_runs_model(folder, answers):
+    for name in ("eval", "eval_steps"):
+        assert answers[name].code == 0, answers[name].err
+    assert json.loads(answers["eval"].out)["eval/digits/reward"] != 0
+    assert "eval/digits/pass@1" in json.loads(answers["eval_steps"].out), "what is verified needs no model"
+
+
+def test_a_model_for_just_as_many_positions_is_taken(answers):
+    assert answers["enough"].code == 0, answers["enough"].err
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=[line[:80] for line in REFUSED])
+def test_what_cannot_judge_is_refused_in_one_line(folder, answers, line):
+    assert_refused(answers[line], *REFUSED[line])
+    assert not (folder / "refused").exists()
+
+
+def test_two_processes_get_the_scores_of_one(folder, answers):
+    line = LINES["whole"].replace("whole", str(folder / "two" / "run")).split()
+    processes = launch(2, *line, "--steps", "1", folder=folder / "two")
+    assert codes(processes) == [0, 0], said(folder / "two", 0)
+    found, alone = rows(folder / "two" / "run")[1], rows(folder / "whole")[1]
+    assert found["reward/accuracy"] == alone["reward/accuracy"]
+    for name in ("reward_model/mean", "reward/std", "completions/mean_length"):
+        np.testing.assert_allclose(found[name], alone[name], rtol=1e-5)
