@@ -20,7 +20,7 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     """What ``metrics.jsonl`` and ``samples.jsonl`` say of the first and the last evaluation."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
-    summary = RunSummary(str(run_dir), "", steps, seconds, others=_others(rows))
+    summary = RunSummary(str(run_dir), "", steps, seconds, others=_others(rows), judged=_judged(rows))
     tested = [(row["step"], name, value) for row in rows for name, value in row.items() if _tells(name)]
     if not tested:
         return summary
@@ -34,6 +34,12 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     answers = list(read_rows(run_dir / "samples.jsonl"))
     pairs = pair_samples(_answered(answers, first), _answered(answers, last))
     return dataclasses.replace(summary, before=before, pairs=pairs)
+
+
+def _judged(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float], ...]:
+    """Step, mean score and accuracy of every row that has both."""
+    found = ((row["step"], row.get("reward_model/mean"), row.get("reward/accuracy")) for row in rows)
+    return tuple((step, score, right) for step, score, right in found if score is not None and right is not None)
 
 
 def _others(rows: list[dict[str, Any]]) -> tuple[Measured, ...]:

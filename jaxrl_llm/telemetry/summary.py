@@ -13,6 +13,7 @@ SHOWN_PAIRS = 3
 SHOWN_LINES = 3
 LABEL_WIDTH = 18
 LONGEST_ASKED = 100
+SHOWN_STEPS = 12
 WORDS = {
     "accuracy": ("went from wrong to right", "from right to wrong"),
     "reward": ("got a higher reward", "a lower one"),
@@ -57,6 +58,7 @@ class RunSummary:
       reloads: whether its config.json holds all that it trains with.
       others: what else its tests measured.
       writes: whether it trains a model that answers; a reward model does not.
+      judged: of each step, where a reward model judges: the step, its mean score, and the share of correct answers.
     """
 
     run_dir: str
@@ -70,6 +72,7 @@ class RunSummary:
     reloads: bool = True
     others: tuple[Measured, ...] = ()
     writes: bool = True
+    judged: tuple[tuple[int, float, float], ...] = ()
 
 
 Answered = tuple[str, str, float]
@@ -98,7 +101,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     """
     console = console or Console(highlight=False)
     console.print()
-    for line in (*_results(summary), *_samples(summary, console), Text(""), *_next(summary)):
+    for line in (*_results(summary), *_judged(summary), *_samples(summary, console), Text(""), *_next(summary)):
         console.print(line, soft_wrap=True)
 
 
@@ -124,6 +127,25 @@ def _results(summary: RunSummary) -> list[Text]:
             _field("of the problems", f"{gained} {better}, {lost} {worse}, {len(summary.pairs) - gained - lost} stayed")
         )
     return lines
+
+
+def _judged(summary: RunSummary) -> list[Text]:
+    """What the reward model believed of some steps, beside what was true: where they part, it is being exploited."""
+    shown = summary.judged[:: max(1, -(-len(summary.judged) // SHOWN_STEPS))]
+    if not shown:
+        return []
+    lines = [Text(""), Text("step      modelled reward   true accuracy", "bold")]
+    most = max(score for _, score, _ in shown)
+    least = min(score for _, score, _ in shown)
+    for step, score, accuracy in shown:
+        height = (score - least) / (most - least) if most > least else 0.0
+        lines.append(Text(f"{step:>4}  {short(score):>8} {_bar(height)}  {100 * accuracy:5.1f} % {_bar(accuracy)}"))
+    return lines
+
+
+def _bar(share: float) -> str:
+    """A share of ten signs."""
+    return f"{'#' * round(10 * share):<10}"
 
 
 def _shown(value: float | None, measure: str) -> str:
