@@ -17,7 +17,7 @@ USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tok
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
---mean_tokens N    completions have N tokens on average (times only; memory is planned for the longest)
+--mean_tokens N    completions (or rows of data) have N tokens on average (times only; memory is that of the longest)
 --search           try meshes and microbatches; compile the most promising and print the best
 --quick            by formula, nothing is compiled
 --largest          also how many microbatch_rows fit, which compiles the update once more
@@ -100,16 +100,16 @@ def options(arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-def settings(given: str, arguments: list[str], slices: int) -> configs.Run:
+def settings(given: str, arguments: list[str], slices: int) -> Any:
     """The run as it would be trained."""
     import dataclasses
 
-    _, run = configs.load_config(given)
+    run: Any = configs.load_config(given)[1]
     recipe = take(arguments, "--recipe", True)
     run = configs.with_recipe(run, recipe) if recipe else run
     if slices > 1:
         run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
-    return configs.resolved(parse(configs.Run, arguments, f"jaxrl-llm plan {given}", HELP, run))
+    return configs.resolved(parse(type(run), arguments, f"jaxrl-llm plan {given}", HELP, run))
 
 
 def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
@@ -129,7 +129,9 @@ def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
             draw([to_json(made, source)], Path(asked["--plot"]))
 
 
-def search(run: configs.Run, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]) -> int:
+def search(
+    run: configs.Configuration, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]
+) -> int:
     """Meshes and microbatches, the best first."""
     from jaxrl_llm.plan.search import best, table
 
@@ -142,5 +144,6 @@ def search(run: configs.Run, config: Any, machine: "Machine", devices: list[Any]
         with writable(Path(asked["--json"]), "--json"):
             write(Path(asked["--json"]), [(one, "") for one in found])
     if not found:
-        print(f"nothing fits {machine.name}: take a larger machine, or lower rollout.max_new_tokens")
+        longest = "rollout.max_new_tokens" if isinstance(run, configs.Run) else "batch.max_tokens"
+        print(f"nothing fits {machine.name}: take a larger machine, or lower {longest}")
     return 0

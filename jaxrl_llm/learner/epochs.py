@@ -45,6 +45,12 @@ class Training:
         """What its objectives need before the first update."""
         return {name for objective in self.objectives for name in objective.needs}
 
+    def reads(self, packed: Packed) -> Packed:
+        """The data without what other roles need before the first update."""
+        return packed._replace(
+            by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE}
+        )
+
 
 def learn(
     state: TrainState,
@@ -114,12 +120,10 @@ def _update_each(
     """
     for one in training:
         seen = rows[one.role]
-        unread = {name for name in BEFORE if name not in one.needs}
-        given = packed._replace(by_token={name: x for name, x in packed.by_token.items() if name not in unread})
         own = coefficients
         if settings.target_kl is not None and one.role == "policy":
             own = own | {"target_kl": settings.target_kl if any(map(_applied, seen)) else math.inf}
-        state, metrics = one.update(state, given, own)
+        state, metrics = one.update(state, one.reads(packed), own)
         seen.append({name: float(value) for name, value in jax.device_get(metrics).items()})
         if seen[-1]["refused/not_finite"] or seen[-1].get("refused/far"):
             return state, True

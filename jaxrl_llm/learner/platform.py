@@ -2,7 +2,7 @@
 
 import math
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import Layout
@@ -61,17 +61,15 @@ def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) 
 
 
 def layout_for(
-    settings: Learner, compute: Compute, longest: int, completion_tokens: int, mesh: Mesh, platform: str = ""
+    settings: Learner, compute: Compute, longest: int, completion_tokens: int, mesh: Mesh | AbstractMesh
 ) -> Layout:
     """Shapes of a microbatch for prompts with completions of up to ``longest`` tokens.
 
     Splash attention knows segments only: there every completion follows its own copy of the prompt.
-
-    ``platform``: of the mesh; needed where it is abstract.
     """
     row_tokens = settings.row_tokens
     if not row_tokens:
-        row_tokens = _row_tokens(longest, completion_tokens, platform or platform_of(mesh), mesh.shape["tensor"])
+        row_tokens = _row_tokens(longest, completion_tokens, platform_of(mesh), mesh.shape["tensor"])
     share = compute.attention != "splash"
     return Layout(settings.microbatch_rows, row_tokens, completion_tokens, batch_parts(mesh), share)
 

@@ -150,7 +150,7 @@ def _context(
         old = padded([s.arrays["sampler_logp"] for s in samples], np.float32)
         context = context._replace(old_logp=old, ref_logp=padded(models["ref_logp"](samples), np.float32))
     if "values" in needs:
-        asked = [_to_value(s, cut and "bootstrap" in needs) for s, cut in zip(samples, cut_off, strict=True)]
+        asked = [to_value(s, cut and "bootstrap" in needs) for s, cut in zip(samples, cut_off, strict=True)]
         found = models["values"](asked)
         values = [x[: len(s.tokens)] for x, s in zip(found, samples, strict=True)]
         after = [x[len(s.tokens)] if len(x) > len(s.tokens) else 0.0 for x, s in zip(found, samples, strict=True)]
@@ -158,7 +158,7 @@ def _context(
     return context
 
 
-def _to_value(sample: Sample, one_more: bool) -> Sample:
+def to_value(sample: Sample, one_more: bool) -> Sample:
     """What a critic reads of a sample; with ``one_more`` also a token that nobody sampled: what is predicted there is
     the value of the state after the last one."""
     more = int(one_more)

@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from jaxrl_llm.config import Run
-from jaxrl_llm.learner.batch import Layout
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.attention import BLOCKS, part_columns
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.models.layers import layer_windows
-from jaxrl_llm.stages.programs import minibatch, objectives_of
+from jaxrl_llm.plan.arrays import Learned
+from jaxrl_llm.stages.outline import Outline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,58 +75,64 @@ class Work:
     Attributes:
       completions: B.
       mean: tokens of each.
-      sampled: tokens, B * mean.
-      prompts_flops: keys and values of all prompts, once for each group.
+      prompts_flops: keys and values of all prompts, once for each group; 0 where nothing is sampled.
       decode_flops: all sampled tokens.
       score_passes: forward passes over the batch that are not differentiated: old policy, reference.
-      forward: FLOPs of one useful forward pass over the batch.
+      update_flops: that count as work in one update of every role: of the policy and of those beside it.
+      predictions: tokens of one update.
       rows: of packed tokens that an update computes, padding included.
       row_tokens: S.
       microbatches: of an update, that hold anything.
       updates: of the optimiser.
-      passes: forward passes that learning from a batch is worth: 3, or 2 where weights are frozen under an adapter.
     """
 
     completions: int
     mean: int
-    sampled: int
     prompts_flops: float
     decode_flops: float
     score_passes: int
-    forward: float
+    update_flops: float
+    predictions: int
     rows: int
     row_tokens: int
     microbatches: int
     updates: int
-    passes: int
+
+    @property
+    def sampled(self) -> int:
+        """Tokens, B * mean."""
+        return self.completions * self.mean
 
     @property
     def train_flops(self) -> float:
         """Of all updates that count as work: nothing computed twice, and no gradient of a frozen weight."""
-        return self.passes * self.forward * self.updates
+        return self.update_flops * self.updates
 
 
-def work(run: Run, config: ModelConfig, layout: Layout, mean: int | None = None) -> Work:
-    """The step's work in microbatches of this layout; ``mean`` tokens of a completion, the longest if not given."""
-    rollout = run.rollout
-    mean = run.rollout.max_new_tokens if mean is None else mean
-    prompt = rollout.max_prompt_tokens
-    groups = rollout.prompts
-    completions = groups * rollout.group
-    own = visible_pairs(config, 0, prompt)
-    after = visible_pairs(config, prompt, prompt + mean)
-    prompts_flops = groups * forward_flops(config, prompt, own, 0)
-    decode = completions * forward_flops(config, mean, after, mean)
-    _, microbatches = packed_shapes(minibatch(run, config.vocab_size, mean), layout)
-    share = 1 / run.learner.minibatches
-    algorithm = run.recipe.algorithm
-    needed = {name for objective in objectives_of(run) for name in objective.needs}
-    in_reward = algorithm.needs_reference and not algorithm.kl_in_loss
-    passes = len(needed) + in_reward
+def work(run: Configuration, outline: Outline, learned: Sequence[Learned], mean: int | None = None) -> Work:
+    """The step's work; ``mean`` tokens of a completion, the longest if not given."""
+    groups = outline.groups
+    layout = outline.forward.layout
+    mean = groups.longest if mean is None else mean
+    samples = outline.samples(mean)
+    prompt = len(samples[0].prompt)
+    tokens = len(samples[0].tokens)
+    completions = groups.count * groups.each
+
+    def flops(config: ModelConfig, predicts: bool) -> tuple[float, float]:
+        own = forward_flops(config, prompt, visible_pairs(config, 0, prompt), 0)
+        after = visible_pairs(config, prompt, prompt + tokens)
+        return groups.count * own, completions * forward_flops(config, tokens, after, tokens if predicts else 0)
+
+    _, microbatches = packed_shapes(samples, layout)
+    policy = outline.training[0]
+    in_reward = outline.state.reference is not None and "ref_logp" not in policy.needs
+    counted = sum(one.passes * sum(flops(one.config, one.predicts)) for one in learned)
+    sampling = (0.0, 0.0) if outline.sampler is None else flops(learned[0].config, True)
     return Work(
-        completions, mean, completions * mean, prompts_flops, decode, passes, (prompts_flops + decode) * share,
-        microbatches * layout.rows, layout.row_tokens, microbatches, run.learner.updates,
-        2 if run.learner.lora.rank else 3,
+        completions, mean, *sampling, len(policy.needs) + in_reward, counted / run.learner.minibatches,
+        sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
+        run.learner.updates,
     )  # fmt: skip
 
 
@@ -141,15 +148,21 @@ def attention_share(attention: str, columns: int) -> float:
     return 0.5 + BLOCKS[0] / (2 * columns) if attention == "splash" else 1.0
 
 
-def update_flops(config: ModelConfig, one: Work, remat: str, attention: str) -> float:
-    """FLOPs that one update really runs on all devices: padding, what attention hides too late, what remat repeats."""
+def update_flops(one: Work, learned: Learned) -> float:
+    """FLOPs that one update of a role really runs on all devices: padding, what attention hides too late, what remat
+    repeats."""
+    config = learned.config
+    compute = learned.forward.compute
     tokens = one.rows * one.row_tokens
-    pairs = config.layers * one.rows * one.row_tokens**2 * min(attention_share(attention, one.row_tokens), 1.0)
-    body = forward_flops(config, tokens, pairs, 0)
-    predictions = one.sampled / max(one.updates, 1)
+    body = packed_flops(config, compute.attention, one.rows, one.row_tokens)
     # Nobody asks for what the last product of a layer returned, so that one is not repeated.
     repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
     # The head's logits are always computed again in the backward pass.
-    return (
-        one.passes * body + REMAT_PASSES[remat] * repeated + (one.passes + 1) * forward_flops(config, 0, 0, predictions)
-    )
+    head = forward_flops(config, 0, 0, one.predictions) if learned.predicts else 0.0
+    return learned.passes * body + REMAT_PASSES[compute.remat] * repeated + (learned.passes + 1) * head
+
+
+def packed_flops(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
+    """FLOPs of the layers in a forward pass over packed rows, padding included."""
+    pairs = config.layers * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
+    return forward_flops(config, rows * row_tokens, pairs, 0)

@@ -1,6 +1,7 @@
 """The run's own programs, compiled for the machine from shapes alone."""
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -10,16 +11,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Run
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.forward import score
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.plan import hlo, sampler
-from jaxrl_llm.plan.arrays import Arrays, abstract_model, arrays, meshes
+from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, abstract_model, arrays, meshes
 from jaxrl_llm.plan.movement import Loop, loops
 from jaxrl_llm.plan.topology import without_compilation_cache
-from jaxrl_llm.stages.programs import Programs, build_programs, coefficients_of
+from jaxrl_llm.stages import stage_of
+from jaxrl_llm.stages.critic import Architectures
+from jaxrl_llm.stages.outline import Outline
+from jaxrl_llm.trained import config_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -29,7 +34,7 @@ class Compiled:
     """A program and what one device needs to run it.
 
     Attributes:
-      name: "weights", "prompts", "refill", "decode" or "update".
+      name: "weights", "prompts", "refill", "decode", "update", or that of another role or of a pass.
       arguments: bytes of what it is given.
       outputs: bytes of what it returns in new memory.
       temporary: bytes that exist while it runs.
@@ -59,14 +64,14 @@ class Subject:
       run: resolved.
       mesh: learns.
       where: samples.
-      programs: those that the trainer builds.
+      outline: the trainer's functions.
       arrays: their arguments.
     """
 
-    run: Run
+    run: Configuration
     mesh: Mesh
     where: Mesh
-    programs: Programs
+    outline: Outline
     arrays: Arrays
 
     @property
@@ -75,65 +80,98 @@ class Subject:
         return self.run.mesh.rollout > 0
 
 
-def subject(run: Run, config: ModelConfig, devices: list[Any]) -> Subject:
-    """The run's programs and their arguments on these devices."""
+def subject(run: Configuration, config: ModelConfig, devices: list[Any], find: Architectures = config_of) -> Subject:
+    """The run's functions and their arguments on these devices; ``find``: the architecture of other models."""
     mesh, where = meshes(run, devices)
-    programs = build_programs(run, abstract_model(config, run.learner.dtype), mesh, where)
-    return Subject(run, mesh, where, programs, arrays(run, config, programs.forward.layout, mesh, where))
+    model = abstract_model(config, run.learner.dtype)
+    outline = outline_of(run, model, mesh, where, find)
+    return Subject(run, mesh, where, outline, arrays(outline, model, mesh, where))
 
 
-def lower_update(one: Subject) -> jax.stages.Lowered:
-    """An optimiser update."""
+def outline_of(run: Configuration, model: Any, mesh: Any, where: Any, find: Architectures) -> Outline:
+    """What the run's kind says of it.
+
+    Raises:
+      InputError: it says nothing.
+    """
+    stage = stage_of(run)
+    if not hasattr(stage, "outline"):
+        raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/outline.py)")
+    return stage.outline(run, model, mesh, where, find)
+
+
+def lower_update(one: Subject, learned: Learned) -> jax.stages.Lowered:
+    """An optimiser update of a role."""
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    policy = one.programs.training[0]
+    coefficients = dict.fromkeys(one.outline.coefficients[learned.training.role], scalar)
     with jax.set_mesh(one.mesh):
-        return policy.update.lower(one.arrays.state, one.arrays.packed, dict.fromkeys(coefficients_of(one.run), scalar))
+        return learned.training.update.lower(one.arrays.state, learned.training.reads(one.arrays.packed), coefficients)
 
 
-def lower_decode(one: Subject) -> jax.stages.Lowered:
+def lower_reading(reading: Reading) -> jax.stages.Lowered:
+    """A pass over one call's completions."""
+    temperature = jax.ShapeDtypeStruct((), np.float32)
+    forward = reading.asked.forward
+    with jax.set_mesh(forward.mesh):
+        return score.lower(reading.model, reading.packed, temperature, forward.compute, reading.asked.output)
+
+
+def lower_decode(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
     """A chunk of decode steps with all slots and the longest cache."""
-    a = one.arrays
-    return sampler.lower_chunk(a.sampled, a.slots, one.run.rollout, a.sampling, a.slot_shape.group, one.where)
+    return sampler.lower_chunk(a.sampled, a.slots, a.rollout, a.sampling, a.slot_shape.group, one.where)
 
 
-def lower_prompts(one: Subject) -> jax.stages.Lowered:
+def lower_prompts(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
     """Keys and values of some prompts."""
-    return sampler.lower_prompts(one.arrays.sampled, one.run.rollout, one.arrays.slots.cache.k.dtype, one.where)
+    return sampler.lower_prompts(a.sampled, a.rollout, a.slots.cache.k.dtype, one.where)
 
 
-def lower_refill(one: Subject) -> jax.stages.Lowered:
+def lower_refill(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
     """Slots begun with prompts."""
-    a = one.arrays
-    given = sampler.prompts(a.sampled.config, one.run.rollout, a.slots.cache.k.dtype, one.where)
+    given = sampler.prompts(a.sampled.config, a.rollout, a.slots.cache.k.dtype, one.where)
     return sampler.lower_refill(a.slots, a.slot_shape, given, a.sampling.repetition, one.where)
 
 
-def lower_weights(one: Subject) -> jax.stages.Lowered:
+def lower_weights(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
     """The policy cast and laid out for sampling."""
+    transfer = a.sampler.transfer(one.mesh, one.where)
     with jax.set_mesh(one.mesh):
         # Of a run whose weights are moved, they are not compiled.
-        return one.programs.weights.lower(policy_model(one.arrays.state))  # ty: ignore[missing-attribute]
+        return transfer.lower(policy_model(one.arrays.state))  # ty: ignore[missing-attribute]
 
 
-LOWERED: dict[str, Callable[[Subject], jax.stages.Lowered]] = {
+SAMPLING: dict[str, Callable[[Subject, SamplingArrays], jax.stages.Lowered]] = {
     "weights": lower_weights, "prompts": lower_prompts, "refill": lower_refill, "decode": lower_decode,
-    "update": lower_update,
 }  # fmt: skip
-"""The programs of a step, in their order."""
+"""The programs that sample, in their order."""
+
+
+def programs(one: Subject) -> dict[str, tuple[Mesh, Callable[[], jax.stages.Lowered]]]:
+    """The programs of this run, in their order, and where they run; weights that go elsewhere are moved by none."""
+    found: dict[str, tuple[Mesh, Callable[[], jax.stages.Lowered]]] = {}
+    if isinstance(one.arrays, SamplingArrays):
+        for name, lower in SAMPLING.items():
+            if name != "weights" or not one.apart:
+                found[name] = one.mesh if name == "weights" else one.where, functools.partial(lower, one, one.arrays)
+    for reading in one.arrays.readings:
+        found[reading.asked.name] = reading.asked.forward.mesh, functools.partial(lower_reading, reading)
+    for learned in one.arrays.learned:
+        found[learned.program] = one.mesh, functools.partial(lower_update, one, learned)
+    return found
 
 
 def names(one: Subject) -> list[str]:
-    """The programs of this run; weights that go to other devices are moved by none."""
-    return [name for name in LOWERED if name != "weights" or not one.apart]
+    """The programs of this run."""
+    return list(programs(one))
 
 
 def compile_one(one: Subject, name: str) -> Compiled:
     """Compile one of the programs; one that needs more memory than there is comes back as refused."""
     began = time.monotonic()
-    where = one.mesh if name in ("update", "weights") else one.where
+    where, lower = programs(one)[name]
     with without_compilation_cache():
         try:
-            done = LOWERED[name](one).compile()
+            done = lower().compile()
         except jax.errors.JaxRuntimeError as error:
             return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
@@ -157,10 +195,15 @@ def _repeats(one: Subject, name: str) -> tuple[float, ...]:
 
     Decode steps.
     """
-    predictions = one.arrays.packed.target.shape[-1]
-    return {"update": (one.arrays.microbatches, -(-predictions // CHUNK)), "decode": (one.run.rollout.chunk,)}.get(
-        name, ()
-    )
+    arrays = one.arrays
+    chunks = -(-arrays.packed.target.shape[-1] // CHUNK)
+    found = {held.program: (arrays.microbatches,) + (chunks,) * held.predicts for held in arrays.learned}
+    for reading in arrays.readings:
+        inside = (-(-reading.packed.target.shape[-1] // CHUNK),) * (reading.asked.output != "values")
+        found[reading.asked.name] = reading.microbatches, *inside
+    if isinstance(arrays, SamplingArrays):
+        found["decode"] = (arrays.rollout.chunk,)
+    return found.get(name, ())
 
 
 def needed(text: str) -> float:

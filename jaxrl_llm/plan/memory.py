@@ -1,16 +1,19 @@
 """What one device holds in the two halves of a step: while it samples, and while it learns."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
-from jaxrl_llm.config import Run
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.models.logprobs import CHUNK
-from jaxrl_llm.plan.arrays import Arrays, bytes_per_device
+from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of
 from jaxrl_llm.plan.formulas import Work
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.sampler import prompt_calls
+from jaxrl_llm.rollout.settings import Rollout
+from jaxrl_llm.sharding import batch_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,9 @@ class Memory:
       weights: of the policy that learns, and of the frozen base under its adapter.
       optimiser: its moments.
       reference: the frozen policy.
+      critic: the weights of the critic, or of any role beside the policy.
+      critic_optimiser: its moments.
+      judges: reward models.
       batch: a step's packed data, of all its updates.
       sampled: the weights to sample from.
       cache: keys and values of slots and prompts.
@@ -31,6 +37,9 @@ class Memory:
     weights: float = 0
     optimiser: float = 0
     reference: float = 0
+    critic: float = 0
+    critic_optimiser: float = 0
+    judges: float = 0
     batch: float = 0
     sampled: float = 0
     cache: float = 0
@@ -51,25 +60,48 @@ def resident(arrays: Arrays) -> Memory:
     """The state, which is there in both halves; moments that lie in the host's memory take none here."""
     state = arrays.state
     size = bytes_per_device
-    moments = [x for x in jax.tree.leaves(state.policy.opt_state) if x.sharding.memory_kind != "pinned_host"]
-    return Memory(size(state.policy.params) + size(state.policy.base), size(moments), size(state.reference))
+    policy = state.policy
+    others = [role for name, role in state.roles.items() if name != "policy"]
+    return Memory(
+        weights=size(policy.params) + size(policy.base),
+        optimiser=_on_device(policy.opt_state),
+        reference=size(state.reference),
+        critic=sum(size(role.params) + size(role.base) for role in others),
+        critic_optimiser=sum(_on_device(role.opt_state) for role in others),
+    )
 
 
-def learning(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:
-    """While it learns: the state and the data; weights to sample from only where sampling runs ahead."""
-    ahead = run.rollout.collect.staleness and not run.mesh.rollout
+def _on_device(moments: Any) -> int:
+    return bytes_per_device([x for x in jax.tree.leaves(moments) if x.sharding.memory_kind != "pinned_host"])
+
+
+def judges(arrays: Arrays) -> float:
+    """The reward models, which stay where the run samples."""
+    return sum(one.asked.copies * bytes_per_device(one.model) for one in arrays.readings)
+
+
+def learning(run: Configuration, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:
+    """While it learns: the state and the data; weights to sample from only where sampling runs ahead.
+
+    Reward models are there too, unless they have devices of their own.
+    """
+    sampled = 0
+    if isinstance(arrays, SamplingArrays) and arrays.rollout.collect.staleness and not run.mesh.rollout:
+        sampled = bytes_per_device(arrays.sampled)
     return dataclasses.replace(
-        base, batch=bytes_per_device(arrays.packed) * run.learner.minibatches,
-        sampled=bytes_per_device(arrays.sampled) if ahead else 0, temporary=temporary, compiled=compiled,
+        base, judges=0 if run.mesh.rollout else judges(arrays), sampled=sampled,
+        batch=bytes_per_device(arrays.packed) * run.learner.minibatches, temporary=temporary, compiled=compiled,
     )  # fmt: skip
 
 
-def sampling(run: Run, arrays: Arrays, base: Memory, temporary: float, compiled: bool) -> Memory:
+def sampling(run: Configuration, arrays: SamplingArrays, base: Memory, temporary: float, compiled: bool) -> Memory:
     """While it samples: the state (where the same devices learn), other weights, the cache."""
     base = Memory() if run.mesh.rollout else base
     sampled = bytes_per_device(arrays.sampled)
     cache = bytes_per_device(arrays.slots)
-    return dataclasses.replace(base, sampled=sampled, cache=cache, temporary=temporary, compiled=compiled)
+    return dataclasses.replace(
+        base, judges=judges(arrays), sampled=sampled, cache=cache, temporary=temporary, compiled=compiled
+    )
 
 
 def compiled_temporary(done: Compiled, given: float) -> float:
@@ -77,46 +109,129 @@ def compiled_temporary(done: Compiled, given: float) -> float:
     return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
 
 
-def prompts_waiting(run: Run, parts: int) -> int:
+def prompts_waiting(rollout: Rollout, parts: int) -> int:
     """Calls whose keys and values wait at one time to be copied into slots: those of a first filling."""
-    rows, _, _ = prompt_calls(run.rollout.max_prompt_tokens, parts)
-    return -(-min(-(-run.rollout.slots // run.rollout.group), run.rollout.prompts) // rows)
+    rows, _, _ = prompt_calls(rollout.max_prompt_tokens, parts)
+    return -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
 
 
-def update_temporary(run: Run, config: ModelConfig, arrays: Arrays, one: Work, parts: int, share: float) -> float:
+def learning_temporary(
+    run: Configuration, arrays: Arrays, done: Mapping[str, Compiled], work: Work, base: Memory
+) -> float:
+    """What the busiest program that learns needs, beside the state and a step's data.
+
+    ``done``: the programs as compiled; empty where all is by formula. ``base``: the state.
+    """
+    batch = bytes_per_device(arrays.packed)
+    needs = []
+    for one in arrays.learned:
+        given = bytes_per_device(arrays.state) + batch
+        needs.append(compiled_temporary(done[one.program], given) if done else update_temporary(run, one, work))
+    for one in arrays.readings:
+        # A step's data is packed for its updates after the passes. What reads all data before the first step does so
+        # before there is a state.
+        there = batch * run.learner.minibatches
+        if not one.asked.copies:
+            there += 0 if one.asked.calls else base.total - bytes_per_device(one.model)
+            needs.append(reading_bytes(one, done) - there)
+    return max(needs)
+
+
+def reading_bytes(one: Reading, done: Mapping[str, Compiled]) -> float:
+    """What a pass needs beside its model: data and temporaries."""
+    packed = bytes_per_device(one.packed)
+    if not done:
+        return packed + reading_temporary(one)
+    return packed + compiled_temporary(done[one.asked.name], packed + bytes_per_device(one.model))
+
+
+def update_temporary(run: Configuration, one: Learned, work: Work) -> float:
     """About what an update needs beside its arguments; a formula, for machines that nothing is compiled for.
 
-    Gradients twice (a microbatch's, and their sum in float32), the policy in the compute type, each layer's input, the
+    Gradients twice (a microbatch's, and their sum in float32), the model in the compute type, each layer's input, the
     widest layer, scores, hidden states and a chunk of logits.
     """
-    learner = run.learner
+    config = one.config
     a = config.attention
-    width = 2 if learner.compute_dtype == "bfloat16" else 4
-    tokens = learner.microbatch_rows * one.row_tokens / parts
-    state = arrays.state
-    gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(state.policy))
-    narrow = sum(
-        bytes_per_device(x) * width / x.dtype.itemsize
-        for x in jax.tree.leaves((state.policy.params, state.policy.base))
-    )
-    layer = tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
+    share = share_of(one.gathered)
+    width = 2 if one.forward.compute.dtype == "bfloat16" else 4
+    tokens = run.learner.microbatch_rows * work.row_tokens / batch_parts(one.forward.mesh)
+    gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
+    narrow = _cast(one.model, width)
+    layer = _layer(one, tokens)
     dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
     kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[
-        learner.remat
+        run.learner.remat
     ] * config.layers
-    keys = min(one.row_tokens, 1024)
-    scores = 3 * 4 * tokens * a.heads * share * keys
+    return gradients + narrow + kept + layer + _head(one, tokens, work.row_tokens, one.predicts)
+
+
+def reading_temporary(one: Reading) -> float:
+    """About what a pass needs beside its model and data; a formula."""
+    layout = one.asked.forward.layout
+    width = 2 if one.asked.forward.compute.dtype == "bfloat16" else 4
+    tokens = layout.rows * layout.row_tokens / layout.parts
+    predicts = one.asked.output != "values"
+    return _cast(one.model, width) + _layer(one, tokens) + _head(one, tokens, layout.row_tokens, predicts)
+
+
+def _cast(model: Any, width: int) -> float:
+    return sum(bytes_per_device(x) * width / x.dtype.itemsize for x in jax.tree.leaves(model))
+
+
+def _layer(one: Learned | Reading, tokens: float) -> float:
+    """The widest layer's activations."""
+    config = one.model.config
+    a = config.attention
+    forward = one.forward if isinstance(one, Learned) else one.asked.forward
+    width = 2 if forward.compute.dtype == "bfloat16" else 4
+    share = share_of(one.gathered)
+    return tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
+
+
+def _head(one: Learned | Reading, tokens: float, row_tokens: int, predicts: bool) -> float:
+    """Scores of attention, hidden states, and a chunk of logits where there are any."""
+    config = one.model.config
+    forward = one.forward if isinstance(one, Learned) else one.asked.forward
+    width = 2 if forward.compute.dtype == "bfloat16" else 4
+    share = share_of(one.gathered)
+    scores = 3 * 4 * tokens * config.attention.heads * share * min(row_tokens, 1024)
     hidden = 2 * tokens * config.width * width
-    logits = 3 * 4 * CHUNK * config.vocab_size * share
-    return gradients + narrow + kept + layer + scores + hidden + logits
+    return scores + hidden + 3 * 4 * CHUNK * config.vocab_size * share * predicts
 
 
-def sampling_temporary(run: Run, config: ModelConfig, arrays: Arrays, parts: int, share: float) -> float:
+def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:
+    """What the busiest program that samples needs beside weights and cache; ``parts``: into which slots are divided."""
+    if not done:
+        busiest = sampling_formula(arrays, parts)
+        scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
+        return max(busiest, *scoring) if scoring else busiest
+    size = bytes_per_device
+    sampled = size(arrays.sampled)
+    slots = size(arrays.slots)
+    waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
+    waiting = max(waiting, 0) * prompts_waiting(arrays.rollout, parts)
+    decode = compiled_temporary(done["decode"], sampled + slots)
+    weights = done.get("weights", Compiled("weights"))
+    moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
+    refill = compiled_temporary(done["refill"], slots + waiting)
+    # The blocks that prompts had before, while they become more.
+    blocks = size(arrays.slots.blocks) / 2
+    # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
+    busiest = max(decode, blocks, refill, done["prompts"].temporary)
+    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
+    return max(busiest + waiting, moving - slots, *scoring)
+
+
+def sampling_formula(arrays: SamplingArrays, parts: int) -> float:
     """About what sampling needs beside weights and cache: logits, prompts that wait, blocks that become more."""
-    rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens, parts)
+    rollout = arrays.rollout
+    config = arrays.sampled.config
+    share = share_of(arrays.sampled)
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
     width = arrays.slots.cache.k.dtype.itemsize
     heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
-    tokens = prompts_waiting(run, parts) * rows / parts * piece * calls
+    tokens = prompts_waiting(rollout, parts) * rows / parts * piece * calls
     waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * width
-    logits = 4 * 4 * run.rollout.slots / parts * config.vocab_size * share
+    logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
     return max(logits, bytes_per_device(arrays.slots.blocks) / 2) + waiting

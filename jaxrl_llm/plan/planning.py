@@ -1,25 +1,37 @@
 """A plan: what a run needs of a machine, by the compiler's word where there is one, and by formulas elsewhere."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jaxrl_llm.config import Run
-from jaxrl_llm.learner.platform import compute_for, layout_for
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.config import Configuration
+from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import collectives, memory
-from jaxrl_llm.plan.arrays import Arrays, abstract_mesh, arrays, bytes_per_device, meshes
-from jaxrl_llm.plan.formulas import Work, counts, work
-from jaxrl_llm.plan.lowering import Compiled, compile_one, names, subject
+from jaxrl_llm.plan.arrays import (
+    Arrays,
+    Learned,
+    SamplingArrays,
+    abstract_mesh,
+    abstract_model,
+    arrays,
+    bytes_per_device,
+    meshes,
+)
+from jaxrl_llm.plan.formulas import Work, work
+from jaxrl_llm.plan.lowering import Compiled, Subject, compile_one, names, outline_of, subject
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
-from jaxrl_llm.plan.roofline import Device, Phase, phases
+from jaxrl_llm.plan.roofline import Phase, phases
+from jaxrl_llm.plan.shapes import architectures
 from jaxrl_llm.plan.topology import compiles_cudnn
+from jaxrl_llm.stages.critic import Architectures
+from jaxrl_llm.stages.outline import Groups, Outline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +44,23 @@ class Plan:
       mesh: sizes of data, fsdp and tensor.
       parameters: of the model.
       work: of a step.
+      groups: what a step learns from.
       learning: memory of one device while it learns.
-      sampling: and while it samples.
+      sampling: and while it samples; None where the run's steps sample nothing.
       phases: of a step, with their least times.
       compiled: programs by name; empty where all is by formula.
-      chosen: what computes attention and matrix products, in words.
-      more: bytes that one more of each adds to a device: "prompts", "slots", "rows" of a microbatch.
+      chosen: what computes attention and matrix products, and what was taken for granted, in words.
+      more: bytes that one more of each adds to a device: "groups", "slots", "rows" of a microbatch.
     """
 
-    run: Run
+    run: Any
     machine: Machine
     mesh: tuple[int, int, int]
     parameters: int
     work: Work
+    groups: Groups
     learning: Memory
-    sampling: Memory
+    sampling: Memory | None
     phases: tuple[Phase, ...]
     compiled: dict[str, Compiled]
     chosen: tuple[str, ...]
@@ -58,9 +72,15 @@ class Plan:
         return tuple(name for name, one in self.compiled.items() if one.refused)
 
     @property
+    def halves(self) -> dict[str, Memory]:
+        """The memory of one device, by what it does."""
+        found = {} if self.sampling is None else {"sampling": self.sampling}
+        return found | {"learning": self.learning}
+
+    @property
     def peak(self) -> float:
         """Bytes of one device, at the worse of both halves."""
-        return max(self.learning.total, self.sampling.total)
+        return max(half.total for half in self.halves.values())
 
     @property
     def fits(self) -> bool:
@@ -70,8 +90,8 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of a step at least: its parts follow each other, or sampling and learning run side by side."""
-        learned = sum(p.seconds for p in self.phases if p.name in ("score", "update"))
-        sampled = sum(p.seconds for p in self.phases) - learned
+        sampled = sum(p.seconds for p in self.phases if p.samples)
+        learned = sum(p.seconds for p in self.phases if not p.samples)
         return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
 
     @property
@@ -84,15 +104,20 @@ class Plan:
         return self.work.train_flops / (seconds * self.machine.devices * self.machine.chip.flops)
 
     @property
-    def most_prompts(self) -> int:
-        """The largest ``rollout.prompts`` whose data fits beside the rest."""
+    def most_groups(self) -> int:
+        """The largest number of groups whose data fits beside the rest."""
         free = self.machine.chip.memory - self.learning.total
         unit = self.run.learner.minibatches
-        return max(int((self.run.rollout.prompts + free / self.more["prompts"]) // unit * unit), 0)
+        return max(int((self.groups.count + free / self.more["groups"]) // unit * unit), 0)
 
     @property
     def most_slots(self) -> int:
-        """The largest ``rollout.slots`` that fits, if temporaries grow as the cache does: they grow less."""
+        """The largest ``rollout.slots`` that fits, if temporaries grow as the cache does: they grow less.
+
+        0 where nothing is sampled.
+        """
+        if self.sampling is None:
+            return 0
         free = self.machine.chip.memory - self.sampling.total
         unit = self.mesh[0] * self.mesh[1]
         return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
@@ -108,7 +133,7 @@ class Plan:
 
 
 def plan(
-    run: Run,
+    run: Configuration,
     config: ModelConfig,
     machine: Machine,
     devices: list[Any] | None,
@@ -129,34 +154,45 @@ def plan(
       more: find out how large microbatches may be, which takes one more compilation.
       say: told what is being compiled.
     """
-    sizes = run.mesh.sizes(machine.devices)
     run, lacking = compilable(run, config, machine) if compiling else (run, ())
-    compute = compute_for(run.learner, config, machine.chip.platform)
+    find, assumed = architectures(run, config)
+    notes = (*lacking, *assumed)
     if not compiling:
-        described = abstract_mesh(sizes), abstract_mesh(run.mesh.sampling_sizes(machine.devices))
-        mesh, where = described if devices is None else meshes(run, devices)
-        spots = hosts(machine) if devices is None else places(machine, mesh.devices.flat)
-        lengths = run.rollout.max_length, run.rollout.max_new_tokens
-        layout = layout_for(run.learner, compute, *lengths, mesh, machine.chip.platform)
-        held = arrays(run, config, layout, mesh, where)
-        todo = work(run, config, layout, mean)
-        return _assembled(run, config, machine, sizes, held, todo, compute, spots, {})
-    one = subject(run, config, devices)
+        outline, held, spots = by_formula(run, config, machine, devices, find)
+        return _assembled(run, machine, held, (outline, work(run, outline, held.learned, mean)), spots, {}, notes)
+    one = subject(run, config, devices or [], find)
     done = {}
     for name in names(one):
         say(f"compiling {name} for {machine.name}")
         done[name] = compile_one(one, name)
-    todo = work(run, config, one.programs.forward.layout, mean)
+    todo = work(run, one.outline, one.arrays.learned, mean)
     spots = places(machine, one.mesh.devices.flat)
-    found = _assembled(run, config, machine, sizes, one.arrays, todo, compute, spots, done)
-    found = dataclasses.replace(found, chosen=(*found.chosen, *lacking))
+    found = _assembled(run, machine, one.arrays, (one.outline, todo), spots, done, notes)
     if not more:
         return found
     say(f"compiling update for {machine.name} with other microbatches")
-    return dataclasses.replace(found, more=found.more | row_bytes(run, config, devices, done["update"]))
+    again = functools.partial(subject, config=config, devices=devices, find=find)
+    return dataclasses.replace(found, more=found.more | row_bytes(run, again, machine.devices, done["update"]))
 
 
-def compilable(run: Run, config: ModelConfig, machine: Machine) -> tuple[Run, tuple[str, ...]]:
+def by_formula(
+    run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, find: Architectures
+) -> tuple[Outline, Arrays, Places]:
+    """What the run computes and keeps, and where its partitions are, on devices that need not be described."""
+    platform = machine.chip.platform
+    if devices is None:
+        mesh = abstract_mesh(run.mesh.sizes(machine.devices), platform)
+        where = abstract_mesh(run.mesh.sampling_sizes(machine.devices), platform)
+        spots = hosts(machine)
+    else:
+        mesh, where = meshes(run, devices)
+        spots = places(machine, mesh.devices.flat)
+    model = abstract_model(config, run.learner.dtype)
+    outline = outline_of(run, model, mesh, where, find)
+    return outline, arrays(outline, model, mesh, where), spots
+
+
+def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tuple[str, ...]]:
     """The run with an attention that can be compiled here, and what to know where that is not its own."""
     if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or compiles_cudnn():
         return run, ()
@@ -166,52 +202,59 @@ def compilable(run: Run, config: ModelConfig, machine: Machine) -> tuple[Run, tu
     )
 
 
-def row_bytes(run: Run, config: ModelConfig, devices: list[Any], update: Compiled) -> dict[str, float]:
+def row_bytes(run: Any, again: Callable[[Any], Subject], devices: int, update: Compiled) -> dict[str, float]:
     """What a row of a microbatch adds to an update's memory, from compiling it with twice as many.
 
-    Half as many if refused.
+    Half as many if refused. ``again``: the programs of a run with other settings.
     """
     rows = run.learner.microbatch_rows
-    unit = math.prod(run.mesh.sizes(len(devices))[:2])
+    unit = math.prod(run.mesh.sizes(devices)[:2])
     other = 2 * rows if not update.refused else rows // 2 // unit * unit
     if not other:
         return {}
     changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
-    again = compile_one(subject(changed, config, devices), "update")
-    needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
+    larger = compile_one(again(changed), "update")
+    needs = [one.refused or one.arguments + one.temporary for one in (update, larger)]
     return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
 
 
 def _assembled(
-    run: Run,
-    config: ModelConfig,
+    run: Configuration,
     machine: Machine,
-    sizes: tuple[int, int, int],
     held: Arrays,
-    todo: Work,
-    compute: Compute,
+    planned: tuple[Outline, Work],
     spots: Places,
     done: dict[str, Compiled],
+    notes: Sequence[str],
 ) -> Plan:
+    outline, todo = planned
+    sizes = run.mesh.sizes(machine.devices)
     base = memory.resident(held)
-    device = _device(machine, held, sizes)
-    traffics = collectives.by_formula(run, config, held, todo, sizes, spots)
+    traffics = collectives.by_formula(run, held, todo, sizes, spots)
     traffics |= {
         name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused
     }
-    learn, sample = _temporaries(run, config, held, todo, device, done)
-    sampler = memory.sampling(run, held, base, sample, bool(done))
+    learn = memory.learning_temporary(run, held, done, todo, base)
+    more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
+    sampling = None
+    if isinstance(held, SamplingArrays):
+        sample = memory.sampling_temporary(held, done, held.slot_shape.parts)
+        sampling = memory.sampling(run, held, base, sample, bool(done))
+        more["slots"] = (sampling.cache + sample) / held.rollout.slots
     return Plan(
-        run, machine, sizes, counts(config).total, todo,
-        memory.learning(run, held, base, learn, bool(done)), sampler,
-        tuple(phases(run, config, held, todo, device, compute, traffics)),
+        run, machine, sizes, parameters(held.learned[0]), todo, outline.groups,
+        memory.learning(run, held, base, learn, bool(done)), sampling,
+        tuple(phases(run, held, todo, machine.chip, sizes[0] * sizes[1], traffics)),
         done,
-        (f"attention: {compute.attention}", *_products(done)),
-        {
-            "prompts": bytes_per_device(held.packed) * run.learner.minibatches / run.rollout.prompts,
-            "slots": (sampler.cache + sample) / run.rollout.slots,
-        },
+        (f"attention: {outline.forward.compute.attention}", *_products(done), *notes, *outline.notes),
+        more,
     )  # fmt: skip
+
+
+def parameters(policy: Learned) -> int:
+    """Of the model that learns, an adapter left out."""
+    role = policy.role
+    return sum(x.size for x in jax.tree.leaves(role.params if role.base is None else role.base))
 
 
 def _products(done: dict[str, Compiled]) -> list[str]:
@@ -223,35 +266,3 @@ def _products(done: dict[str, Compiled]) -> list[str]:
             shares = ", ".join(f"{count} by {who}" for who, count in products.items())
             found.append(f"matrix products of {name}, as compiled: {shares}")
     return found
-
-
-def _device(machine: Machine, held: Arrays, sizes: tuple[int, int, int]) -> Device:
-    """One device's share: of a matrix product it does as much as it holds of the weights to sample from."""
-    leaves = jax.tree.leaves(held.sampled)
-    share = bytes_per_device(held.sampled) / sum(x.size * x.dtype.itemsize for x in leaves)
-    return Device(machine.chip, share, sizes[0] * sizes[1], held.slot_shape.parts)
-
-
-def _temporaries(
-    run: Run, config: ModelConfig, held: Arrays, todo: Work, device: Device, done: dict[str, Compiled]
-) -> tuple[float, float]:
-    """What learning and sampling need beside the arrays that are counted by kind."""
-    if not done:
-        learn = memory.update_temporary(run, config, held, todo, device.parts, device.share)
-        return learn, memory.sampling_temporary(run, config, held, device.slot_parts, device.share)
-    size = bytes_per_device
-    state = size(held.state)
-    sampled = size(held.sampled)
-    slots = size(held.slots)
-    learn = memory.compiled_temporary(done["update"], state + size(held.packed))
-    waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
-    waiting = max(waiting, 0) * memory.prompts_waiting(run, device.slot_parts)
-    decode = memory.compiled_temporary(done["decode"], sampled + slots)
-    weights = done.get("weights", Compiled("weights"))
-    moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
-    refill = memory.compiled_temporary(done["refill"], slots + waiting)
-    # The blocks that prompts had before, while they become more.
-    blocks = size(held.slots.blocks) / 2
-    # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
-    busiest = max(decode, blocks, refill, done["prompts"].temporary)
-    return learn, max(busiest + waiting, moving - slots)

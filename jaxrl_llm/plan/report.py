@@ -14,7 +14,9 @@ from jaxrl_llm.plan.planning import Plan
 
 GIB = 2.0**30
 WORDS = {
-    "weights": "weights ({dtype})", "optimiser": "optimiser", "reference": "reference", "batch": "batch",
+    "weights": "weights ({dtype})", "optimiser": "optimiser", "reference": "reference",
+    "critic": "critic ({dtype})", "critic_optimiser": "optimiser of the critic", "judges": "reward models ({compute})",
+    "batch": "batch",
     "sampled": "weights to sample from ({compute})", "cache": "key/value cache",
     "temporary": "activations and other temporaries",
 }  # fmt: skip
@@ -42,15 +44,17 @@ def head(plan: Plan, source: str) -> list[str]:
     run = plan.run
     w = plan.work
     data, fsdp, tensor = plan.mesh
+    g = plan.groups
     apart = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
+    sampled = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, " if plan.sampling is not None else "FLOP: "
     return [
         f"{run.model}: {plan.parameters:,} parameters ({source})",
         f"on {plan.machine.name}: {plan.machine.devices} devices, mesh data {data} x fsdp {fsdp} x tensor "
         f"{tensor}{apart}",
-        f"a step: {run.rollout.prompts} prompts x {run.rollout.group} completions of {w.mean} tokens, {w.updates} "
+        f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.microbatch_rows} rows of "
         f"{w.row_tokens} tokens)",
-        f"by formula: {w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn (6 N per "
+        f"by formula: {sampled}{w.train_flops:.2e} to learn (6 N per "
         f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
         f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
     ]
@@ -63,15 +67,18 @@ def memory_lines(plan: Plan) -> list[str]:
         for name, text in WORDS.items()
     }
     whose = "the compiler's" if plan.learning.compiled else "a formula's"
-    rows = [f"{'memory of one device, GiB':<50}{'sampling':>10}{'learning':>10}"]
-    one = plan.sampling.kinds()
-    other = plan.learning.kinds()
+    halves = plan.halves
+    rows = [f"{'memory of one device, GiB':<50}" + "".join(f"{name:>10}" for name in halves)]
+
+    def row(text: str, values: Iterable[float]) -> str:
+        return f"  {text:<48}" + "".join(map(_gib, values))
+
     for name, text in words.items():
-        if one[name] or other[name]:
-            note = f", {whose}" if name == "temporary" else ""
-            rows.append(f"  {text + note:<48}{_gib(one[name])}{_gib(other[name])}")
-    rows.append(f"  {'in all':<48}{_gib(plan.sampling.total)}{_gib(plan.learning.total)}")
-    return [*rows, f"  {'there is':<48}{_gib(plan.machine.chip.memory)}{_gib(plan.machine.chip.memory)}"]
+        values = [half.kinds()[name] for half in halves.values()]
+        if any(values):
+            rows.append(row(f"{text}, {whose}" if name == "temporary" else text, values))
+    rows.append(row("in all", [half.total for half in halves.values()]))
+    return [*rows, row("there is", [plan.machine.chip.memory] * len(halves))]
 
 
 def _gib(value: float) -> str:
@@ -140,12 +147,14 @@ def _most(items: Iterable[tuple[str, float]]) -> list[str]:
 
 def conclusion(plan: Plan) -> list[str]:
     """Whether it fits, how large it may be, how fast it can be."""
-    half = "learning" if plan.learning.total >= plan.sampling.total else "sampling"
+    half = max(plan.halves, key=lambda name: plan.halves[name].total)
     verdict = "FITS" if plan.fits else "DOES NOT FIT"
     slowest = plan.slowest
-    update = sum(p.seconds for p in plan.phases if p.name == "update")
+    update = sum(p.seconds for p in plan.phases if p.learns)
     rows = [f"{verdict}: {plan.peak / GIB:.1f} of {plan.machine.chip.memory / GIB:.1f} GiB, most while {half}"]
-    most = f"rollout.prompts {plan.most_prompts} (by its data), rollout.slots {plan.most_slots} (by the cache)"
+    most = f"{plan.groups.field} {plan.most_groups} (by its data)"
+    if plan.sampling is not None:
+        most += f", rollout.slots {plan.most_slots} (by the cache)"
     if plan.most_rows is not None:
         most += f", learner.microbatch_rows {plan.most_rows} (from two compilations)"
     rows.append(f"the largest of each that fits beside the rest: {most}")
@@ -166,10 +175,10 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
         "mesh": dict(zip(("data", "fsdp", "tensor"), plan.mesh, strict=True)), "parameters": plan.parameters,
-        "work": dataclasses.asdict(plan.work) | {"train_flops": plan.work.train_flops},
+        "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
         "memory": {
             "available": plan.machine.chip.memory,
-            "sampling": memory(plan.sampling),
+            "sampling": None if plan.sampling is None else memory(plan.sampling),
             "learning": memory(plan.learning),
         },
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
@@ -178,7 +187,11 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
         "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
         "step_s": plan.seconds,
         "mfu": plan.utilisation(plan.seconds),
-        "most": {"prompts": plan.most_prompts, "slots": plan.most_slots, "microbatch_rows": plan.most_rows},
+        "most": {
+            plan.groups.field.rpartition(".")[2]: plan.most_groups,
+            "slots": plan.most_slots,
+            "microbatch_rows": plan.most_rows,
+        },
     }  # fmt: skip
 
 

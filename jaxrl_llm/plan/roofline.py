@@ -2,16 +2,39 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
-from jaxrl_llm.config import Run
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.blocks import power_of_two
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.plan.arrays import Arrays, bytes_per_device
-from jaxrl_llm.plan.formulas import REMAT_PASSES, Work, counts, forward_flops, update_flops, visible_pairs
+from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of
+from jaxrl_llm.plan.formulas import (
+    REMAT_PASSES,
+    Work,
+    counts,
+    forward_flops,
+    packed_flops,
+    update_flops,
+    visible_pairs,
+)
 from jaxrl_llm.plan.machines import Chip
 from jaxrl_llm.plan.network import Traffic
 from jaxrl_llm.plan.sampler import prompt_calls
+
+
+class Cost(NamedTuple):
+    """What one call of a program costs one device.
+
+    Attributes:
+      flops: that it runs.
+      bytes: that it reads and writes.
+      samples: whether it belongs to the half that samples.
+      learns: whether it updates a role.
+    """
+
+    flops: float
+    bytes: float
+    samples: bool = False
+    learns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +42,7 @@ class Phase:
     """A part of the step on one device; computing, reading and sending may overlap, so the slowest decides.
 
     Attributes:
-      name: "weights", "prompts", "decode", "score" or "update".
+      name: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass.
       calls: of its program in a step.
       flops: of one device, in all calls.
       bytes: that one device reads and writes, in all calls.
@@ -28,6 +51,8 @@ class Phase:
       memory_s: at the peak of its memory.
       ici_s: inside a slice or host.
       dcn_s: between them.
+      samples: whether it belongs to the half that samples.
+      learns: whether it updates a role.
     """
 
     name: str
@@ -39,6 +64,8 @@ class Phase:
     memory_s: float
     ici_s: float
     dcn_s: float
+    samples: bool = False
+    learns: bool = False
 
     @property
     def seconds(self) -> float:
@@ -53,91 +80,80 @@ class Phase:
         return network if self.seconds == self.ici_s + self.dcn_s else max(("compute", "memory"), key=times.__getitem__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """One device's share of the work.
-
-    Attributes:
-      chip: its peaks.
-      share: of every matrix product, by the tensor axis.
-      parts: into which rows of a batch are divided.
-      slot_parts: into which slots are.
-    """
-
-    chip: Chip
-    share: float
-    parts: int
-    slot_parts: int
-
-
-def phase(name: str, chip: Chip, calls: float, flops: float, moved: float, traffic: tuple[Traffic, ...]) -> Phase:
-    """A phase with its times."""
+def phase(name: str, chip: Chip, calls: float, cost: Cost, traffic: tuple[Traffic, ...]) -> Phase:
+    """A phase with its times; ``cost`` and ``traffic`` are of one call."""
+    sent = tuple(t.times(calls) for t in traffic)
+    flops = cost.flops * calls
+    moved = cost.bytes * calls
     return Phase(
-        name, calls, flops, moved, traffic, flops / chip.flops, moved / chip.bandwidth, sum(t.ici_s for t in traffic),
-        sum(t.dcn_s for t in traffic),
+        name, calls, flops, moved, sent, flops / chip.flops, moved / chip.bandwidth, sum(t.ici_s for t in sent),
+        sum(t.dcn_s for t in sent), cost.samples, cost.learns,
     )  # fmt: skip
 
 
-def calls_of(run: Run, work: Work, parts: int) -> dict[str, float]:
-    """How often a step calls each program; slots are always full, and wait for the longest only at the end."""
-    rows, _, calls = prompt_calls(run.rollout.max_prompt_tokens, parts)
-    waves = max(work.completions / run.rollout.slots, 1.0)
-    return {
-        "weights": 1.0, "prompts": math.ceil(run.rollout.prompts / rows) * calls,
-        "decode": math.ceil(waves * work.mean / run.rollout.chunk),
-        "score": work.score_passes * run.learner.minibatches,
-        "update": work.updates,
-    }  # fmt: skip
-
-
 def phases(
-    run: Run,
-    config: ModelConfig,
-    arrays: Arrays,
-    work: Work,
-    device: Device,
-    compute: Compute,
-    sent: dict[str, tuple[Traffic, ...]],
+    run: Configuration, arrays: Arrays, work: Work, chip: Chip, parts: int, sent: dict[str, tuple[Traffic, ...]]
 ) -> list[Phase]:
-    """The parts of a step; ``sent`` is what one call of each program sends."""
-    calls = calls_of(run, work, device.slot_parts)
-    costs = {
-        "weights": (
-            0.0,
-            bytes_per_device((arrays.state.policy.params, arrays.state.policy.base)) + bytes_per_device(arrays.sampled),
-        ),
-        "prompts": prompts_cost(run, config, arrays, device),
-        "decode": decode_cost(run, config, arrays, work, device),
-        "score": score_cost(config, arrays, work, device, compute),
-        "update": update_cost(run, config, arrays, work, device, compute),
-    }
+    """The parts of a step on one device; those that a step never calls are left out.
+
+    Args:
+      run: resolved.
+      arrays: its.
+      work: of a step.
+      chip: its peaks.
+      parts: into which rows of a batch are divided.
+      sent: what one call of each program sends.
+    """
+    updates = {held.program: (work.updates, update_cost(arrays, held, work, parts)) for held in arrays.learned}
+    scores = work.score_passes * run.learner.minibatches
+    found = sampling_phases(arrays, work) if isinstance(arrays, SamplingArrays) else {}
+    for reading in arrays.readings:
+        found[reading.asked.name] = reading.asked.calls, reading_cost(reading)
+    found["score"] = scores, score_cost(arrays.learned[0], work, parts)
     return [
-        phase(name, device.chip, calls[name], flops * calls[name], moved * calls[name],
-              tuple(t.times(calls[name]) for t in sent.get(name, ())))
-        for name, (flops, moved) in costs.items() if calls[name]
-    ]  # fmt: skip
+        phase(name, chip, calls, cost, sent.get(name, ())) for name, (calls, cost) in (found | updates).items() if calls
+    ]
 
 
-def prompts_cost(run: Run, config: ModelConfig, arrays: Arrays, device: Device) -> tuple[float, float]:
-    """FLOPs and bytes of one call."""
-    rows, piece, calls = prompt_calls(run.rollout.max_prompt_tokens, device.slot_parts)
+def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
+    """The calls and cost of the programs that sample; slots are always full, and wait for the longest only at the
+    end."""
+    rollout = arrays.rollout
+    parts = arrays.slot_shape.parts
+    rows, _, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    waves = max(work.completions / rollout.slots, 1.0)
+    policy = arrays.state.policy
+    moved = bytes_per_device((policy.params, policy.base)) + bytes_per_device(arrays.sampled)
+    return {
+        "weights": (1.0, Cost(0.0, moved, True)),
+        "prompts": (math.ceil(rollout.prompts / rows) * calls, prompts_cost(arrays)),
+        "decode": (math.ceil(waves * work.mean / rollout.chunk), decode_cost(arrays, work)),
+    }
+
+
+def prompts_cost(arrays: SamplingArrays) -> Cost:
+    """Of one call."""
+    config = arrays.sampled.config
+    parts = arrays.slot_shape.parts
+    rows, piece, calls = prompt_calls(arrays.rollout.max_prompt_tokens, parts)
     pairs = visible_pairs(config, 0, piece * calls) / calls
-    flops = forward_flops(config, piece, pairs, 0) * rows / device.slot_parts * device.share
-    return flops, bytes_per_device(arrays.sampled)
+    flops = forward_flops(config, piece, pairs, 0) * rows / parts * share_of(arrays.sampled)
+    return Cost(flops, bytes_per_device(arrays.sampled), True)
 
 
-def decode_cost(run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device) -> tuple[float, float]:
-    """FLOPs and bytes of one chunk, averaged over the lengths of the cache as it grows."""
-    rollout = run.rollout
+def decode_cost(arrays: SamplingArrays, work: Work) -> Cost:
+    """Of one chunk, averaged over the lengths of the cache as it grows."""
+    rollout = arrays.rollout
+    config = arrays.sampled.config
     shape = arrays.slot_shape
-    slots = run.rollout.slots / device.slot_parts
+    slots = rollout.slots / shape.parts
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
-    flops = forward_flops(config, 1, pairs, 1) * slots * device.share
+    flops = forward_flops(config, 1, pairs, 1) * slots * share_of(arrays.sampled)
     columns = mean_columns(work.mean, rollout.chunk, shape.columns)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
-    blocks = bytes_per_device(arrays.slots.blocks) * prompts * device.slot_parts / shape.blocks
+    blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
     moved = bytes_per_device(arrays.sampled) + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
-    return flops * rollout.chunk, moved * rollout.chunk
+    return Cost(flops * rollout.chunk, moved * rollout.chunk, True)
 
 
 def mean_columns(length: int, chunk: int, most: int) -> float:
@@ -146,30 +162,45 @@ def mean_columns(length: int, chunk: int, most: int) -> float:
     return sum(min(power_of_two(at + chunk), most) for at in steps) / len(steps)
 
 
-def score_cost(
-    config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute
-) -> tuple[float, float]:
+def score_cost(policy: Learned, work: Work, parts: int) -> Cost:
     """One forward pass over one update's data."""
-    flops = update_flops(config, work, "none", compute.attention) / 3
-    return flops * device.share / device.parts, work.microbatches * 2 * bytes_per_device(arrays.sampled)
+    compute = policy.forward.compute
+    flops = packed_flops(policy.config, compute.attention, work.rows, work.row_tokens)
+    flops += forward_flops(policy.config, 0, 0, work.predictions)
+    size = bytes_per_device(policy.gathered)
+    return Cost(flops * share_of(policy.gathered) / parts, work.microbatches * 2 * size)
 
 
-def update_cost(
-    run: Run, config: ModelConfig, arrays: Arrays, work: Work, device: Device, compute: Compute
-) -> tuple[float, float]:
-    """One optimiser update: for each microbatch weights are written and read in each pass, and activations moved."""
+def reading_cost(one: Reading) -> Cost:
+    """One call of a pass."""
+    forward = one.asked.forward
+    layout = forward.layout
+    config = one.model.config
+    flops = packed_flops(config, forward.compute.attention, one.microbatches * layout.rows, layout.row_tokens)
+    if one.asked.output != "values":
+        flops += forward_flops(config, 0, 0, sum(len(sample.tokens) for sample in one.asked.samples))
+    moved = one.microbatches * 2 * bytes_per_device(one.gathered)
+    return Cost(flops * share_of(one.gathered) / layout.parts, moved, one.asked.copies > 0)
+
+
+def update_cost(arrays: Arrays, held: Learned, work: Work, parts: int) -> Cost:
+    """One optimiser update of a role: for each microbatch weights are written and read in each pass, and activations
+    moved."""
+    config = held.config
+    compute = held.forward.compute
+    share = share_of(held.gathered)
     width = 2 if compute.dtype == "bfloat16" else 4
     passes = 3 + REMAT_PASSES[compute.remat]
-    tokens = work.rows * work.row_tokens / device.parts
+    tokens = work.rows * work.row_tokens / parts
     a = config.attention
-    layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.mlp_width) * device.share
-    weights = counts(config).total * width * device.share
-    state = bytes_per_device(arrays.state.policy.params) + bytes_per_device(arrays.state.policy.opt_state)
-    gradients = bytes_per_device(arrays.state.policy)
+    layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.mlp_width) * share
+    weights = counts(config).total * width * share
+    role = arrays.state.roles[held.training.role]
+    state = bytes_per_device(role.params) + bytes_per_device(role.opt_state)
+    gradients = bytes_per_device(role)
     moved = (
         work.microbatches * (2 * passes * weights + 2 * gradients)
         + tokens * config.layers * layer * width * passes
         + 2 * state
     )
-    flops = update_flops(config, work, compute.remat, compute.attention) * device.share / device.parts
-    return flops, moved
+    return Cost(update_flops(work, held) * share / parts, moved, learns=True)

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.config import Run
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.planning import Plan, plan
+from jaxrl_llm.stages import stage_of
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
 """How many are compiled; how much a formula's memory may exceed what there is.
@@ -16,9 +17,10 @@ Rows of a microbatch for each part of the batch.
 """
 
 
-def candidates(run: Run, config: ModelConfig, machine: Machine) -> list[Run]:
+def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     """Every mesh that divides heads, rows and devices, with some microbatches that hold no more than an update."""
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
+    groups = stage_of(run).groups(run)
     found = []
 
     def divides(t: int) -> bool:
@@ -28,7 +30,7 @@ def candidates(run: Run, config: ModelConfig, machine: Machine) -> list[Run]:
         for data in (d for d in _divisors(inside // tensor) if d * d <= inside // tensor):
             mesh = dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
             parts = inside // tensor * run.mesh.slices
-            completions = run.rollout.prompts * run.rollout.group // run.learner.minibatches
+            completions = groups.count * groups.each // run.learner.minibatches
             rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
             found += [
                 dataclasses.replace(run, mesh=mesh, learner=dataclasses.replace(run.learner, microbatch_rows=n))
@@ -42,7 +44,7 @@ def _divisors(count: int) -> list[int]:
 
 
 def best(
-    run: Run,
+    run: Configuration,
     config: ModelConfig,
     machine: Machine,
     devices: list[Any] | None,
@@ -71,9 +73,9 @@ def best(
 
 
 def _with_fewer_slots(first: Plan, config: ModelConfig, devices: list[Any] | None, mean: int | None) -> Plan:
-    """The same plan where its cache fits; else with as many slots as do, if any."""
+    """The same plan where its cache fits, or it has none; else with as many slots as do, if any."""
     limit = first.machine.chip.memory
-    if first.sampling.total <= limit or not first.most_slots:
+    if first.sampling is None or first.sampling.total <= limit or not first.most_slots:
         return first
     slots = 1 << (first.most_slots // (first.mesh[0] * first.mesh[1])).bit_length() - 1
     rollout = dataclasses.replace(first.run.rollout, slots=slots * first.mesh[0] * first.mesh[1])
@@ -88,8 +90,11 @@ def table(plans: list[Plan]) -> list[str]:
         mesh = " x ".join(map(str, p.mesh))
         rows_each = p.run.learner.microbatch_rows
         where = f"{p.slowest.name}, {p.slowest.binds}"
+        slots, sampling = "-", "-"
+        if p.sampling is not None:
+            slots, sampling = str(p.run.rollout.slots), f"{p.sampling.total / gib:.1f}"
         rows.append(
-            f"{mesh:<20}   {rows_each:>15}   {p.run.rollout.slots:>5}   {p.sampling.total / gib:>12.1f}   "
+            f"{mesh:<20}   {rows_each:>15}   {slots:>5}   {sampling:>12}   "
             f"{p.learning.total / gib:>8.1f}   {p.seconds:>17.1f}   {where}"
         )
     return rows

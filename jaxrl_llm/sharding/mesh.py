@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 
@@ -130,8 +130,10 @@ def batch_parts(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def platform_of(mesh: Mesh) -> str:
-    """ "cpu", "gpu" or "tpu", also where the mesh is of devices that are only described."""
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """ "cpu", "gpu" or "tpu", also where the mesh is of devices that are only described; "" where nothing is said."""
+    if isinstance(mesh, AbstractMesh):
+        return "" if mesh.abstract_device is None else mesh.abstract_device.platform
     return mesh.devices.flat[0].platform
 
 

@@ -22,8 +22,13 @@ from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.trained import config_of, load_model
 
+Architectures = Callable[[str], ModelConfig]
+"""From the name of a model to what it is, without its weights."""
 
-def critic_of(run: Run, policy: ModelConfig, forward: Forward, tokenizer: Any) -> tuple[Training, Forward]:
+
+def critic_of(
+    run: Run, policy: ModelConfig, forward: Forward, tokenizer: Any, find: Architectures = config_of
+) -> tuple[Training, Forward]:
     """How the critic is trained, and how it is run.
 
     Args:
@@ -31,6 +36,7 @@ def critic_of(run: Run, policy: ModelConfig, forward: Forward, tokenizer: Any) -
       policy: the architecture of the policy.
       forward: how the policy is run: in rows of the same shapes.
       tokenizer: the policy's; None where nothing is going to be loaded.
+      find: the architecture of a model.
 
     Raises:
       InputError: ``recipe.critic.model`` cannot be found, or cannot read what the policy writes.
@@ -40,7 +46,7 @@ def critic_of(run: Run, policy: ModelConfig, forward: Forward, tokenizer: Any) -
     begins = NewRole("critic", adapter_of(run) if critic.adapter else scored, optimiser)
     compute = forward.compute
     if critic.model is not None:
-        config = readable(critic.model, run, policy)
+        config = readable(critic.model, run, policy, find)
         compute = compute_beside(run.learner, config, forward)
         dtype = jnp.dtype(run.learner.dtype)
         begins = begins._replace(
@@ -63,14 +69,14 @@ def adapter_of(run: Run) -> Callable[[Decoder], Adapter]:
     return lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))
 
 
-def readable(name: str, run: Run, policy: ModelConfig) -> ModelConfig:
+def readable(name: str, run: Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
     """The architecture of the model that a critic begins as.
 
     Raises:
       InputError: there is none, or it is made for shorter texts or another vocabulary than the policy's.
     """
     try:
-        config = config_of(name)
+        config = find(name)
     except InputError as error:
         raise InputError(f"recipe.critic.model: {error}") from None
     positions = config.attention.max_positions

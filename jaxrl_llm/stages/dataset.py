@@ -27,6 +27,7 @@ from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.outline import Groups, Outline, state_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.tasks import Collected, LoadedTexts
 from jaxrl_llm.telemetry.progress import Progress
@@ -278,6 +279,43 @@ def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> t
     optimiser = run.learner.optimiser
     update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
     return Forward(layout, compute, 1.0, mesh), (Training((objective,), update),)
+
+
+def groups_of(run: FromData, each: int, words: str) -> Groups:
+    """What a step learns from."""
+    return Groups("batch.rows", run.batch.rows, each, run.batch.max_tokens, words)
+
+
+def outline_of(
+    run: FromData, model: Any, mesh: Any, objective: Objective, groups: Groups, samples_of: Callable[..., list[Sample]]
+) -> Outline:
+    """What the run computes, where rows are at their longest and all but the first token of each is learned.
+
+    Args:
+      run: with its settings resolved.
+      model: what it trains, as shapes.
+      mesh: learns; may be abstract.
+      objective: of the model.
+      groups: what a step learns from.
+      samples_of: from a prompt, what follows it and a row's number to what the learner sees of the row.
+    """
+    forward, training = programs_of(run, model, mesh, objective)
+
+    def samples(tokens: int) -> list[Sample]:
+        rows = range(-(-groups.count // run.learner.minibatches))
+        follows = np.zeros(max(tokens - 1, 1), np.int32)
+        return [sample for row in rows for sample in samples_of(np.full(1, row, np.int32), follows, row)]
+
+    answers = run.evaluation.task is not None or isinstance(run.data.source, Collected)
+    return Outline(
+        state=state_of(run, model, training, False),
+        training=training,
+        forwards={"policy": forward},
+        groups=groups,
+        samples=samples,
+        coefficients={"policy": ("temperature",)},
+        notes=("it samples answers too (a task to test on, or data to collect): that is not planned",) * answers,
+    )
 
 
 def config_of(model: Any) -> ModelConfig:

@@ -15,8 +15,9 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
 from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import ScalarModel
-from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.rewards.models import ON_DEVICE, ModelReward, StepReward
 from jaxrl_llm.rewards.steps import last_token
 from jaxrl_llm.sharding import batch_parts, platform_of
 from jaxrl_llm.stages.reading import scored, scored_sample
@@ -131,13 +132,27 @@ def load_judge(
         f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
         "rollout.max_new_tokens or rollout.max_prompt_tokens",
     )
+    return DeviceModel(model, forward_of(run, model.config, where), prompts, status)
+
+
+def forward_of(run: Run, config: ModelConfig, where: Any) -> Forward:
+    """How a reward model of this architecture is run on the mesh that samples."""
+    longest = run.rollout.max_length + 1
     parts = batch_parts(where)
     rows = -(-run.learner.microbatch_rows // parts) * parts
     settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
-    compute = compute_for(settings, model.config, platform_of(where))
-    # One place more, at which nothing is read.
-    layout = layout_for(settings, compute, longest + 1, run.rollout.max_new_tokens + 1, where)
-    return DeviceModel(model, Forward(layout, compute, 1.0, where), prompts, status)
+    compute = compute_for(settings, config, platform_of(where))
+    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + 1, where)
+    return Forward(layout, compute, 1.0, where)
+
+
+def paths_of(run: Run) -> list[str]:
+    """The reward models that the run loads, each once."""
+    found = []
+    for base in configs.bases(run):
+        if isinstance(base, ON_DEVICE):
+            found += base.paths if isinstance(base, ModelReward) else (base.path,)
+    return list(dict.fromkeys(found))
 
 
 def together(reward: ModelReward, models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:

@@ -27,13 +27,16 @@ from jaxrl_llm.stages.dataset import (
     check_tokenizer,
     examination,
     gathered,
+    groups_of,
+    outline_of,
     prints_of,
     programs_of,
     read_data,
     size_line,
     to_test,
 )
-from jaxrl_llm.stages.reading import scored
+from jaxrl_llm.stages.outline import Groups, Outline, Pass
+from jaxrl_llm.stages.reading import SCORED_AT_ONCE, scored
 from jaxrl_llm.tasks import Ranked
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import TrainState
@@ -139,6 +142,24 @@ def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[
         )
         for tokens, sign, logp in zip(pair.completions, SIGNS, reference, strict=True)
     ]
+
+
+def groups(run: Preference) -> Groups:
+    """What a step learns from."""
+    return groups_of(run, len(SIGNS), "pairs of completions of")
+
+
+def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
+    """What the run computes on its devices: before its first step what the model gives all pairs."""
+
+    def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
+        return pair_samples(Ranked("", prompt, (tokens, tokens), 0.0, ""), (0.0, 0.0), number)
+
+    found = outline_of(run, model, mesh, PairLoss(run.loss), groups(run), samples)
+    follows = np.zeros(run.batch.max_tokens - 1, np.int32)
+    pairs = range(SCORED_AT_ONCE // len(SIGNS))
+    read = [sample for pair in pairs for sample in samples(np.full(1, pair, np.int32), follows, pair)]
+    return dataclasses.replace(found, passes=(Pass("reference", found.forward, read, "logp", 0, model=model),))
 
 
 def resources(run: Preference, peers: Peers, directory: Path) -> Resources:

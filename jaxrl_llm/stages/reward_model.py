@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm.config.texts import RewardModel
 from jaxrl_llm.evaluate import Tested
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
+from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rules import NotANumber
@@ -25,15 +27,19 @@ from jaxrl_llm.stages.dataset import (
     config_of,
     examination,
     gathered,
+    groups_of,
+    outline_of,
     prints_of,
     programs_of,
     read_data,
     size_line,
     to_test,
 )
+from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
 from jaxrl_llm.tasks import Ranked, Stepped, Steps
 from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.trained import as_trained
 from jaxrl_llm.types import TrainState
 
 
@@ -114,6 +120,33 @@ def step_numbers(rows: Sequence[Stepped], values: Sequence[np.ndarray]) -> dict[
     return {"eval/steps/loss": float(np.mean(loss)), "eval/steps/accuracy": float(np.mean(right))}
 
 
+def objective_of(run: RewardModel) -> Objective:
+    """What the model is trained towards."""
+    return StepEntropy() if isinstance(run.data, Steps) else Ranking(run.centre)
+
+
+def groups(run: RewardModel) -> Groups:
+    """What a step learns from; rankings may be of more than two."""
+    return (
+        groups_of(run, 1, "solutions of")
+        if isinstance(run.data, Steps)
+        else groups_of(run, 2, "pairs of completions of")
+    )
+
+
+def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
+    """What the run computes on its devices."""
+
+    def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
+        if isinstance(run.data, Steps):
+            end = np.full(1, len(tokens) - 1, np.int32)
+            return samples_of(Stepped("", prompt, tokens, end, np.zeros(1, np.float32), ""), number)
+        return samples_of(Ranked("", prompt, (tokens, tokens), 0.0, ""), number)
+
+    trained = jax.eval_shape(lambda decoder: as_trained(run, decoder), model)
+    return outline_of(run, trained, mesh, objective_of(run), groups(run), samples)
+
+
 def resources(run: RewardModel, peers: Peers, directory: Path) -> Resources:
     """The verifiers' processes, where data is collected."""
     return Resources(run, peers, directory)
@@ -142,8 +175,7 @@ def prepare(
     prints = prints_of(loaded)
     peers.check_same(f"rows of {run.data.label}", str(prints))
     steps = isinstance(run.data, Steps)
-    objective = StepEntropy() if steps else Ranking(run.centre)
-    forward, training = programs_of(run, model, mesh, objective)
+    forward, training = programs_of(run, model, mesh, objective_of(run))
     check_together(((row.where, samples_of(row, 0)) for row in (*loaded.train, *loaded.held_out)), forward.layout)
     return RewardStage(
         training=training,

@@ -32,6 +32,7 @@ from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBat
 from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages import programs as of_devices
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
@@ -39,6 +40,8 @@ from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Group, Problem, TrainState
+
+groups, outline = of_devices.groups, of_devices.outline
 
 
 def resources(run: Run, peers: Peers, directory: Path) -> Scorer:

@@ -23,12 +23,15 @@ from jaxrl_llm.stages.dataset import (
     check_tokenizer,
     examination,
     gathered,
+    groups_of,
+    outline_of,
     prints_of,
     programs_of,
     read_data,
     size_line,
     to_test,
 )
+from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.reading import scored
 from jaxrl_llm.tasks import Text
 from jaxrl_llm.telemetry.progress import Progress
@@ -43,6 +46,20 @@ def resources(run: Supervised, peers: Peers, directory: Path) -> Resources:
 def sample_of(text: Text) -> Sample:
     """A text as the learner sees it."""
     return Sample(text.prompt, text.tokens, text.mask)
+
+
+def groups(run: Supervised) -> Groups:
+    """What a step learns from."""
+    return groups_of(run, 1, "texts of")
+
+
+def outline(run: Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:
+    """What the run computes on its devices."""
+
+    def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
+        return [sample_of(Text("", prompt, tokens, np.ones(len(tokens), bool), str(number)))]
+
+    return outline_of(run, model, mesh, NextToken(), groups(run), samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,17 +37,17 @@ def products(jaxpr):
     return total
 
 
-@pytest.mark.parametrize("remat, attention", [("full", "xla"), ("none", "xla")])
-def test_an_update_runs_the_products_that_the_formula_says(remat, attention):
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_an_update_runs_the_products_that_the_formula_says(remat):
     run = with_learner(tiny_run((1, 1, 1), prompts=2, group=2), remat=remat)
     one = subject(run, CONFIG, jax.devices()[:1])
     held = one.arrays
     assert held.microbatches == 1 and held.packed.target.shape[-1] <= 512  # both loops whose bounds are data run once
-    (policy,) = one.programs.training
+    (policy,) = held.learned
     given = dict.fromkeys(coefficients_of(run), jax.ShapeDtypeStruct((), np.float32))
-    jaxpr = jax.make_jaxpr(policy.update)(held.state, held.packed, given)
-    todo = work(run, CONFIG, one.programs.forward.layout)
-    predicted = update_flops(CONFIG, todo, remat, attention)
+    jaxpr = jax.make_jaxpr(policy.training.update)(held.state, held.packed, given)
+    todo = work(run, one.outline, held.learned)
+    predicted = update_flops(todo, policy)
     # What is padded to a quarter of a row among the predictions is computed too.
     padding = held.packed.target.size - todo.sampled
     assert products(jaxpr.jaxpr) == predicted + 4 * forward_flops(CONFIG, 0, 0, padding)
@@ -101,8 +101,8 @@ def test_six_n_per_token_is_the_known_count():
 def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
     run = tiny_run(mesh)
     one = subject(run, CONFIG, jax.devices())
-    held = arrays(run, CONFIG, one.programs.forward.layout, abstract_mesh(mesh), abstract_mesh(mesh))
     model = initialise(CONFIG, jax.random.key(0))
+    held = arrays(one.outline, model, abstract_mesh(mesh), abstract_mesh(mesh))
     state = learner.create_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, one.mesh)
     slots = empty_slots(CONFIG, held.slot_shape, jnp.float32, one.where)
     for planned, real in [(held.state, state), (held.slots, slots)]:
