@@ -80,7 +80,8 @@ REFUSED = {
     "train rm.py --centre -1": ["centre must be at least 0, and finite, got -1.0"],
     "train prm.py --centre 1": ["centre 1.0 is of pairs and rankings", "leave it out"],
     "train rm.py --evaluation.temperature 1": ["a reward model gives no answers", "every and limit alone"],
-    "train rm.py --from odd/sft": ["step 1 of", "give it as --model"],
+    "train rm.py --from odd/sft": ["odd/sft is of a Supervised, and this is a RewardModel: give it as --model"],
+    "train one.py --data.holdout 0.01": ["one has no row left to train on: 1 from the source, 1 held out"],
     "train mute.py": ["mute has no tokenizer"],
     "train sharp.py": ["DPO.beta must be above 0", "correct the configuration"],
     "train other_kind.py": ["data of a Preference is Pairs, got Texts"],
@@ -93,8 +94,9 @@ REFUSED = {
     "train empty.py": ["has no row left to train on: 0 from the source"],
 }
 ODD = {
-    "train sft.py --run_dir odd/sft --data.holdout 0.01 --evaluation.every 1": "fewer rows than a batch, none held out",
-    "train one.py --run_dir odd/one": "a row that stands four times in a batch",
+    "train sft.py --run_dir odd/sft": "fewer rows than a batch",
+    "train one.py --run_dir odd/one": "one row, which stands four times in a batch",
+    "train odd/sft --run_dir odd/sft --steps 2 --evaluation.limit 1 --answering.slots 8": "tested on less from now on",
 }
 
 
@@ -133,8 +135,10 @@ def test_refused_runs_leave_nothing_behind(answers):
 def test_little_data_is_enough(answers, line):
     folder, _, found = answers
     assert found[line].code == 0, found[line].err
-    row = rows(folder / line.split("--run_dir ")[1].split()[0])[-1]
-    assert row["step"] == 1 and row["updates"] == 1 and row["loss"] > 0
+    found = rows(folder / line.split("--run_dir ")[1].split()[0])
+    assert [row["step"] for row in found] == list(range(2 + ("sft" in line)))
+    assert found[-1]["updates"] == 1 and found[-1]["loss"] > 0
+    assert ("eval/text/loss" in found[-1]) == ("sft" in line)
 
 
 def test_a_row_that_a_batch_repeats_is_compared_with_itself_only(answers):

@@ -29,7 +29,9 @@ FREE_TO_CHANGE = (
     "learner.remat",
     "learner.attention",
     "rollout.slots",
+    "answering.slots",
     "scoring.workers",
+    "answering.workers",
     # What a paper does decides nothing here.
     "recipe.paper",
 )
