@@ -122,9 +122,9 @@ def transfer_of(run: Run, model: Decoder, dtype: Any, mesh: Mesh, where: Mesh) -
 def learning_of(
     run: Run, model: Decoder, mesh: Any, tokenizer: Any, find: Architectures = config_of
 ) -> tuple[tuple[Training, ...], Forward, Forward | None]:
-    """How each role is trained, how the learner runs the policy, and how the critic, None without one; ``mesh`` may be abstract.
+    """How each role is trained, how the learner runs the policy, and how the critic, None where there is none.
 
-    ``find``: the architecture of a model that is not loaded yet.
+    ``mesh`` may be abstract; ``find``: the architecture of a model that is not loaded yet.
     """
     optimiser = run.learner.optimiser
     compute = compute_for(run.learner, model.config, platform_of(mesh))
