@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, text_rows
+from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, step_lengths, text_rows
 from jaxrl_llm.types import Problem
 
 PROBLEM = Problem("7", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
@@ -66,3 +66,4 @@ def test_a_step_ends_with_the_token_that_holds_its_end():
     steps = split_steps("".join(tokens), "\n")
     assert steps == ["x = 1", "y\n", "z", "qr"]
     assert prefix_tokens(tokens, steps, "\n", "".join) == [3, 5, 6]
+    assert step_lengths(steps, "\n")[-1] == len("\n".join(steps))
