@@ -13,14 +13,16 @@ from learner.rollouts import one_device
 from jaxrl_llm import config as configs
 from jaxrl_llm.collection.rows import split_steps
 from jaxrl_llm.config import Scoring
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.rewards import Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
+from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.judges import judges_of, step_ends
 from jaxrl_llm.stages.reading import SCORED_AT_ONCE
+from jaxrl_llm.stages.rl import modelled
 from jaxrl_llm.tasks import Prompts, Steps, Table, Task, load, load_texts
 from jaxrl_llm.types import Completion
 
@@ -155,6 +157,32 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
     np.testing.assert_allclose(found.parts["constraint/kind/cost"], raw, atol=2e-5)
     np.testing.assert_array_equal(found.parts["gate/rejected"], ~above)
     np.testing.assert_allclose(found.reward, 3 * hinge + above, atol=5e-5)
+
+
+def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
+    run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
+    found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
+    assert modelled(run, found) == {"reward_model/mean": 3.0}
+    assert np.isnan(modelled(run, {})["reward_model/mean"]) and modelled(run_with(Accuracy()), found) == {}
+
+
+def test_runs_and_their_checkpoints_are_found_from_elsewhere(folder):
+    run = run_with(Hinge(ModelReward(("one", "two@3", "tiny-random")), 0.0), StepReward("three@12"))
+    found = configs.located(run, configs.Origin(str(folder)))
+    paths = (str(folder / "one"), str(folder / "two@3"), "tiny-random")
+    assert configs.bases(found) == [ModelReward(paths), StepReward(str(folder / "three@12"))]
+
+
+def test_tasks_of_one_name_are_told_apart_or_refused():
+    run = run_with(ModelReward("one"))
+    for changes, fine in (({}, True), ({"suffix": "!"}, False), ({"suffix": "!", "name": "other"}, True)):
+        evaluation = dataclasses.replace(run.evaluation, task=dataclasses.replace(TASK, **changes))
+        asked = dataclasses.replace(run, evaluation=evaluation)
+        if fine:
+            configs.validate(asked)
+        else:
+            with pytest.raises(InputError, match="both called digits and differ in suffix: give evaluation.task"):
+                configs.validate(asked)
 
 
 def written(text, tokenizer):
