@@ -1,9 +1,12 @@
 """Which of a problem's verified answers become rows, and how an answer is cut into steps."""
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, step_lengths, text_rows
-from jaxrl_llm.types import Problem
+from jaxrl_llm.collection.sampling import answer_of
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.types import Completion, Problem
 
 PROBLEM = Problem("7", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
 
@@ -67,3 +70,14 @@ def test_a_step_ends_with_the_token_that_holds_its_end():
     assert steps == ["x = 1", "y\n", "z", "qr"]
     assert prefix_tokens(tokens, steps, "\n", "".join) == [3, 5, 6]
     assert step_lengths(steps, "\n")[-1] == len("\n".join(steps))
+
+
+@pytest.mark.parametrize(("last", "reason", "text"), [
+    (257, "stop", "12 3"),
+    (ord("."), "stop", "12 3"),
+    (ord("."), "length", "12 3."),
+])  # fmt: skip
+def test_what_ends_an_answer_is_no_part_of_its_text(last, reason, text):
+    tokens = np.array([*b"12 3", last], np.int32)
+    done = Completion(tokens, np.zeros(5, np.float32), reason, np.ones(5, bool), np.zeros(5, np.int32))
+    assert answer_of(load_pretrained("tiny-random")[1], done, True) == Answer(text, 5, reason == "stop", True)
