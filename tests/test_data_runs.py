@@ -136,6 +136,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(name, whole, broken)
     first, second = rows_of_run(one), rows_of_run(other)
     assert [row["step"] for row in second] == [0, 1, 2] and "event/resumed" in second[RESUMED[name] + 1]
     assert list(map(plain, first)) == list(map(plain, second))
+    assert [row["epoch"] for row in second[1:]] == [1, 2], "each step takes all rows"
     ours, theirs = arrays(one), arrays(other)
     assert ours.keys() == theirs.keys() and {key.split("/")[0] for key in ours} >= {"policy", "opt_state", "updates"}
     for key, value in ours.items():
