@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rollout.simulation import ToyEngine
 
-from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, Questions, evaluate, majority, pass_at
+from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, Questions, evaluate, majority, pass_at, reranked
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Format, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
@@ -51,6 +51,31 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 ])  # fmt: skip
 def test_the_most_frequent_answer_counts_and_ties_go_to_the_first(texts, right, wanted):
     assert majority(PROBLEM, [completion(t) for t in texts], np.array(right, bool)) == wanted
+
+
+@pytest.mark.parametrize(("weights", "wanted"), [
+    ([0.9, 0.2, 0.3, 0.0], 1.0),
+    ([0.5, 0.3, 0.4, 9.0], 0.0),
+    ([0.5, 0.25, 0.25, 1.0], 1.0),
+    ([0.0, 0.0, 0.0, 1.0], 1.0),
+])  # fmt: skip
+def test_a_weighted_majority_adds_up_what_each_answer_is_worth(weights, wanted):
+    texts, right = ["2", "3", "3", "no number"], np.array([1, 0, 0, 1], bool)
+    assert majority(PROBLEM, [completion(t) for t in texts], right, np.array(weights)) == wanted
+
+
+def test_the_answer_that_a_reward_model_likes_best_counts():
+    texts = (("2", "3", "2"), ("3", "2", "5"), ("3", "2", "5"))
+    rows = tuple(tuple(completion(text) for text in row) for row in texts)
+    correct = np.array([[text == "2" for text in row] for row in texts])
+    found = Evaluated("sums", (PROBLEM,) * 3, rows, correct, np.array([1.0, 0.0, 0.0]))
+    scores = np.array([[-3.0, -1.0, -2.0], [0.5, 0.75, 0.5], [4.0, 4.0, -8.0]])
+    assert not [name for name in found.metrics() if "rerank" in name or "weighted" in name]
+    chosen = reranked(found, scores, np.array([[0.3, 0.5, 0.3], [0.5, 0.6, 0.5], [0.2, 0.2, 0.1]]))
+    assert chosen.best.tolist() == [0.0, 1.0, 0.0] and chosen.weighted.tolist() == [1.0, 1.0, 0.0]
+    metrics = chosen.metrics()
+    assert metrics["eval/sums/rerank@3"] == 1 / 3 and metrics["eval/sums/weighted_maj@3"] == 2 / 3
+    assert metrics.items() >= found.metrics().items()
 
 
 def test_metrics_have_the_pinned_names():

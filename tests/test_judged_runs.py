@@ -76,9 +76,12 @@ LINES = {
     "steps": "train steps.py --run_dir steps",
     "rises": "train rises.py --run_dir rises",
     "eval": "eval whole --task.verifier none --max_new_tokens 4 --json",
+    "wholes": "eval whole --limit 2 --samples 2 --temperature 1 --rerank runs/rm --json",
+    "by_steps": "eval whole --limit 2 --samples 2 --temperature 1 --rerank runs/prm --rerank_by minimum --json",
     "eval_steps": "eval steps --limit 2 --json",
 }
 PATH = "train rl.py --run_dir refused --scoring.rewards.0.path"
+RERANK = "eval whole --samples 2 --temperature 1 --rerank"
 REFUSED = {
     f"{PATH} nowhere": ["reward model: no such model: nowhere"],
     f"{PATH} runs/reward_quickstart": ["reward model: runs/reward_quickstart is not there yet: jaxrl-llm train reward"],
@@ -86,9 +89,13 @@ REFUSED = {
     f"{PATH} whole": ["reward model: whole is a language model"],
     f"{PATH} foreign": ["reward model: the tokens of foreign are not those of tiny-random"],
     f"{PATH} mute": ["reward model: mute has no tokenizer: put tokenizer.json and tokenizer_config.json beside"],
-    f"{PATH} short": ["short was made for 39 positions", "up to 40: lower rollout.max_new_tokens"],
+    f"{PATH} short": ["short was made for 39 positions", "up to 40: lower max_new_tokens"],
     "train rises.py --run_dir refused --recipe grpo": ["reward steps gives differences", "(--recipe ppo)"],
     "train steps.py --run_dir refused --scoring.rewards.0.separator ": ["reward steps has an empty separator"],
+    f"{RERANK} runs/prm": ["--rerank runs/prm learned to score steps: set --rerank_by product"],
+    f"{RERANK} runs/rm --rerank_by last": ["--rerank runs/rm learned to score whole answers: set --rerank_by score"],
+    f"{RERANK} short --max_new_tokens 30": ["--rerank: short was made for 39 positions"],
+    "eval runs/rm --rerank runs/rm": ["--rerank"],
     "eval whole --task.verifier none --max_new_tokens 2040": ["--max_new_tokens 2040 after a prompt of"],
 }
 
@@ -184,6 +191,12 @@ def test_answers_that_nothing_verifies_are_scored_by_the_runs_model(folder, answ
         assert answers[name].code == 0, answers[name].err
     assert json.loads(answers["eval"].out)["eval/digits/reward"] != 0
     assert "eval/digits/pass@1" in json.loads(answers["eval_steps"].out), "what is verified needs no model"
+
+
+@pytest.mark.parametrize("name", ["wholes", "by_steps"])
+def test_a_run_of_a_reward_model_chooses_among_answers(answers, name):
+    assert answers[name].code == 0, answers[name].err
+    assert 0 <= json.loads(answers[name].out)["eval/digits/rerank@2"] <= 1
 
 
 def test_a_model_for_just_as_many_positions_is_taken(answers):

@@ -17,10 +17,11 @@ from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.rewards import Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
+from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.judges import judges_of, step_ends
 from jaxrl_llm.stages.reading import SCORED_AT_ONCE
+from jaxrl_llm.stages.rl import modelled
 from jaxrl_llm.tasks import Prompts, Steps, Table, Task, load, load_texts
 from jaxrl_llm.types import Completion
 
@@ -155,6 +156,13 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
     np.testing.assert_allclose(found.parts["constraint/kind/cost"], raw, atol=2e-5)
     np.testing.assert_array_equal(found.parts["gate/rejected"], ~above)
     np.testing.assert_allclose(found.reward, 3 * hinge + above, atol=5e-5)
+
+
+def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
+    run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
+    found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
+    assert modelled(run, found) == {"reward_model/mean": 3.0}
+    assert np.isnan(modelled(run, {})["reward_model/mean"]) and modelled(run_with(Accuracy()), found) == {}
 
 
 def written(text, tokenizer):

@@ -20,8 +20,8 @@ USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
-another). With --rerank a reward model chooses one of the K answers, by its score of the answer, or by those of the
-steps: their product, the lowest or the last.
+another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
+of its steps, their product, the lowest or the last.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 

@@ -130,7 +130,7 @@ def load_judge(
     configs.require(
         longest <= positions,
         f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
-        "rollout.max_new_tokens or rollout.max_prompt_tokens",
+        "max_new_tokens or max_prompt_tokens, or give another reward model",
     )
     return DeviceModel(model, forward_of(run, model.config, where), prompts, status)
 

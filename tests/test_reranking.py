@@ -1,0 +1,146 @@
+"""``jaxrl-llm eval --rerank``: the best of several answers, against scores of each of them alone."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from commands import assert_refused, commands
+from talkative import LONGEST, talkative, task_in
+from test_judges import scalar_model
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms.preference import solution_score
+from jaxrl_llm.cli import eval as command
+from jaxrl_llm.cli.policy import load_policy
+from jaxrl_llm.models import save_pretrained, scores
+from jaxrl_llm.tasks import Prompts, extract
+
+SAMPLES = 4
+CONFIG = """
+import dataclasses
+from jaxrl_llm.config import load_config
+from jaxrl_llm.tasks import Table, Task
+task = Task(Table("{table}"), template="chatml", suffix="!\\n")
+base = load_config("smoke")[1]
+config = dataclasses.replace(base, task=task, rollout=dataclasses.replace(base.rollout, slots=32, max_new_tokens={new}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rerank")
+    task_in(folder, 24)
+    (folder / "counting.py").write_text(CONFIG.format(table=folder / "numbers.jsonl", new=LONGEST))
+    model, tokenizer = talkative()
+    save_pretrained(model, tokenizer, folder / "model")
+    save_pretrained(scalar_model("one"), tokenizer, folder / "rm")
+    return folder
+
+
+def evaluated(folder, by):
+    """What an evaluation found, its settings being those of the command line."""
+    settings = configs.find_config(str(folder / "counting.py")).located
+    options = dataclasses.replace(
+        command.defaults(settings), samples=SAMPLES, temperature=1.0, rerank=str(folder / "rm"), rerank_by=by
+    )
+    command.check(options, settings)
+    _, found, _ = command.test(str(folder / "model"), None, settings, options, False)
+    return found, settings.task
+
+
+def by_hand(folder, found, task, by):
+    """The score of each answer, every prefix in a row of its own."""
+    tokenizer = load_policy(str(folder / "model"), None).tokenizer
+    prompts = Prompts(task, tokenizer)
+    prefixes, whose = [], []
+    for number, (problem, row) in enumerate(zip(found.problems, found.completions, strict=True)):
+        for place, made in enumerate(row):
+            written = len(made.text.rstrip("\n"))
+            cuts = [at for at in range(1, written) if made.text[at - 1] == "\n" and made.text[at] != "\n"]
+            cuts = [at for at in cuts if made.text[:at].strip()] + [len(made.text)]
+            ends = [len(made.tokens)] if by == "score" else [] if not made.text.strip() else cuts
+            for end in ends:  # each of its characters is a token
+                prefixes.append([*prompts[problem], *made.tokens[:end]])
+                whose.append((number, place))
+    rows = np.zeros((len(prefixes), max(map(len, prefixes))), np.int32)
+    for row, prefix in zip(rows, prefixes, strict=True):
+        row[: len(prefix)] = prefix
+    values = np.asarray(scores(scalar_model("one"), rows, [len(prefix) for prefix in prefixes]), np.float64)
+    return [[values[[w == (n, g) for w in whose]] for g in range(SAMPLES)] for n in range(len(found.problems))]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def total(steps, by):
+    """One score of the scores of an answer's steps."""
+    if by == "score":
+        return steps[0]
+    if not len(steps):
+        return 0.0
+    beliefs = sigmoid(steps)
+    if by == "last":
+        return beliefs[-1]
+    lowest = by == "minimum"
+    wanted = min(beliefs) if lowest else math.prod(beliefs)
+    np.testing.assert_allclose(solution_score(beliefs[None], np.ones((1, len(steps)), bool), lowest)[0], wanted, 1e-5)
+    return wanted
+
+
+@pytest.mark.parametrize("by", ["score", "product", "minimum", "last"])
+def test_the_best_answer_is_the_one_whose_own_score_is_highest(folder, by):
+    found, task = evaluated(folder, by)
+    values = by_hand(folder, found, task, by)
+    assert by == "score" or any(len(steps) > 1 for row in values for steps in row)
+    table = np.array([[total(steps, by) for steps in row] for row in values])
+    best = found.correct[np.arange(len(table)), table.argmax(axis=1)]
+    np.testing.assert_array_equal(found.best, best)
+    votes = sigmoid(table) if by == "score" else table
+    for row, problem, weights, made in zip(found.correct, found.problems, votes, found.completions, strict=True):
+        sums = {}
+        for right, weight, one in zip(row, weights, made, strict=True):
+            answer = extract(one.text, problem.extractor)
+            if answer is not None:
+                known = sums.setdefault(answer, [0.0, right])
+                known[0] += weight
+        wanted = max(sums.values(), key=lambda pair: pair[0])[1] if sums else 0
+        assert found.weighted[found.problems.index(problem)] == wanted
+    assert 0 < found.best.mean() < 1 and not np.array_equal(found.best, found.correct[:, 0])
+
+
+LINE = "eval model --config counting.py --temperature 1 --samples 4"
+SHOWN = {"json": f"{LINE} --rerank rm --rerank_by product --json", "table": f"{LINE} --rerank rm --rerank_by product"}
+REFUSED = {
+    f"{LINE} --rerank rm --samples 1": ["--rerank chooses one of several", "--samples is 1: set it to at least 2"],
+    f"{LINE} --rerank_by last": ["--rerank_by last needs a process reward model: add --rerank"],
+    f"{LINE} --rerank nowhere": ["--rerank: no such model: nowhere"],
+    f"{LINE} --rerank model": ["--rerank: model is a language model, which gives no score"],
+    f"{LINE} --rerank rm --task.verifier none": ["--rerank has nothing to measure on task numbers", "verifier"],
+    f"{LINE} --rerank rm --rerank_by best": ["--rerank-by: expected one of score, product, minimum, last, got 'best'"],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    lines = [*SHOWN.values(), *REFUSED]
+    return dict(zip([*SHOWN, *REFUSED], commands(lines, folder), strict=True))
+
+
+def test_people_and_programs_see_it_beside_the_other_numbers(answers):
+    for name in SHOWN:
+        assert answers[name].code == 0, answers[name].err
+    said = json.loads(answers["json"].out)
+    assert (said["rerank"], said["rerank_by"]) == ("rm", "product")
+    table = answers["table"].out.splitlines()[2:]  # after what is asked, and that all problems are
+    names = ["avg@4", "pass@2", "pass@4", "maj@4", "rerank@4", "weighted_maj@4", "length"]
+    assert [row.split()[0] for row in table] == names
+    assert table[4].split()[1] == f"{100 * said['eval/numbers/rerank@4']:.1f}"
+    assert len({row.index(".") for row in table}) == 1, "one column"
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_choose_is_refused_in_one_line(answers, line):
+    assert_refused(answers[line], *REFUSED[line])
