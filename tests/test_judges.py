@@ -165,6 +165,13 @@ def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_sc
     assert np.isnan(modelled(run, {})["reward_model/mean"]) and modelled(run_with(Accuracy()), found) == {}
 
 
+def test_runs_and_their_checkpoints_are_found_from_elsewhere(folder):
+    run = run_with(Hinge(ModelReward(("one", "two@3", "tiny-random")), 0.0), StepReward("three@12"))
+    found = configs.located(run, configs.Origin(str(folder)))
+    paths = (str(folder / "one"), str(folder / "two@3"), "tiny-random")
+    assert configs.bases(found) == [ModelReward(paths), StepReward(str(folder / "three@12"))]
+
+
 def written(text, tokenizer):
     """A row that such a model learns from, its steps cut as collected ones are; and the same as a completion."""
     row = {"prompt": "Say 1", "completions": split_steps(text, "\n"), "labels": [1] * len(split_steps(text, "\n"))}

@@ -10,12 +10,11 @@ from jaxrl_llm.config.files import (
     find_config,
     find_start,
     load_config,
-    split_step,
     with_recipe,
 )
 from jaxrl_llm.config.kinds import KINDS, validate
 from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.origin import Origin, Start, located
+from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.parts import dated, day_of
 from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, resolved
 from jaxrl_llm.config.saved import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.config.code import execute
 from jaxrl_llm.config.kinds import KINDS
-from jaxrl_llm.config.origin import Origin, Start, located
+from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.saved import is_run, read, whole
 from jaxrl_llm.config.validation import require
@@ -85,12 +85,6 @@ def find_config(name: str) -> Found:
     others = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
     require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){others}")
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
-
-
-def split_step(name: str) -> tuple[Path, int | None]:
-    """``RUN@STEP`` as a directory and a number; without one, or where a folder has just this name, None."""
-    run, _, step = name.rpartition("@")
-    return (Path(run), int(step)) if run and step.isdecimal() and not Path(name).exists() else (Path(name), None)
 
 
 def find_start(name: str) -> Start:

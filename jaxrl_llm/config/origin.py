@@ -73,6 +73,12 @@ PLACES: tuple[tuple[type, str], ...] = (
 """Fields that name a file or a folder, or several; so does every configuration's ``model``."""
 
 
+def split_step(name: str) -> tuple[Path, int | None]:
+    """``RUN@STEP`` as a directory and a number; without one, or where a folder has just this name, None."""
+    run, _, step = name.rpartition("@")
+    return (Path(run), int(step)) if run and step.isdecimal() and not Path(name).exists() else (Path(name), None)
+
+
 def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
     """The run with relative paths of data and models that are not found from the current folder written out.
 
@@ -103,6 +109,6 @@ def _found(text: str, folders: list[Path]) -> str:
     if Path(text).is_absolute() or not text:
         return text
     for folder in folders:
-        if (folder / text).exists():
+        if split_step(str(folder / text))[0].exists():
             return text if folder == Path.cwd() else str(folder / text)
     return text
