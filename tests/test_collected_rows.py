@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, text_rows
+from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, step_lengths, text_rows
 from jaxrl_llm.collection.sampling import answer_of
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.types import Completion, Problem
@@ -69,6 +69,7 @@ def test_a_step_ends_with_the_token_that_holds_its_end():
     steps = split_steps("".join(tokens), "\n")
     assert steps == ["x = 1", "y\n", "z", "qr"]
     assert prefix_tokens(tokens, steps, "\n", "".join) == [3, 5, 6]
+    assert step_lengths(steps, "\n")[-1] == len("\n".join(steps))
 
 
 @pytest.mark.parametrize(("last", "reason", "text"), [

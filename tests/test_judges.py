@@ -13,6 +13,7 @@ from learner.rollouts import one_device
 from jaxrl_llm import config as configs
 from jaxrl_llm.collection.rows import split_steps
 from jaxrl_llm.config import Scoring
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.decoder import initialise
@@ -170,6 +171,18 @@ def test_runs_and_their_checkpoints_are_found_from_elsewhere(folder):
     found = configs.located(run, configs.Origin(str(folder)))
     paths = (str(folder / "one"), str(folder / "two@3"), "tiny-random")
     assert configs.bases(found) == [ModelReward(paths), StepReward(str(folder / "three@12"))]
+
+
+def test_tasks_of_one_name_are_told_apart_or_refused():
+    run = run_with(ModelReward("one"))
+    for changes, fine in (({}, True), ({"suffix": "!"}, False), ({"suffix": "!", "name": "other"}, True)):
+        evaluation = dataclasses.replace(run.evaluation, task=dataclasses.replace(TASK, **changes))
+        asked = dataclasses.replace(run, evaluation=evaluation)
+        if fine:
+            configs.validate(asked)
+        else:
+            with pytest.raises(InputError, match="both called digits and differ in suffix: give evaluation.task"):
+                configs.validate(asked)
 
 
 def written(text, tokenizer):

@@ -8,7 +8,7 @@ from jaxrl_llm.config.run import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, base_of, check_bound
-from jaxrl_llm.rewards.models import OF_STEPS, StepReward
+from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE, StepReward
 from jaxrl_llm.rewards.shaping import Reward
 
 
@@ -68,5 +68,22 @@ def check_scored(run: Run) -> None:
             f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
             "leave a sum that depends on how many steps there are; take GAE (--recipe ppo), or differences False"
         )
+    if any(isinstance(base, ON_DEVICE) for base in bases(run)):
+        _check_wording(run)
     if estimator.several and len(of_steps(scoring.rewards)) == len(scoring.rewards):
         raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
+
+
+def _check_wording(run: Run) -> None:
+    """Refuse two tasks that a reward model could not tell apart, and would read in other words than the policy."""
+    trained, tested = run.task, run.evaluation.task
+    if tested is None or tested.label != trained.label:
+        return
+    differ = [
+        name for name in ("template", "system", "suffix", "date") if getattr(trained, name) != getattr(tested, name)
+    ]
+    if differ:
+        raise InputError(
+            f"task and evaluation.task are both called {trained.label} and differ in {differ[0]}: give evaluation.task "
+            "another name, by which reward models tell them apart"
+        )
