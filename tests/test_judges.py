@@ -166,6 +166,18 @@ def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_sc
     assert np.isnan(modelled(run, {})["reward_model/mean"]) and modelled(run_with(Accuracy()), found) == {}
 
 
+def test_a_model_for_just_as_many_positions_is_taken(folder, tokenizer):
+    config = dataclasses.replace(TINY, layers=1, attention=dataclasses.replace(TINY.attention, max_positions=WIDTH))
+    path = str(folder / "just_enough")
+    save_pretrained(with_scalar_head(initialise(config, jax.random.key(0))), tokenizer, path)
+    run = run_with(ModelReward(path))
+    assert run.rollout.max_length == WIDTH
+    assert judges_of(run, one_device(), tokenizer, {}, lambda text: None).keys() == set(run.scoring.rewards)
+    longer = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=LONGEST + 1))
+    with pytest.raises(InputError, match=f"made for {WIDTH} positions, and prompts with completions have up to 41"):
+        judges_of(longer, one_device(), tokenizer, {}, lambda text: None)
+
+
 def test_runs_and_their_checkpoints_are_found_from_elsewhere(folder):
     run = run_with(Hinge(ModelReward(("one", "two@3", "tiny-random")), 0.0), StepReward("three@12"))
     found = configs.located(run, configs.Origin(str(folder)))
