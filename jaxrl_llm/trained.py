@@ -65,14 +65,14 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
 
 
 def _check_name(name: str, directory: Path) -> None:
-    """Refuse what is no model; of a run that is not there yet, the command that makes it is named."""
-    try:
-        check_name(name)
-    except InputError:
-        config = directory.name
-        if directory.parent.name != SAVED_RUNS or config not in configs.config_names():
-            raise
-        raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it") from None
+    """Refuse what is no model; of a run that is not there yet, the command that makes it is named.
+
+    Where there is no folder of runs yet, its name would read as a hub id.
+    """
+    config = directory.name
+    if directory.parent.name == SAVED_RUNS and not directory.exists() and config in configs.config_names():
+        raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it")
+    check_name(name)
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import Configuration, Run, split_step
+from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.architecture import architecture
 from jaxrl_llm.models.config import ModelConfig
@@ -44,13 +45,18 @@ def architectures(run: Configuration, policy: ModelConfig) -> tuple[Architecture
     found = {}
     notes = []
     for name in beside(run):
+        directory, _ = split_step(name)
+        # Where there is no folder of runs yet, its name would read as a hub id.
+        there = directory.parent.name != SAVED_RUNS or directory.exists()
         try:
-            found[name] = model_config(name)[0]
+            config = model_config(name)[0] if there else None
         except InputError:
-            if split_step(name)[0].exists():
+            if directory.exists():
                 raise
-            found[name] = policy
+            config = None
+        if config is None:
             notes.append(f"{name} is not there: planned as a model of the policy's architecture")
+        found[name] = config or policy
     return found.__getitem__, tuple(notes)
 
 
