@@ -6,8 +6,10 @@ import pytest
 from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, step_lengths, text_rows
 from jaxrl_llm.collection.sampling import answer_of
 from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.tasks import Collected, ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem
 
+TASK = Task(ReasoningGym("chain_sum"))
 PROBLEM = Problem("7", ({"role": "user", "content": "1 + 1?"},), "2", "sums")
 
 
@@ -47,9 +49,19 @@ def test_which_right_answers_are_kept(keep, wanted):
     ("all", True, [("right", "false"), ("the right one", "wrong one")]),
 ])  # fmt: skip
 def test_which_pairs_are_made(keep, match_length, wanted):
-    rows = pair_rows(PROBLEM, ANSWERS, keep, match_length)
+    data = Collected(TASK, keep=keep, match_length=match_length)
+    rows = pair_rows(PROBLEM, ANSWERS, data)
     assert [(row["chosen"], row["rejected"]) for row in rows] == wanted
-    assert pair_rows(PROBLEM, ANSWERS[1:6], keep, match_length) == []
+    assert pair_rows(PROBLEM, ANSWERS[1:6], data) == []
+
+
+def test_an_answer_that_was_cut_off_may_be_the_wrong_one_and_its_row_says_so():
+    answers = (answer("right", True), answer("cut", False, ended=False), answer("wrong", False))
+    kept = pair_rows(PROBLEM, answers, Collected(TASK))
+    cut = pair_rows(PROBLEM, answers, Collected(TASK, cut_off=True))
+    assert [(row["rejected"], row.get("rejected_cut_off")) for row in (*kept, *cut)] == [("wrong", None), ("cut", True)]
+    never = (answer("right", True, ended=False), answer("wrong", False))
+    assert pair_rows(PROBLEM, never, Collected(TASK, cut_off=True)) == []
 
 
 @pytest.mark.parametrize(("text", "steps"), [

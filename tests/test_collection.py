@@ -222,6 +222,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_file(by, files, tmp_path, kind)
     ({"samples": 5}, "samples: 12 -> 5"),
     ({"keep": "first"}, "keep: all -> first"),
     ({"match_length": False}, "match_length"),
+    ({"cut_off": True}, "cut_off: False -> True"),
 ])  # fmt: skip
 def test_a_file_that_was_begun_otherwise_is_left_alone(by, files, tmp_path, change, words):
     question, _, _ = files["pairs"]

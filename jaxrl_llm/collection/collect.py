@@ -85,7 +85,7 @@ def settings_of(by: Answerer, asked: Asked) -> dict[str, Any]:
     if asked.kind == "steps":
         return settings | {"continuations": data.continuations, "separator": asked.separator}
     if asked.kind == "pairs":
-        settings["match_length"] = data.match_length
+        settings |= {"match_length": data.match_length, "cut_off": data.cut_off}
     return settings | {"keep": data.keep}
 
 

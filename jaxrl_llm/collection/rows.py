@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.tasks.collected import Collected
+from jaxrl_llm.tasks.columns import CUT_OFF
 from jaxrl_llm.types import Problem
 
 Row = dict[str, Any]
@@ -38,19 +40,20 @@ def text_rows(problem: Problem, answers: Sequence[Answer], keep: str) -> list[Ro
     return [_about(problem, completion=answer.text) for answer in (right if keep == "all" else right[:1])]
 
 
-def pair_rows(problem: Problem, answers: Sequence[Answer], keep: str, match_length: bool) -> list[Row]:
+def pair_rows(problem: Problem, answers: Sequence[Answer], data: Collected) -> list[Row]:
     """Right answers, each preferred to a wrong one; no answer is used twice.
 
     With ``match_length`` the two that are nearest in length are put together first, those sampled earlier where several
     are as near.
     """
-    right, wrong = _of(answers, True, keep), _of(answers, False, "all")
+    right = _of(answers, True, data.keep)
+    wrong = _of(answers, False, "all", data.cut_off)
     couples = list(zip(right, wrong, strict=False))
-    if match_length:
-        couples = _nearest(right[:1] if keep == "shortest" else right, wrong)
+    if data.match_length:
+        couples = _nearest(right[:1] if data.keep == "shortest" else right, wrong)
     return [
-        _about(problem, chosen=better.text, rejected=worse.text)
-        for better, worse in (couples if keep == "all" else couples[:1])
+        _about(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
+        for better, worse in (couples if data.keep == "all" else couples[:1])
     ]
 
 
@@ -59,11 +62,11 @@ def step_row(problem: Problem, steps: Sequence[str], labels: Sequence[float]) ->
     return _about(problem, completions=list(steps), labels=[float(label) for label in labels])
 
 
-def distinct(answers: Sequence[Answer]) -> list[int]:
-    """Indices of the usable answers, the first of each text."""
+def distinct(answers: Sequence[Answer], cut_off: bool = False) -> list[int]:
+    """Indices of the usable answers, the first of each text; with ``cut_off`` of those too that have no end."""
     first: dict[str, int] = {}
     for index, answer in enumerate(answers):
-        if answer.usable:
+        if answer.usable or (cut_off and answer.text.strip()):
             first.setdefault(answer.text, index)
     return list(first.values())
 
@@ -113,9 +116,9 @@ def prefix_tokens(
     return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
 
 
-def _of(answers: Sequence[Answer], right: bool, keep: str) -> list[Answer]:
+def _of(answers: Sequence[Answer], right: bool, keep: str, cut_off: bool = False) -> list[Answer]:
     """The usable answers of one kind, the shortest first or in the order in which they were sampled."""
-    found = [answers[index] for index in distinct(answers) if answers[index].right == right]
+    found = [answers[index] for index in distinct(answers, cut_off) if answers[index].right == right]
     return sorted(found, key=lambda answer: answer.length) if keep == "shortest" else found
 
 

@@ -144,7 +144,7 @@ def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -
         rows, more = _labelled(by, asked, first, answers, completions, status)
     elif asked.kind == "pairs":
         data = asked.data
-        rows = [pair_rows(p, a, data.keep, data.match_length) for p, a in zip(problems, answers, strict=True)]
+        rows = [pair_rows(p, a, data) for p, a in zip(problems, answers, strict=True)]
     else:
         rows = [text_rows(p, a, asked.data.keep) for p, a in zip(problems, answers, strict=True)]
     return [Entry(r, _counts(a, r, m)) for a, r, m in zip(answers, rows, more, strict=True)]

@@ -19,7 +19,7 @@ class Collected:
 
     As ``Texts`` they are right answers (rejection sampling), as ``Pairs`` a right one and a wrong one of one problem,
     as ``Steps`` answers whose steps are labelled with the share of continuations that come to the right result. Answers
-    that did not come to their end are never among them: they would teach not to stop.
+    that did not come to their end are never among the right ones: they would teach not to stop.
 
     Attributes:
       task: the problems, and how answers are verified; those that it holds out are not asked. Its template, system
@@ -32,6 +32,8 @@ class Collected:
         that answer, or as many as can be made without using an answer twice.
       match_length: of pairs: put answers together that are as near in length as can be, so that length is nothing to
         prefer; if not, right and wrong ones in the order in which they were sampled.
+      cut_off: of pairs: whether answers that were cut off are wrong ones too. Their rows say so (``rejected_cut_off``),
+        and no end of them is learned.
       continuations: of steps: k, sampled from the end of each step but the last.
     """
 
@@ -42,6 +44,7 @@ class Collected:
     limit: int = 0
     keep: Literal["first", "shortest", "all"] = "first"
     match_length: bool = False
+    cut_off: bool = False
     continuations: int = 8
 
     @property

@@ -20,6 +20,8 @@ PAIR_COLUMNS: tuple[Columns, ...] = (
     ("chosen", "rejected"),
     ("prompt", "completions"),
 )
+CUT_OFF = "rejected_cut_off"
+"""A column of pairs: true where the worse completion was cut off, and so has no end of its turn."""
 STEP_COLUMNS: tuple[Columns, ...] = (("prompt", "completions", "labels"),)
 
 

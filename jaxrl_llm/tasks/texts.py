@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.columns import (
+    CUT_OFF,
     PAIR_COLUMNS,
     STEP_COLUMNS,
     TEXT_COLUMNS,
@@ -125,7 +126,8 @@ class Texts(_Data):
 @dataclasses.dataclass(frozen=True)
 class Pairs(_Data):
     """Preferences. A row has ``prompt``, ``chosen`` and ``rejected``; or only the last two, as chats that share their
-    beginning; or ``prompt`` and ``completions``, the best first. It may have a ``margin``, a number.
+    beginning; or ``prompt`` and ``completions``, the best first. It may have a ``margin``, a number, and say with
+    ``rejected_cut_off`` that the rejected one has no end.
 
     Attributes:
       source, template, system, suffix, holdout, name, date: as in Texts.
@@ -141,6 +143,8 @@ class Pairs(_Data):
         prompt, answers, names = ranking_of(row, columns)
         before, asked = writer.prompt(prompt)
         tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
+        if row.get(CUT_OFF):
+            tokens = (*tokens[:-1], tokens[-1][: -len(writer.ending)])
         for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
                 raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")

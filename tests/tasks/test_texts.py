@@ -107,6 +107,14 @@ def test_chats_share_their_prompt_up_to_the_last_message():
     assert plain(found) == plain(usual) and found.margin == 2.0 and answers(found) == ["b", "c"]
 
 
+def test_no_end_is_learned_of_an_answer_that_was_cut_off():
+    row = {"prompt": "q", "chosen": "a", "rejected": "b c"}
+    (whole,) = loaded(Pairs([row], template="plain")).train
+    (cut,) = loaded(Pairs([row | {"rejected_cut_off": True}], template="plain")).train
+    assert [*cut.completions[1], *STOP] == list(whole.completions[1])
+    assert list(cut.completions[0]) == list(whole.completions[0])
+
+
 def test_rankings_keep_their_order():
     (found,) = loaded(Pairs([{"prompt": "q", "completions": ["c", "a", "bb"]}])).train
     assert answers(found) == ["c", "a", "bb"] and found.length == len(found.prompt) + 3
