@@ -108,7 +108,7 @@ def test_eval_speaks_of_the_reward_too(folder, answers):
     found = json.loads(out.splitlines()[-1])
     reward = rows(folder / "runs/x/metrics.jsonl")[-1]["eval/rows/reward"]
     assert code == 0 and found["eval/rows/reward"] == reward and "eval/rows/pass@1" not in found
-    assert f"  reward      {reward:8.3f}  +- " in answers["eval table"][1]
+    assert f"  {'reward':<16}{reward:8.3f}  +- " in answers["eval table"][1]
     assert "task.verifier none leaves the reward Accuracy nothing to compare" in answers["eval by the verifier"][1]
 
 
