@@ -1,5 +1,6 @@
 """``jaxrl-llm plan``: does a run fit a machine, how fast can it be, and what holds it back; before it is rented."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,15 +102,15 @@ def options(arguments: list[str]) -> dict[str, Any]:
 
 
 def settings(given: str, arguments: list[str], slices: int) -> Any:
-    """The run as it would be trained."""
-    import dataclasses
-
-    run: Any = configs.load_config(given)[1]
+    """The run as it would be trained, with models where they are found from here."""
+    found = configs.find_config(given)
+    run: Any = found.run
     recipe = take(arguments, "--recipe", True)
     run = configs.with_recipe(run, recipe) if recipe else run
     if slices > 1:
         run = dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, slices=slices))
-    return configs.resolved(parse(type(run), arguments, f"jaxrl-llm plan {given}", HELP, run))
+    settled = dataclasses.replace(found, run=parse(type(run), arguments, f"jaxrl-llm plan {given}", HELP, run))
+    return configs.resolved(settled.located)
 
 
 def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:

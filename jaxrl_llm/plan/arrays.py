@@ -87,6 +87,16 @@ class Reading:
     packed: Packed
     microbatches: int
 
+    @property
+    def forward(self) -> Forward:
+        """How the model is run."""
+        return self.asked.forward
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts tokens."""
+        return self.asked.output != "values"
+
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
@@ -209,6 +219,11 @@ def _sampling(held: Arrays, sampler: Sampler, model: Decoder, dtype: Any, where:
 def bytes_per_device(tree: Any) -> int:
     """Bytes that one device holds of these arrays, padding of their layout left out."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def width_of(one: Learned | Reading) -> int:
+    """Bytes of a number that a model's layers compute with."""
+    return jnp.dtype(one.forward.compute.dtype).itemsize
 
 
 def share_of(tree: Any) -> float:

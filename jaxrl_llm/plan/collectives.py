@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device
+from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, width_of
 from jaxrl_llm.plan.formulas import REMAT_PASSES, Work
 from jaxrl_llm.plan.hlo import Collective
 from jaxrl_llm.plan.network import Places, Traffic, by_kind, traffic
@@ -39,7 +39,7 @@ def by_formula(
     policy = arrays.learned[0]
     sent["score"] = _passed(policy, work.microbatches, rows, axes)
     for one in arrays.readings:
-        each = one.asked.forward.layout
+        each = one.forward.layout
         sent[one.asked.name] = _passed(one, one.microbatches, each.rows * each.row_tokens / each.parts, axes)
     for one in arrays.learned:
         sent[one.program] = _updated(one, work.microbatches, rows, axes, 2 + REMAT_PASSES[run.learner.remat])
@@ -52,7 +52,7 @@ def by_formula(
 def _passed(one: Learned | Reading, microbatches: int, tokens: float, axes: Groups) -> list[Collective]:
     """A forward pass: weights gathered for each microbatch, activations of so many tokens summed."""
     config = one.model.config
-    size = tokens * config.width * _width(one)
+    size = tokens * config.width * width_of(one)
     return [
         Collective("all-gather", bytes_per_device(one.gathered), axes[1], microbatches),
         Collective("all-reduce", size, axes[2], 2 * config.layers * microbatches),
@@ -68,9 +68,3 @@ def _updated(one: Learned, microbatches: int, tokens: float, axes: Groups, passe
         Collective("all-reduce", bytes_per_device(one.role.params), axes[0], microbatches),
         Collective("all-reduce", activations.size, axes[2], (1 + passes) * activations.times),
     ]
-
-
-def _width(one: Learned | Reading) -> int:
-    """Bytes of a number that layers compute with."""
-    forward = one.forward if isinstance(one, Learned) else one.asked.forward
-    return 2 if forward.compute.dtype == "bfloat16" else 4

@@ -111,7 +111,7 @@ def lower_update(one: Subject, learned: Learned) -> jax.stages.Lowered:
 def lower_reading(reading: Reading) -> jax.stages.Lowered:
     """A pass over one call's completions."""
     temperature = jax.ShapeDtypeStruct((), np.float32)
-    forward = reading.asked.forward
+    forward = reading.forward
     with jax.set_mesh(forward.mesh):
         return score.lower(reading.model, reading.packed, temperature, forward.compute, reading.asked.output)
 
@@ -154,7 +154,7 @@ def programs(one: Subject) -> dict[str, tuple[Mesh, Callable[[], jax.stages.Lowe
             if name != "weights" or not one.apart:
                 found[name] = one.mesh if name == "weights" else one.where, functools.partial(lower, one, one.arrays)
     for reading in one.arrays.readings:
-        found[reading.asked.name] = reading.asked.forward.mesh, functools.partial(lower_reading, reading)
+        found[reading.asked.name] = reading.forward.mesh, functools.partial(lower_reading, reading)
     for learned in one.arrays.learned:
         found[learned.program] = one.mesh, functools.partial(lower_update, one, learned)
     return found
@@ -199,7 +199,7 @@ def _repeats(one: Subject, name: str) -> tuple[float, ...]:
     chunks = -(-arrays.packed.target.shape[-1] // CHUNK)
     found = {held.program: (arrays.microbatches,) + (chunks,) * held.predicts for held in arrays.learned}
     for reading in arrays.readings:
-        inside = (-(-reading.packed.target.shape[-1] // CHUNK),) * (reading.asked.output != "values")
+        inside = (-(-reading.packed.target.shape[-1] // CHUNK),) * reading.predicts
         found[reading.asked.name] = reading.microbatches, *inside
     if isinstance(arrays, SamplingArrays):
         found["decode"] = (arrays.rollout.chunk,)

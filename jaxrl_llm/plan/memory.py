@@ -8,7 +8,7 @@ import jax
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.models.logprobs import CHUNK
-from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of
+from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of, width_of
 from jaxrl_llm.plan.formulas import Work
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.sampler import prompt_calls
@@ -154,50 +154,46 @@ def update_temporary(run: Configuration, one: Learned, work: Work) -> float:
     config = one.config
     a = config.attention
     share = share_of(one.gathered)
-    width = 2 if one.forward.compute.dtype == "bfloat16" else 4
+    width = width_of(one)
     tokens = run.learner.microbatch_rows * work.row_tokens / batch_parts(one.forward.mesh)
     gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
-    narrow = _cast(one.model, width)
+    narrow = _cast(one)
     layer = _layer(one, tokens)
     dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
     kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[
         run.learner.remat
     ] * config.layers
-    return gradients + narrow + kept + layer + _head(one, tokens, work.row_tokens, one.predicts)
+    return gradients + narrow + kept + layer + _head(one, tokens, work.row_tokens)
 
 
 def reading_temporary(one: Reading) -> float:
     """About what a pass needs beside its model and data; a formula."""
-    layout = one.asked.forward.layout
-    width = 2 if one.asked.forward.compute.dtype == "bfloat16" else 4
+    layout = one.forward.layout
     tokens = layout.rows * layout.row_tokens / layout.parts
-    predicts = one.asked.output != "values"
-    return _cast(one.model, width) + _layer(one, tokens) + _head(one, tokens, layout.row_tokens, predicts)
+    return _cast(one) + _layer(one, tokens) + _head(one, tokens, layout.row_tokens)
 
 
-def _cast(model: Any, width: int) -> float:
-    return sum(bytes_per_device(x) * width / x.dtype.itemsize for x in jax.tree.leaves(model))
+def _cast(one: Learned | Reading) -> float:
+    """The model in the compute type, where it lies."""
+    return sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
 
 
 def _layer(one: Learned | Reading, tokens: float) -> float:
     """The widest layer's activations."""
     config = one.model.config
     a = config.attention
-    forward = one.forward if isinstance(one, Learned) else one.asked.forward
-    width = 2 if forward.compute.dtype == "bfloat16" else 4
     share = share_of(one.gathered)
-    return tokens * (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
+    sizes = 6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share
+    return tokens * sizes * width_of(one)
 
 
-def _head(one: Learned | Reading, tokens: float, row_tokens: int, predicts: bool) -> float:
+def _head(one: Learned | Reading, tokens: float, row_tokens: int) -> float:
     """Scores of attention, hidden states, and a chunk of logits where there are any."""
     config = one.model.config
-    forward = one.forward if isinstance(one, Learned) else one.asked.forward
-    width = 2 if forward.compute.dtype == "bfloat16" else 4
     share = share_of(one.gathered)
     scores = 3 * 4 * tokens * config.attention.heads * share * min(row_tokens, 1024)
-    hidden = 2 * tokens * config.width * width
-    return scores + hidden + 3 * 4 * CHUNK * config.vocab_size * share * predicts
+    hidden = 2 * tokens * config.width * width_of(one)
+    return scores + hidden + 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
 
 
 def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:

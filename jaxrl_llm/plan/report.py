@@ -46,7 +46,9 @@ def head(plan: Plan, source: str) -> list[str]:
     data, fsdp, tensor = plan.mesh
     g = plan.groups
     apart = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
-    sampled = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, " if plan.sampling is not None else ""
+    work = f"{w.train_flops:.2e} FLOP to learn"
+    if plan.sampling is not None:
+        work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
     return [
         f"{run.model}: {plan.parameters:,} parameters ({source})",
         f"on {plan.machine.name}: {plan.machine.devices} devices, mesh data {data} x fsdp {fsdp} x tensor "
@@ -54,7 +56,7 @@ def head(plan: Plan, source: str) -> list[str]:
         f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
         f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.microbatch_rows} rows of "
         f"{w.row_tokens} tokens)",
-        f"by formula: {sampled}{w.train_flops:.2e} FLOP to learn (6 N per "
+        f"by formula: {work} (6 N per "
         f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
         f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
     ]

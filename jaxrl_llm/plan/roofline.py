@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.blocks import power_of_two
-from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of
+from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of, width_of
 from jaxrl_llm.plan.formulas import (
     REMAT_PASSES,
     Work,
@@ -173,11 +173,10 @@ def score_cost(policy: Learned, work: Work, parts: int) -> Cost:
 
 def reading_cost(one: Reading) -> Cost:
     """One call of a pass."""
-    forward = one.asked.forward
-    layout = forward.layout
+    layout = one.forward.layout
     config = one.model.config
-    flops = packed_flops(config, forward.compute.attention, one.microbatches * layout.rows, layout.row_tokens)
-    if one.asked.output != "values":
+    flops = packed_flops(config, one.forward.compute.attention, one.microbatches * layout.rows, layout.row_tokens)
+    if one.predicts:
         flops += forward_flops(config, 0, 0, sum(len(sample.tokens) for sample in one.asked.samples))
     moved = one.microbatches * 2 * bytes_per_device(one.gathered)
     return Cost(flops * share_of(one.gathered) / layout.parts, moved, one.asked.copies > 0)
@@ -189,7 +188,7 @@ def update_cost(arrays: Arrays, held: Learned, work: Work, parts: int) -> Cost:
     config = held.config
     compute = held.forward.compute
     share = share_of(held.gathered)
-    width = 2 if compute.dtype == "bfloat16" else 4
+    width = width_of(held)
     passes = 3 + REMAT_PASSES[compute.remat]
     tokens = work.rows * work.row_tokens / parts
     a = config.attention

@@ -150,6 +150,8 @@ def test_reward_models_on_devices_that_only_sample_take_no_memory_where_the_poli
     run = four_models()
     run = dataclasses.replace(run, mesh=MeshShape(1, 2, 1, rollout=2))
     found = plan(run, CONFIG, GPUS, None, None, False)
+    single = dataclasses.replace(run, scoring=Scoring((ModelReward("runs/one"),)))
+    assert found.sampling.judges == 2 * plan(single, CONFIG, GPUS, None, None, False).sampling.judges
     assert found.sampling.judges > 0 == found.learning.judges and found.sampling.critic == 0 < found.learning.critic
 
 
