@@ -41,6 +41,7 @@ from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.tasks import Pairs, Rows, Steps, Texts
 from jaxrl_llm.telemetry.progress import Progress, Schedule
+from jaxrl_llm.types import Completion, Group, Problem
 
 GPUS = parse_topology("h100:4")
 SLICE = parse_topology("v5e:2x2")
@@ -171,6 +172,23 @@ def test_a_run_of_another_model_has_its_architecture(tmp_path):
     run = dataclasses.replace(four_models(), scoring=Scoring((ModelReward(f"{directory}@1"),)))
     find, assumed = architectures(run, CONFIG)
     assert find(f"{directory}@1") == config != CONFIG and not assumed
+
+
+def test_samples_of_a_step_with_a_critic_carry_what_is_planned():
+    run = four_models()
+    tokens = np.arange(5, dtype=np.int32)
+    logp = np.zeros(5, np.float32)
+    one = Completion(tokens, logp, "stop", np.ones(5, bool), np.zeros(5, np.int32))
+    problem = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
+    group = Group(problem, tokens, (one, one), np.arange(2.0), np.arange(2.0))
+    models = dict.fromkeys(
+        ("values", "ref_logp"), lambda samples: [np.zeros(len(s.tokens), np.float32) for s in samples]
+    )
+    [[made, _]], _ = learner.to_samples(run.recipe.algorithm, [group], 0, group.rewards[None], (), 5, models)
+    planned = subject(run, CONFIG, jax.devices()[:4], lambda _: CONFIG).outline.samples(5)[0]
+    assert made.scalars.keys() == planned.scalars.keys()
+    kinds = [{name: (x.shape, x.dtype) for name, x in one.arrays.items()} for one in (made, planned)]
+    assert kinds[0] == kinds[1] and {"returns", "old_values", "advantages"} < kinds[0].keys()
 
 
 @pytest.mark.parametrize("name", DATA)
