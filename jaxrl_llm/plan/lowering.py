@@ -5,6 +5,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -84,20 +85,20 @@ def subject(run: Configuration, config: ModelConfig, devices: list[Any], find: A
     """The run's functions and their arguments on these devices; ``find``: the architecture of other models."""
     mesh, where = meshes(run, devices)
     model = abstract_model(config, run.learner.dtype)
-    outline = outline_of(run, model, mesh, where, find)
+    outline = planned_stage(run).outline(run, model, mesh, where, find)
     return Subject(run, mesh, where, outline, arrays(outline, model, mesh, where))
 
 
-def outline_of(run: Configuration, model: Any, mesh: Any, where: Any, find: Architectures) -> Outline:
-    """What the run's kind says of it.
+def planned_stage(run: Configuration) -> ModuleType:
+    """The run's kind of training, which says what it computes.
 
     Raises:
-      InputError: it says nothing.
+      InputError: it does not say.
     """
     stage = stage_of(run)
     if not hasattr(stage, "outline"):
         raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/outline.py)")
-    return stage.outline(run, model, mesh, where, find)
+    return stage
 
 
 def lower_update(one: Subject, learned: Learned) -> jax.stages.Lowered:

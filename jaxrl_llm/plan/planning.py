@@ -23,7 +23,7 @@ from jaxrl_llm.plan.arrays import (
     meshes,
 )
 from jaxrl_llm.plan.formulas import Work, work
-from jaxrl_llm.plan.lowering import Compiled, Subject, compile_one, names, outline_of, subject
+from jaxrl_llm.plan.lowering import Compiled, Subject, compile_one, names, planned_stage, subject
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
@@ -188,7 +188,7 @@ def by_formula(
         mesh, where = meshes(run, devices)
         spots = places(machine, mesh.devices.flat)
     model = abstract_model(config, run.learner.dtype)
-    outline = outline_of(run, model, mesh, where, find)
+    outline = planned_stage(run).outline(run, model, mesh, where, find)
     return outline, arrays(outline, model, mesh, where), spots
 
 

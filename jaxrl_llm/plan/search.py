@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.plan.lowering import planned_stage
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.planning import Plan, plan
-from jaxrl_llm.stages import stage_of
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
 """How many are compiled; how much a formula's memory may exceed what there is.
@@ -20,7 +20,7 @@ Rows of a microbatch for each part of the batch.
 def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     """Every mesh that divides heads, rows and devices, with some microbatches that hold no more than an update."""
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
-    groups = stage_of(run).groups(run)
+    groups = planned_stage(run).groups(run)
     found = []
 
     def divides(t: int) -> bool:

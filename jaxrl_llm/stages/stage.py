@@ -2,7 +2,8 @@
 
 A module of ``stages/`` has two functions. ``resources(run, peers, directory)`` is a context of what must be closed when
 the run ends, whatever ends it; it has ``close()``. ``prepare(run, model, tokenizer, mesh, resources, progress, peers)``
-reads the data and returns a ``Stage``: all that may refuse the run is tried there, and nothing large is computed.
+reads the data and returns a ``Stage``: all that may refuse the run is tried there, and nothing large is computed. One
+whose runs can be planned has two more: see ``stages/outline.py``.
 """
 
 import dataclasses
