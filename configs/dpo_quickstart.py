@@ -1,15 +1,17 @@
-"""A real language model learns sums from its own right answers: rejection sampling, then supervised fine-tuning.
+"""A real language model learns from pairs of its own answers, right against wrong: direct preference optimisation.
 
     jaxrl-llm train dpo_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.7; what is right, verified and different becomes the data, which it then learns for two
-minutes. The other half of the problems is answered before and after with greedy decoding.
+times each at temperature 0.7. Right answers are preferred to wrong ones, to those too that were cut off at 24 tokens:
+without these nothing would hold the model back from answers that never end. A fifth of the prompts with their pairs is
+held out; the other half of the problems is answered before and after with greedy decoding.
 
-Measured on 2 CPU cores without an accelerator: accuracy FROM -> TO in STEPS steps, TIME in all.
+Measured on 2 CPU cores without an accelerator: MEASURED
 """
 
-from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, Preference
+from jaxrl_llm.algorithms.preference import DPO
+from jaxrl_llm.config import Answering, BatchSize, Output, Preference
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.tasks import Collected, Pairs, ReasoningGym, Task
 
@@ -23,11 +25,11 @@ task = Task(
 
 config = Preference(
     model="smollm2-135m",
-    data=Pairs(Collected(task, samples=16, temperature=0.7, keep="all")),
+    data=Pairs(Collected(task, samples=16, temperature=0.7, keep="all", cut_off=True), holdout=0.2),
+    loss=DPO(beta=2.0, average=True),
     batch=BatchSize(rows=32, max_tokens=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
-    evaluation=Evaluation(every=0),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-5), microbatch_rows=1, remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
-    output=Output(checkpoint_every=20, keep=1),
-    steps=20,
+    output=Output(checkpoint_every=6, keep=1),
+    steps=6,
 )

@@ -9,7 +9,7 @@ minutes. The other half of the problems is answered before and after with greedy
 Measured on 2 CPU cores without an accelerator: accuracy FROM -> TO in STEPS steps, TIME in all.
 """
 
-from jaxrl_llm.config import Answering, BatchSize, Evaluation, Output, Supervised
+from jaxrl_llm.config import Answering, BatchSize, Output, Supervised
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.tasks import Collected, ReasoningGym, Task, Texts
 
@@ -26,7 +26,6 @@ config = Supervised(
     data=Texts(Collected(task, samples=16, temperature=0.7, keep="shortest")),
     batch=BatchSize(rows=32, max_tokens=64),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
-    evaluation=Evaluation(every=0),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
     output=Output(checkpoint_every=20, keep=1),
     steps=20,
