@@ -5,7 +5,6 @@ The loop says when.
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +97,7 @@ def take_step(
     else:
         del make  # and with it the weights that it sampled from
         state, measured = learn()
-    return state, batch.metrics | {"kl": math.nan} | measured | host.coefficients, batch
+    return state, batch.metrics | measured | host.coefficients, batch
 
 
 def learn_from(

@@ -95,7 +95,7 @@ class Reinforcement(Stage):
         return dataclasses.replace(
             batch,
             sampled=[],
-            metrics=batch.metrics | modelled(self.run, batch.metrics),
+            metrics={"kl": math.nan} | batch.metrics | modelled(self.run, batch.metrics),
             left=dataclasses.replace(batch.left, texts=drawn),
         )
 
