@@ -55,12 +55,15 @@ def test_which_pairs_are_made(keep, match_length, wanted):
     assert pair_rows(PROBLEM, ANSWERS[1:6], data) == []
 
 
-def test_an_answer_that_was_cut_off_may_be_the_wrong_one_and_its_row_says_so():
+def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_rows_say_so():
     answers = (answer("right", True), answer("cut", False, ended=False), answer("wrong", False))
-    kept = pair_rows(PROBLEM, answers, Collected(TASK))
-    cut = pair_rows(PROBLEM, answers, Collected(TASK, cut_off=True))
-    assert [(row["rejected"], row.get("rejected_cut_off")) for row in (*kept, *cut)] == [("wrong", None), ("cut", True)]
-    never = (answer("right", True, ended=False), answer("wrong", False))
+    found = {cut_off: pair_rows(PROBLEM, answers, Collected(TASK, cut_off=cut_off)) for cut_off in (False, True)}
+    told = {
+        cut_off: [(row["rejected"], row.get("rejected_cut_off")) for row in rows] for cut_off, rows in found.items()
+    }
+    assert told == {False: [("wrong", None)], True: [("wrong", None), ("cut", True)]}
+    assert {row["chosen"] for rows in found.values() for row in rows} == {"right"}
+    never = (answer("right", True, ended=False), answer("wrong", False), answer("cut", False, ended=False))
     assert pair_rows(PROBLEM, never, Collected(TASK, cut_off=True)) == []
 
 

@@ -41,20 +41,27 @@ def text_rows(problem: Problem, answers: Sequence[Answer], keep: str) -> list[Ro
 
 
 def pair_rows(problem: Problem, answers: Sequence[Answer], data: Collected) -> list[Row]:
-    """Right answers, each preferred to a wrong one; no answer is used twice.
+    """Right answers, each preferred to a wrong one, and with ``cut_off`` to one that was cut off as well.
 
-    With ``match_length`` the two that are nearest in length are put together first, those sampled earlier where several
-    are as near.
+    No wrong answer is used twice. With ``match_length`` the two that are nearest in length are put together first, those
+    sampled earlier where several are as near.
     """
     right = _of(answers, True, data.keep)
-    wrong = _of(answers, False, "all", data.cut_off)
+    couples = _coupled(right, _of(answers, False, "all"), data)
+    if data.cut_off:
+        couples += _coupled(right, _cut_off(answers), data)
+    return [
+        _about(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
+        for better, worse in couples
+    ]
+
+
+def _coupled(right: Sequence[Answer], wrong: Sequence[Answer], data: Collected) -> list[tuple[Answer, Answer]]:
+    """Couples without an answer in common: one, or as many as there are."""
     couples = list(zip(right, wrong, strict=False))
     if data.match_length:
         couples = _nearest(right[:1] if data.keep == "shortest" else right, wrong)
-    return [
-        _about(problem, chosen=better.text, rejected=worse.text, **({} if worse.ended else {CUT_OFF: True}))
-        for better, worse in (couples if data.keep == "all" else couples[:1])
-    ]
+    return couples if data.keep == "all" else couples[:1]
 
 
 def step_row(problem: Problem, steps: Sequence[str], labels: Sequence[float]) -> Row:
@@ -62,11 +69,11 @@ def step_row(problem: Problem, steps: Sequence[str], labels: Sequence[float]) ->
     return _about(problem, completions=list(steps), labels=[float(label) for label in labels])
 
 
-def distinct(answers: Sequence[Answer], cut_off: bool = False) -> list[int]:
-    """Indices of the usable answers, the first of each text; with ``cut_off`` of those too that have no end."""
+def distinct(answers: Sequence[Answer]) -> list[int]:
+    """Indices of the usable answers, the first of each text."""
     first: dict[str, int] = {}
     for index, answer in enumerate(answers):
-        if answer.usable or (cut_off and answer.text.strip()):
+        if answer.usable:
             first.setdefault(answer.text, index)
     return list(first.values())
 
@@ -116,9 +123,15 @@ def prefix_tokens(
     return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
 
 
-def _of(answers: Sequence[Answer], right: bool, keep: str, cut_off: bool = False) -> list[Answer]:
+def _cut_off(answers: Sequence[Answer]) -> list[Answer]:
+    """The answers that have no end, and are not right as far as they go; each text once."""
+    found = {answer.text: answer for answer in answers if not answer.ended and not answer.right and answer.text.strip()}
+    return list(found.values())
+
+
+def _of(answers: Sequence[Answer], right: bool, keep: str) -> list[Answer]:
     """The usable answers of one kind, the shortest first or in the order in which they were sampled."""
-    found = [answers[index] for index in distinct(answers, cut_off) if answers[index].right == right]
+    found = [answers[index] for index in distinct(answers) if answers[index].right == right]
     return sorted(found, key=lambda answer: answer.length) if keep == "shortest" else found
 
 

@@ -32,8 +32,8 @@ class Collected:
         that answer, or as many as can be made without using an answer twice.
       match_length: of pairs: put answers together that are as near in length as can be, so that length is nothing to
         prefer; if not, right and wrong ones in the order in which they were sampled.
-      cut_off: of pairs: whether answers that were cut off are wrong ones too. Their rows say so (``rejected_cut_off``),
-        and no end of them is learned.
+      cut_off: of pairs: whether right answers are also preferred to ones that were cut off. The rows of these say so
+        (``rejected_cut_off``), and no end of them is learned.
       continuations: of steps: k, sampled from the end of each step but the last.
     """
 
