@@ -43,8 +43,8 @@ def text_rows(problem: Problem, answers: Sequence[Answer], keep: str) -> list[Ro
 def pair_rows(problem: Problem, answers: Sequence[Answer], data: Collected) -> list[Row]:
     """Right answers, each preferred to a wrong one, and with ``cut_off`` to one that was cut off as well.
 
-    No wrong answer is used twice. With ``match_length`` the two that are nearest in length are put together first, those
-    sampled earlier where several are as near.
+    No wrong answer is used twice. With ``match_length`` the two that are nearest in length are put together first,
+    those sampled earlier where several are as near.
     """
     right = _of(answers, True, data.keep)
     couples = _coupled(right, _of(answers, False, "all"), data)
