@@ -6,8 +6,6 @@ SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of
 times each at temperature 0.7. Right answers are preferred to wrong ones, to those too that were cut off at 24 tokens:
 without these nothing would hold the model back from answers that never end. A fifth of the prompts with their pairs is
 held out; the other half of the problems is answered before and after with greedy decoding.
-
-Measured on 2 CPU cores without an accelerator: MEASURED
 """
 
 from jaxrl_llm.algorithms.preference import DPO

@@ -6,8 +6,6 @@ SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of
 times each at temperature 0.7. Bradley-Terry makes scores of right answers and wrong ones, those too that were cut off.
 A fifth of the prompts with their pairs is held out. ``rm_rl_quickstart`` learns from this judge alone, and
 ``ppo_quickstart`` takes it as its first critic.
-
-Measured on 2 CPU cores without an accelerator: MEASURED
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, RewardModel

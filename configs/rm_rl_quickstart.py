@@ -6,8 +6,6 @@
 The judge is the reward model of ``runs/reward_quickstart``; no answer is verified for the reward. Accuracy is measured
 all the same, in every step and on the held-out problems, and the summary shows it beside what the model believes: where
 that goes on rising and the accuracy does not, the judge is being exploited.
-
-Measured on 2 CPU cores without an accelerator: MEASURED
 """
 
 import dataclasses

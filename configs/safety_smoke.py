@@ -1,4 +1,4 @@
-"""A reward that grows with every token, and a limit on their mean number: a constraint's multiplier finds the price.
+"""A reward that grows with every token, and a limit on their mean number: a multiplier finds the price.
 
     jaxrl-llm train safety_smoke
 

@@ -7,10 +7,8 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from commands import assert_refused, commands
-from several import codes, launch, said
 from test_resume import documented
 
 from jaxrl_llm.models import load_pretrained, save_pretrained
@@ -201,13 +199,3 @@ def test_a_run_of_a_reward_model_chooses_among_answers(answers, name):
 def test_what_cannot_judge_is_refused_in_one_line(folder, answers, line):
     assert_refused(answers[line], *REFUSED[line])
     assert not (folder / "refused").exists()
-
-
-def test_two_processes_get_the_scores_of_one(folder, answers):
-    line = LINES["whole"].replace("whole", str(folder / "two" / "run")).split()
-    processes = launch(2, *line, "--steps", "1", folder=folder / "two")
-    assert codes(processes) == [0, 0], said(folder / "two", 0)
-    found, alone = rows(folder / "two" / "run")[1], rows(folder / "whole")[1]
-    assert found["reward/accuracy"] == alone["reward/accuracy"]
-    for name in ("reward_model/mean", "reward/std", "completions/mean_length"):
-        np.testing.assert_allclose(found[name], alone[name], rtol=1e-5)

@@ -228,4 +228,4 @@ def test_a_shipped_configuration_of_a_paper_makes_its_updates(name):
     if not isinstance(run, configs.Run):
         return  # what learns from data follows no paper's counts
     said = [line for line in configs.notes(run) if not line.startswith("one update a batch, as in the paper")]
-    assert said == [] or name in ("quickstart", "process_smoke")
+    assert said == [] or name.endswith("quickstart") or name == "process_smoke"

@@ -213,7 +213,7 @@ def test_what_is_planned_is_what_is_trained(name, tmp_path):
     assert len(groups) == run.batch.rows and len(groups[0]) == one.outline.groups.each
 
 
-@pytest.mark.parametrize("name, rank", [("sft", 4), ("dpo", 0), ("rm", 4), ("prm", 0)])
+@pytest.mark.parametrize("name, rank", [("sft", 0), ("dpo", 0), ("rm", 4), ("prm", 0)])
 def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, rank):
     run = from_data(name, rank=rank)
     one = subject(run, CONFIG, jax.devices()[:4])
@@ -229,7 +229,7 @@ def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, ran
     assert int(np.prod(one.arrays.packed.rows.tokens.shape)) >= tokens
 
 
-@pytest.mark.parametrize("name, wanted", [("sft", {"update"}), ("dpo", {"reference", "update"}), ("prm", {"update"})])
+@pytest.mark.parametrize("name, wanted", [("dpo", {"reference", "update"}), ("prm", {"update"})])
 def test_programs_of_data_are_compiled_for_a_tpu_slice(name, wanted):
     found = plan(from_data(name), CONFIG, SLICE, describe(SLICE), None, True)
     assert set(found.compiled) == wanted and found.fits and not found.refused
