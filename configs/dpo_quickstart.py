@@ -3,7 +3,7 @@
     jaxrl-llm train dpo_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.7. Right answers are preferred to wrong ones, to those too that were cut off at 24 tokens:
+times each at temperature 0.5. Right answers are preferred to wrong ones, to those too that were cut off at 24 tokens:
 without these nothing would hold the model back from answers that never end. A fifth of the prompts with their pairs is
 held out; the other half of the problems is answered before and after with greedy decoding.
 """
@@ -23,8 +23,8 @@ task = Task(
 
 config = Preference(
     model="smollm2-135m",
-    data=Pairs(Collected(task, samples=16, temperature=0.7, keep="all", cut_off=True), holdout=0.2),
-    loss=DPO(beta=2.0, average=True),
+    data=Pairs(Collected(task, samples=16, temperature=0.5, keep="all", cut_off=True), holdout=0.2),
+    loss=DPO(beta=0.1),
     batch=BatchSize(rows=32, max_tokens=64),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-5), microbatch_rows=1, remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),

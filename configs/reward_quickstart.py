@@ -3,7 +3,7 @@
     jaxrl-llm train reward_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.7. Bradley-Terry makes scores of right answers and wrong ones, those too that were cut off.
+times each at temperature 0.5. Bradley-Terry makes scores of right answers and wrong ones, those too that were cut off.
 A fifth of the prompts with their pairs is held out. ``rm_rl_quickstart`` learns from this judge alone, and
 ``ppo_quickstart`` takes it as its first critic.
 """
@@ -22,7 +22,7 @@ task = Task(
 
 config = RewardModel(
     model="smollm2-135m",
-    data=Pairs(Collected(task, samples=16, temperature=0.7, keep="all", cut_off=True), holdout=0.2),
+    data=Pairs(Collected(task, samples=16, temperature=0.5, keep="all", cut_off=True), holdout=0.2),
     batch=BatchSize(rows=32, max_tokens=64),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-4, warmup=3), microbatch_rows=1, remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),

@@ -3,7 +3,7 @@
     jaxrl-llm train sft_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.7; what is right, verified and different becomes the data, which it then learns for two
+times each at temperature 0.5; what is right, verified and different becomes the data, which it then learns for two
 minutes. The other half of the problems is answered before and after with greedy decoding.
 """
 
@@ -21,10 +21,10 @@ task = Task(
 
 config = Supervised(
     model="smollm2-135m",
-    data=Texts(Collected(task, samples=16, temperature=0.7, keep="shortest")),
+    data=Texts(Collected(task, samples=16, temperature=0.5, keep="all")),
     batch=BatchSize(rows=32, max_tokens=64),
     learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
-    output=Output(checkpoint_every=20, keep=1),
-    steps=20,
+    output=Output(checkpoint_every=14, keep=1),
+    steps=14,
 )

@@ -263,12 +263,15 @@ def test_a_run_moves_its_multiplier_by_what_its_rows_say(folder, answers):
 
 def test_a_run_that_was_parted_goes_on_bit_for_bit(folder, answers):
     assert answers["begun"].code == 0 and answers["parted"].code == 0, answers["parted"].err
-    left_out = ("time/", "throughput/", "event/")
+    left_out = ("time/", "throughput/", "event/", "eval/")  # a run is tested at its end, wherever that is
     plain = [
         [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows(folder / name)]
         for name in ("whole", "parted")
     ]
     assert plain[0] == plain[1] and len(plain[0]) == 4
+    tests = [rows(folder / name)[-1] for name in ("whole", "parted")]
+    assert tests[0]["eval/text/loss"] == tests[1]["eval/text/loss"] > 0
+    assert all(row["text/loss"] > 0 for row in plain[0][1:] if row["updates"])
     ends = [host_of(folder / name) for name in ("whole", "parted")]
     assert json.dumps(ends[0]) == json.dumps(ends[1])
     assert "unfinished" in json.dumps(ends[0]["left"]) and ends[0]["coefficients"][HELD] > 0

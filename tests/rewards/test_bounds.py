@@ -34,6 +34,9 @@ def helps(problem, completion):
     return number("MULTI/help")[int(completion.text)]
 
 
+OWN = Function("rewards.sample_rewards:length")
+
+
 def harms(problem, completion):
     """Fails for other texts than the places of the published example."""
     return number("MULTI/harm")[int(completion.text)]
@@ -96,7 +99,7 @@ def test_a_constraint_is_called_as_it_says_or_as_its_cost():
 
 @pytest.mark.parametrize(
     "value",
-    [Hinge(harms, 0.2, 3.0), Threshold(Accuracy(), 0.5), Gate(Format("a")), Constraint(Hinge(harms, 1.0), 2.0, 0.1)],
+    [Hinge(OWN, 0.2, 3.0), Threshold(Accuracy(), 0.5), Gate(Format("a")), Constraint(Hinge(OWN, 1.0), 2.0, 0.1)],
 )
 def test_bounds_survive_config_json(value):
     assert configs.from_json(json.loads(json.dumps(configs.to_json(value)))) == value
