@@ -3,8 +3,11 @@
     jaxrl-llm train sft_quickstart
 
 SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of ``chain_sum``'s one-digit problems 16
-times each at temperature 0.5; what is right, verified and different becomes the data, which it then learns for two
-minutes. The other half of the problems is answered before and after with greedy decoding.
+times each at temperature 0.5; what is right, verified and different becomes the data. The other half of the problems is
+answered before and after with greedy decoding.
+
+Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.95 in 14 steps, 3 minutes 25 seconds in all,
+compilation, the collection of 241 texts and both evaluations included; 4.9 GB of memory.
 """
 
 from jaxrl_llm.config import Answering, BatchSize, Output, Supervised

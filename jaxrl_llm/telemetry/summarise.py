@@ -9,9 +9,9 @@ from jaxrl_llm.telemetry.rows import read_rows
 from jaxrl_llm.telemetry.summary import Answered, Measured, RunSummary, pair_samples
 
 OTHERS = {
-    "eval/pairs/accuracy": ("pairs in order", True),
-    "eval/steps/accuracy": ("steps in order", True),
-    "eval/text/loss": ("loss on texts", False),
+    "eval/pairs/accuracy": ("pairs", True),
+    "eval/steps/accuracy": ("steps", True),
+    "eval/text/loss": ("text loss", False),
 }
 """What tests measure beside the answers to a task: how it is called, and whether it is a share."""
 
