@@ -8,8 +8,8 @@ without these nothing would hold the model back from answers that never end. A f
 held out; the other half of the problems is answered before and after with greedy decoding.
 
 Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.99 in 8 steps, and 90.8 % of 76 held-out pairs in
-order; less than 4 and a half minutes in all, compilation, the collection of 370 pairs and both evaluations included; 4.8
-GB of memory.
+order; less than 4 and a half minutes in all, compilation, the collection of 370 pairs and both evaluations included;
+4.8 GB of memory.
 """
 
 from jaxrl_llm.algorithms.preference import DPO
