@@ -6,6 +6,10 @@
 The judge is the reward model of ``runs/reward_quickstart``; no answer is verified for the reward. Accuracy is measured
 all the same, in every step and on the held-out problems, and the summary shows it beside what the model believes: where
 that goes on rising and the accuracy does not, the judge is being exploited.
+
+Measured on 2 CPU cores without an accelerator: accuracy 0.55 -> 0.85 in 8 steps, 2 minutes 21 seconds in all,
+compilation and both evaluations included; 5.2 GB of memory. In the first five steps only the judge's score rises (what
+it likes first is that answers end), the accuracy of what is sampled only after that: from 0.25 to 0.69.
 """
 
 import dataclasses
