@@ -9,6 +9,7 @@ reward model of ``runs/reward_quickstart`` where that is there, else as the poli
 import dataclasses
 from pathlib import Path
 
+from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.config import Output, Run
 from jaxrl_llm.learner import Critic, Learner, Optimiser
 from jaxrl_llm.recipes import PPO
@@ -28,6 +29,8 @@ config = Run(
     ),
     recipe=dataclasses.replace(
         PPO,
+        # So short a run stays near where it began: no KL, and so no reference.
+        algorithm=dataclasses.replace(PPO.algorithm, kl_coef=0.0, advantage=GAE(lam=1.0, whiten=True)),
         critic=Critic(
             model=str(JUDGE) if any(JUDGE.glob("checkpoints/*")) else None,
             optimiser=Optimiser(learning_rate=5e-5),
@@ -35,8 +38,8 @@ config = Run(
             warmup=1,
         ),
     ),
-    rollout=Rollout(prompts=64, group=1, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
-    output=Output(checkpoint_every=8, keep=1),
-    steps=10,
+    rollout=Rollout(prompts=16, group=4, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=2, microbatch_rows=1, remat="none"),
+    output=Output(checkpoint_every=9, keep=1),
+    steps=9,
 )

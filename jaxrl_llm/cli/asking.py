@@ -11,6 +11,7 @@ from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.signals import farewell
 from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.trained import Trained, find_run
 from jaxrl_llm.types import Problem
 
@@ -89,8 +90,7 @@ def asking(
 
     status(f"loading {name}")
     policy = load_policy(name, trained, writes=True)
-    if policy.tokenizer is None:
-        raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+    check_tokenizer(policy.tokenizer, name)
     rewards = judges(settings, problems)
     with (
         jax.set_mesh(policy.mesh),

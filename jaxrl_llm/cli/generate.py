@@ -11,6 +11,7 @@ from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
+from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.trained import find_run
 
 USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
@@ -57,8 +58,7 @@ def generate(arguments: list[str]) -> int:
     run = find_run(name)
     status(f"loading {name}")
     policy = load_policy(name, run, writes=True)
-    if policy.tokenizer is None:
-        raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
+    check_tokenizer(policy.tokenizer, name)
     for prompt in _prompts(options.prompt):
         status("thinking")
         text = answer(policy, prompt, options.system, sampling, options.seed)

@@ -14,6 +14,7 @@ from jaxrl_llm.config.files import (
 )
 from jaxrl_llm.config.kinds import KINDS, validate
 from jaxrl_llm.config.notes import notes
+from jaxrl_llm.config.numbers import MAX_SEED
 from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.parts import dated, day_of
 from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, resolved
@@ -36,7 +37,6 @@ from jaxrl_llm.config.saved import (
 from jaxrl_llm.config.scored import bases, of_steps, watched
 from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised, wording
 from jaxrl_llm.config.validation import (
-    MAX_SEED,
     longest_row,
     require,
     rewards,

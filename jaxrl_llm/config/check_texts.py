@@ -3,9 +3,11 @@
 import math
 
 from jaxrl_llm import tasks
+from jaxrl_llm.config.learning import check_learner
+from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
 from jaxrl_llm.config.run import Configuration, Evaluation
-from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
-from jaxrl_llm.config.validation import MAX_SEED, check_learner, require
+from jaxrl_llm.config.texts import FromData, Preference, RewardModel, Supervised
+from jaxrl_llm.errors import require
 from jaxrl_llm.tasks import Collected, Pairs, Steps, Texts
 from jaxrl_llm.tasks.collected import KINDS
 
@@ -13,7 +15,7 @@ FORMS = {Supervised: (Texts,), Preference: (Pairs,), RewardModel: (Pairs, Steps)
 """The data that each kind of run learns from."""
 
 
-def check_from_data(run: Supervised | Preference | RewardModel) -> None:
+def check_from_data(run: FromData) -> None:
     """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
     _check_counts(run)
     _check_data(run)
@@ -21,33 +23,17 @@ def check_from_data(run: Supervised | Preference | RewardModel) -> None:
     _check_testing(run)
 
 
-def _check_counts(run: Supervised | Preference | RewardModel) -> None:
+def _check_counts(run: FromData) -> None:
     answering = run.answering
-    for name, value in {
-        "steps": run.steps,
+    counts = {
         "batch.rows": run.batch.rows,
         "batch.max_tokens": run.batch.max_tokens,
         "answering.max_new_tokens": answering.max_new_tokens,
         "answering.slots": answering.slots,
         "answering.chunk": answering.chunk,
         "answering.workers": answering.workers,
-        "learner.epochs": run.learner.epochs,
-        "learner.minibatches": run.learner.minibatches,
-        "learner.microbatch_rows": run.learner.microbatch_rows,
-        "evaluation.samples": run.evaluation.samples,
-        "output.checkpoint_every": run.output.checkpoint_every,
-        "output.keep": run.output.keep,
-    }.items():
-        require(value >= 1, f"{name} must be at least 1, got {value}")
-    for name, value in {
-        "evaluation.every": run.evaluation.every,
-        "evaluation.limit": run.evaluation.limit,
-        "learner.row_tokens": run.learner.row_tokens,
-        "output.samples": run.output.samples,
-    }.items():
-        require(value >= 0, f"{name} must be at least 0, got {value}")
-    require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
-    require(bool(run.model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name or a run")
+    }
+    check_numbers(run, counts, {})
     require(answering.timeout_s > 0, f"answering.timeout_s must be above 0 seconds, got {answering.timeout_s}")
     require(
         not run.mesh.rollout,
@@ -56,7 +42,7 @@ def _check_counts(run: Supervised | Preference | RewardModel) -> None:
     )
 
 
-def _check_data(run: Supervised | Preference | RewardModel) -> None:
+def _check_data(run: FromData) -> None:
     forms = FORMS[type(run)]
     require(
         isinstance(run.data, forms),
@@ -77,7 +63,7 @@ def _check_data(run: Supervised | Preference | RewardModel) -> None:
     tasks.check_collected(source, KINDS[type(run.data)], "data.source.")
 
 
-def _check_learning(run: Supervised | Preference | RewardModel) -> None:
+def _check_learning(run: FromData) -> None:
     learner = run.learner
     check_learner(learner, ("batch.rows", run.batch.rows), run.batch.max_tokens + 1)
     require(
@@ -89,15 +75,9 @@ def _check_learning(run: Supervised | Preference | RewardModel) -> None:
     )
 
 
-def _check_testing(run: Supervised | Preference | RewardModel) -> None:
+def _check_testing(run: FromData) -> None:
     evaluation = run.evaluation
-    require(evaluation.temperature >= 0, f"evaluation.temperature must be at least 0, got {evaluation.temperature}")
-    require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
-    require(
-        evaluation.samples == 1 or evaluation.temperature > 0,
-        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set evaluation.temperature "
-        "above 0",
-    )
+    check_answers_asked(evaluation)
     if isinstance(run, RewardModel):
         only = Evaluation(every=evaluation.every, limit=evaluation.limit)
         require(

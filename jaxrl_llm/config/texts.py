@@ -46,17 +46,17 @@ class Answering:
 
 
 @dataclasses.dataclass(frozen=True)
-class Supervised:
-    """A run of supervised fine-tuning: the model learns to continue prompts as the data does.
+class FromData:
+    """What every run that learns from data says; those of a kind are below.
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name, a hub id, or RUN[@STEP].
-      data: texts; or what the model itself answers rightly (``Texts(Collected(...))``).
+      data: what it learns from.
       batch: what each step learns from.
       learner: how.
       mesh: how devices are arranged.
-      evaluation: when and how the model is tested, beside its loss on the texts that are held out; its task is that of
-        collected data where it has none of its own.
+      evaluation: when and how the model is tested, beside what it makes of the data that is held out; its task is that
+        of collected data where it has none of its own.
       answering: how answers are sampled.
       output: checkpoints and logs.
       steps: how many.
@@ -65,7 +65,7 @@ class Supervised:
     """
 
     model: str
-    data: Texts
+    data: Any
     batch: BatchSize = BatchSize()
     learner: Learner = Learner()
     mesh: MeshShape = MeshShape()
@@ -78,55 +78,47 @@ class Supervised:
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference:
+class Supervised(FromData):
+    """A run of supervised fine-tuning: the model learns to continue prompts as the data does.
+
+    Attributes:
+      model, batch, learner, mesh, evaluation, answering, output, steps, seed, run_dir: as in ``FromData``.
+      data: texts; or what the model itself answers rightly (``Texts(Collected(...))``).
+    """
+
+    data: Texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference(FromData):
     """A run that learns from pairs of answers which is better, against the model as it was at the start.
 
     Attributes:
-      model: as in ``Supervised``; it is the reference too.
+      model: as in ``FromData``; it is the reference too.
       data: pairs; or a right and a wrong answer of the model's own (``Pairs(Collected(...))``).
+      batch, learner, mesh, evaluation, answering, output, steps, seed, run_dir: as in ``FromData``.
       loss: of each pair.
-      batch, learner, mesh, evaluation, answering, output, steps, seed, run_dir: as in ``Supervised``.
     """
 
-    model: str
     data: Pairs
     loss: DPO | IPO = DPO()
-    batch: BatchSize = BatchSize()
-    learner: Learner = Learner()
-    mesh: MeshShape = MeshShape()
-    evaluation: Evaluation = Evaluation()
-    answering: Answering = Answering()
-    output: Output = Output()
-    steps: int = 100
-    seed: int = 0
-    run_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardModel:
+class RewardModel(FromData):
     """A run that teaches a model with a scalar head to score answers.
 
     Attributes:
-      model: as in ``Supervised``; of a language model the head begins at 0.
+      model: as in ``FromData``; of a language model the head begins at 0.
       data: pairs or rankings (Bradley-Terry), or solutions with labelled steps (a process reward model); either may be
         collected from ``model``, which is a language model then.
-      centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
       evaluation: when it is tested on the data that is held out (``every``, ``limit``).
-      batch, learner, mesh, answering, output, steps, seed, run_dir: as in ``Supervised``.
+      batch, learner, mesh, answering, output, steps, seed, run_dir: as in ``FromData``.
+      centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
     """
 
-    model: str
     data: Pairs | Steps
     centre: float = 0.0
-    batch: BatchSize = BatchSize()
-    learner: Learner = Learner()
-    mesh: MeshShape = MeshShape()
-    evaluation: Evaluation = Evaluation()
-    answering: Answering = Answering()
-    output: Output = Output()
-    steps: int = 100
-    seed: int = 0
-    run_dir: str | None = None
 
 
 def wording(run: Any) -> Task | None:

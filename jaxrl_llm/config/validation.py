@@ -6,15 +6,13 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
 from jaxrl_llm.config.learning import check_critic, check_learner
+from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
 from jaxrl_llm.config.run import Run, overlong_weight, resolved
 from jaxrl_llm.config.scored import bases, check_scored, of_steps
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.rewards import group_shaping, shaping
 from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
-
-MAX_SEED = 1 << 24
-"""Seeds from here on would repeat the random numbers of smaller ones."""
 
 
 def check_reinforcement(run: Run) -> None:
@@ -51,9 +49,7 @@ def rewards(run: Run) -> tuple[Reward, ...]:
 
 def _check_counts(run: Run) -> None:
     rollout = run.rollout
-    learner = run.learner
-    for name, value in {
-        "steps": run.steps,
+    counts = {
         "rollout.prompts": rollout.prompts,
         "rollout.group": rollout.group,
         "rollout.slots": rollout.slots,
@@ -61,31 +57,18 @@ def _check_counts(run: Run) -> None:
         "rollout.collect.max_rounds": rollout.collect.max_rounds,
         "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
         "rollout.max_new_tokens": rollout.max_new_tokens,
-        "learner.epochs": learner.epochs,
-        "learner.minibatches": learner.minibatches,
-        "learner.microbatch_rows": learner.microbatch_rows,
-        "evaluation.samples": run.evaluation.samples,
-        "output.checkpoint_every": run.output.checkpoint_every,
-        "output.keep": run.output.keep,
         "scoring.workers": run.scoring.workers,
-    }.items():
-        require(value >= 1, f"{name} must be at least 1, got {value}")
-    for name, value in {
-        "evaluation.every": run.evaluation.every,
-        "evaluation.limit": run.evaluation.limit,
-        "output.samples": run.output.samples,
+    }
+    others = {
         "rollout.top_k": rollout.top_k,
         "rollout.collect.token_budget": rollout.collect.token_budget,
         "rollout.collect.max_age": rollout.collect.max_age,
-        "learner.row_tokens": learner.row_tokens,
         "rollout.collect.patience": rollout.collect.patience,
         "recipe.resets.reference_every": run.recipe.resets.reference_every,
         "recipe.resets.on_stall": run.recipe.resets.on_stall,
         "recipe.resets.optimiser_every": run.recipe.resets.optimiser_every,
-    }.items():
-        require(value >= 0, f"{name} must be at least 0, got {value}")
-    require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
-    require(bool(run.model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name or a hub id")
+    }
+    check_numbers(run, counts, others)
 
 
 def _check_rollout(run: Run) -> None:
@@ -210,13 +193,7 @@ def _check_recipe(run: Run) -> None:
 
 def _check_evaluation(run: Run) -> None:
     evaluation = run.evaluation
-    require(evaluation.temperature >= 0, f"evaluation.temperature must be at least 0, got {evaluation.temperature}")
-    require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
-    require(
-        evaluation.samples == 1 or evaluation.temperature > 0,
-        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set "
-        "evaluation.temperature above 0",
-    )
+    check_answers_asked(evaluation)
     require(
         not evaluation.every or evaluation.task is not None or run.task.holdout > 0,
         f"evaluation.every {evaluation.every} has nothing to test on: set task.holdout above 0, or evaluation.task",

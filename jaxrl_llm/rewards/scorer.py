@@ -23,7 +23,7 @@ from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE
 from jaxrl_llm.rewards.pool import Pool
 from jaxrl_llm.rewards.rehearsal import invented
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
-from jaxrl_llm.rewards.steps import StepFunction, added, by_token, mean_value
+from jaxrl_llm.rewards.steps import StepFunction, at_tokens, mean_value
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
@@ -197,16 +197,7 @@ class Scorer:
             accuracy=accuracy,
             parts={name: (means | whole)[name] for name in rewards},
             failures=_failures(failed, source, len(items)),
-            steps=self._by_token(items, stepped),
-        )
-
-    def _by_token(self, items: Sequence[Item], stepped: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, ...]:
-        """``Scores.steps`` of what the step rewards said."""
-        if not stepped or self.tokenizer is None:
-            return ()
-        return tuple(
-            added([by_token(said[at], completion, self._bases[name], self.tokenizer) for name, said in stepped.items()])
-            for at, (_, completion) in enumerate(items)
+            steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
 
     def _fill(self, columns: dict[str, np.ndarray], jobs: Sequence[Job]) -> dict[tuple[str, int], Outcome]:

@@ -108,3 +108,21 @@ def added(columns: Sequence[np.ndarray]) -> np.ndarray:
 def mean_value(steps: Sequence[tuple[int, float]]) -> float:
     """The mean over a completion's steps; NaN where it has none."""
     return sum(value for _, value in steps) / len(steps) if steps else math.nan
+
+
+def at_tokens(
+    items: Sequence[Any], said: Sequence[tuple[Any, Sequence[Any]]], tokenizer: Any
+) -> tuple[np.ndarray, ...]:
+    """What step rewards said of completions, float32[t] each; empty without any, or without a tokenizer.
+
+    Args:
+      items: problems with completions.
+      said: step rewards, each with its steps of each completion.
+      tokenizer: that wrote the texts.
+    """
+    if not said or tokenizer is None:
+        return ()
+    return tuple(
+        added([by_token(steps[at], completion, reward, tokenizer) for reward, steps in said])
+        for at, (_, completion) in enumerate(items)
+    )

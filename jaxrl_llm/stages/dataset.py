@@ -1,66 +1,32 @@
-"""What the stages that learn from data have in common: rows in the order of a seed, a task to test on, resources."""
+"""What the stages that learn from data have in common: rows in the order of a seed, read once, and their programs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
-from jaxrl_llm.collection.sampling import Answerer
-from jaxrl_llm.collection.source import collected
-from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
-from jaxrl_llm.engine import Engine, Sampling
-from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
+from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.packing import rows_of
 from jaxrl_llm.learner.platform import compute_for, layout_for
-from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, cast
-from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.answering import Exam, Resources, check_positions, examination, gathered
 from jaxrl_llm.stages.outline import Groups, Outline, state_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.tasks import Collected, LoadedTexts
+from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.types import Problem
 
-FromData = Supervised | Preference | RewardModel
-"""Configurations of these stages."""
-
-
-class Resources:
-    """What a run from data has beside its model; close it, or use ``with``.
-
-    Attributes:
-      directory: the run's.
-      peers: its processes.
-      scorer: verifies answers.
-    """
-
-    def __init__(self, run: FromData, peers: Peers, directory: Path):
-        answering = run.answering
-        self.directory = directory
-        self.peers = peers
-        self.scorer = Scorer((Accuracy(),), answering.workers, answering.timeout_s, 0.0, peers, directory)
-
-    def __enter__(self) -> "Resources":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the verifiers' processes."""
-        self.scorer.close()
+Ready = TypeVar("Ready", bound="DatasetStage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +62,15 @@ class DatasetStage(Stage):
       count: rows of a step.
       seed: of their order: each epoch is a fresh permutation.
       exam: answers to a task's problems; None where there is no task.
+      status: hears what is going on.
     """
 
     rows: Sequence[Any]
     held_out: Sequence[Any]
     count: int
     seed: int
-    exam: "Exam | None" = None
+    exam: Exam | None
+    status: Callable[[str], None]
 
     def next(self, weights: Any, version: int, left: int | None) -> Drawn:
         """The rows of one step."""
@@ -113,129 +81,43 @@ class DatasetStage(Stage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exam:
-    """A task's problems, and what it takes to ask a model.
+class Read:
+    """What a run learns from, once it is read.
 
     Attributes:
-      engine: samples.
-      transfer: from the model to weights to sample from.
-      tokenizer: of the model.
-      scorer: verifies.
-      asked: the problems; those of none are not asked.
-      sampling: how answers are sampled.
+      label: of the data.
+      loaded: its rows.
+      prints: their fingerprints.
+      exam: a task to test on; None where there is none.
       status: hears what is going on.
     """
 
-    engine: Engine
-    transfer: Callable[[Decoder], Decoder]
-    tokenizer: Any
-    scorer: Scorer
-    asked: Questions
-    sampling: Sampling
+    label: str
+    loaded: LoadedTexts
+    prints: Fingerprints
+    exam: Exam | None
     status: Callable[[str], None]
 
-    def __call__(self, model: Decoder) -> Evaluated | None:
-        """Answers to the problems; None where there are none."""
-        if not self.asked.problems:
-            return None
-        weights = self.transfer(model)
-        return evaluate(self.engine, weights, self.tokenizer, self.asked, self.scorer, self.sampling, self.status)
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """All of them, held out or not."""
+        return (*self.loaded.train, *self.loaded.held_out)
 
 
-def examination(
-    run: FromData, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress
-) -> tuple[Exam | None, Sequence[Problem]]:
-    """The task that the run is tested on, and the problems that data is collected for; none where it has neither."""
-    source = run.data.source
-    collects = isinstance(source, Collected)
-    configs.require(
-        not collects or isinstance(model, Decoder),
-        f"{run.model} is a reward model, which gives no answers to collect: give a language model",
-    )
-    if run.evaluation.task is None and not collects:
-        return None, ()
-    problems: Sequence[Problem] = ()
-    prompts = []
-    if collects:
-        progress.status(f"reading task {source.task.label}")
-        loaded = tasks.load(source.task)
-        problems = loaded.train[: source.limit or None]
-        prompts = [tasks.Prompts(source.task, tokenizer)]
-    longest = [prompts[0].longest(problems)] if collects else []
-    tested = source.task if run.evaluation.task is None else run.evaluation.task
-    if run.evaluation.task is None:
-        questions = loaded.held_out
-    else:
-        questions = tasks.load(tested).train
-    questions = questions[: run.evaluation.limit or None]
-    test_prompts = tasks.Prompts(tested, tokenizer)
-    length = max([*longest, test_prompts.longest(questions)]) + run.answering.max_new_tokens
-    check_positions(length, model.config, "answering.max_new_tokens")
-    compute = compute_for(run.learner, model.config, platform_of(mesh))
-    shapes = _decoder_shapes(model, compute.dtype, platform_of(mesh))
-    engine = Engine(shapes, run.answering.slots, length, run.answering.chunk, mesh)
-    asked = Questions(test_prompts, questions, run.evaluation.samples, run.seed)
-    transfer = weights_for_sampling(model, compute.dtype, mesh, mesh, keep=False)
-    sampling = Sampling(
-        run.evaluation.temperature,
-        0,
-        run.evaluation.top_p,
-        run.answering.max_new_tokens,
-        model.config.tokens.eos,
-    )
-    return Exam(engine, transfer, tokenizer, resources.scorer, asked, sampling, progress.status), problems
-
-
-def gathered(
-    run: FromData,
-    exam: Exam | None,
-    problems: Sequence[Problem],
-    model: Decoder,
-    resources: Resources,
-    status: Callable[[str], None],
-) -> Any:
-    """The run's data; what is to be collected has been, from this model, before its first step."""
-    if not isinstance(run.data.source, Collected):
-        return run.data
-
-    def answerer() -> Answerer:
-        return Answerer(exam.engine, exam.transfer(model), exam.tokenizer, exam.scorer)
-
-    longest = run.answering.max_new_tokens
-    return collected(run.data, problems, answerer, longest, run.seed, resources.directory, resources.peers, status)
-
-
-def _decoder_shapes(model: Decoder, dtype: Any, platform: str) -> Decoder:
-    import jax
-
-    return jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform), model)
-
-
-def check_positions(length: int, config: ModelConfig, field: str) -> None:
-    """Refuse what is longer than the model was made for; before anything is compiled."""
-    positions = config.attention.max_positions
-    configs.require(
-        length <= positions,
-        f"{field} needs {length} positions, and the model was made for {positions}: lower it by {length - positions}",
-    )
-
-
-def check_tokenizer(run: FromData, tokenizer: Any) -> None:
-    """Refuse a model without a tokenizer."""
-    if tokenizer is None:
-        raise InputError(
-            f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
-        )
-
-
-def read_data(run: FromData, data: Any, tokenizer: Any, stops: Sequence[int], progress: Progress) -> LoadedTexts:
-    """The rows; what was dropped is told.
+def read(
+    run: FromData, model: Any, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
+) -> Read:
+    """Collect the data or read it; what was dropped is told. The arguments are those of a stage's ``prepare``.
 
     Raises:
-      InputError: a row that cannot be used, or one that is too long.
+      InputError: a model without a tokenizer or too short, a row that cannot be used, or one that is too long.
     """
+    check_tokenizer(tokenizer, run.model)
+    check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
+    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
+    data = gathered(run, exam, problems, model, resources, progress.status)
     progress.status(f"reading {data.label}")
-    loaded = tasks.load_texts(data, tokenizer, stops)
+    loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos)
     for note in loaded.notes:
         progress.note(note)
     length, where = tasks.longest((*loaded.train, *loaded.held_out))
@@ -243,12 +125,46 @@ def read_data(run: FromData, data: Any, tokenizer: Any, stops: Sequence[int], pr
         length <= run.batch.max_tokens,
         f"{where} has {length} tokens: set --batch.max_tokens {length} (now {run.batch.max_tokens}), or shorten it",
     )
-    return loaded
+    prints = {"training": tasks.fingerprint(loaded.train), "held-out": tasks.fingerprint(loaded.held_out)}
+    peers.check_same(f"rows of {data.label}", str(prints))
+    return Read(data.label, loaded, prints, exam, progress.status)
 
 
-def to_test(run: FromData, loaded: LoadedTexts) -> Sequence[Any]:
-    """Of the rows that are held out those that the run is tested on."""
-    return loaded.held_out[: run.evaluation.limit or None]
+def made(
+    kind: Callable[..., Ready],
+    run: FromData,
+    data: Read,
+    forward: Forward,
+    training: tuple[Training, ...],
+    what: str,
+    **own: Any,
+) -> Ready:
+    """A stage of this kind, ready to make steps.
+
+    Args:
+      kind: a ``DatasetStage``.
+      run: with its settings resolved.
+      data: its rows.
+      forward: how the model is run.
+      training: how it is trained.
+      what: the rows are, in the plural.
+      own: fields of the kind.
+    """
+    return kind(
+        training=training,
+        forward=forward,
+        label=data.label,
+        problems=data.prints,
+        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        notes=[size_line(run, data.loaded, what)],
+        rows=data.loaded.train,
+        held_out=data.loaded.held_out[: run.evaluation.limit or None],
+        count=run.batch.rows,
+        seed=run.seed,
+        exam=data.exam,
+        status=data.status,
+        **own,
+    )
 
 
 def check_together(groups: Iterable[tuple[str, Sequence[Sample]]], layout: Layout) -> None:
@@ -266,14 +182,9 @@ def check_together(groups: Iterable[tuple[str, Sequence[Sample]]], layout: Layou
             raise InputError(f"{where}: {error}") from None
 
 
-def prints_of(loaded: LoadedTexts) -> Fingerprints:
-    """Fingerprints of what the run learns from and tests on."""
-    return {"training": tasks.fingerprint(loaded.train), "held-out": tasks.fingerprint(loaded.held_out)}
-
-
 def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> tuple[Forward, tuple[Training, ...]]:
     """How the model is run, and how it is trained."""
-    compute = compute_for(run.learner, config_of(model), platform_of(mesh))
+    compute = compute_for(run.learner, model.config, platform_of(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
     layout = layout_for(run.learner, compute, longest, longest, mesh)
     optimiser = run.learner.optimiser
@@ -316,11 +227,6 @@ def outline_of(
         coefficients={"policy": ("temperature",)},
         notes=("it samples answers too (a task to test on, or data to collect): that is not planned",) * answers,
     )
-
-
-def config_of(model: Any) -> ModelConfig:
-    """The architecture of a decoder, or of a scalar model's."""
-    return getattr(model, "decoder", model).config
 
 
 def size_line(run: FromData, loaded: LoadedTexts, what: str) -> str:

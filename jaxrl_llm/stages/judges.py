@@ -22,6 +22,7 @@ from jaxrl_llm.rewards.steps import last_token
 from jaxrl_llm.sharding import batch_parts, platform_of
 from jaxrl_llm.stages.reading import scored, scored_sample
 from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.trained import load_model
 from jaxrl_llm.types import Completion, Problem
 
@@ -116,10 +117,7 @@ def load_judge(
         raise InputError(f"{field}: {error}") from None
     if not isinstance(model, ScalarModel):
         raise InputError(f"{field}: {path} is a language model, which gives no score: train a RewardModel")
-    if own is None:
-        raise InputError(
-            f"{field}: {path} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
-        )
+    check_tokenizer(own, f"{field}: {path}")
     if own.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"{field}: the tokens of {path} are not those of {run.model}: give a reward model that reads the policy's "

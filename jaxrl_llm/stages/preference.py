@@ -16,25 +16,9 @@ from jaxrl_llm.evaluate import Tested
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.learner.comparisons import PairLoss
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import (
-    DatasetStage,
-    Drawn,
-    Resources,
-    check_positions,
-    check_together,
-    check_tokenizer,
-    examination,
-    gathered,
-    groups_of,
-    outline_of,
-    prints_of,
-    programs_of,
-    read_data,
-    size_line,
-    to_test,
-)
+from jaxrl_llm.stages.answering import Resources
+from jaxrl_llm.stages.dataset import DatasetStage, Drawn, check_together, groups_of, made, outline_of, programs_of, read
 from jaxrl_llm.stages.outline import Groups, Outline, Pass
 from jaxrl_llm.stages.reading import SCORED_AT_ONCE, scored
 from jaxrl_llm.tasks import Ranked
@@ -90,12 +74,10 @@ class PreferenceStage(DatasetStage):
     Attributes:
       loss: of each pair.
       known: what the reference gives the pairs ``train`` and ``held_out``.
-      status: hears what is going on.
     """
 
     loss: Any
     known: Sums
-    status: Callable[[str], None]
 
     def samples(
         self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
@@ -185,35 +167,14 @@ def prepare(
     Raises:
       InputError: data that the run cannot work with.
     """
-    check_tokenizer(run, tokenizer)
-    check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
-    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
-    data = gathered(run, exam, problems, model, resources, progress.status)
-    loaded = read_data(run, data, tokenizer, model.config.tokens.eos, progress)
-    check_pairs((*loaded.train, *loaded.held_out))
-    prints = prints_of(loaded)
-    peers.check_same(f"pairs of {data.label}", str(prints))
+    data = read(run, model, tokenizer, mesh, resources, progress, peers)
+    check_pairs(data.rows)
     forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
-    groups = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in (*loaded.train, *loaded.held_out))
-    check_together(groups, forward.layout)
+    check_together(((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in data.rows), forward.layout)
 
     def compute() -> Sums:
-        parts = {"train": loaded.train, "held_out": loaded.held_out}
+        parts = {"train": data.loaded.train, "held_out": data.loaded.held_out}
         return {name: sums(forward, model, pairs, progress.status) for name, pairs in parts.items()}
 
-    return PreferenceStage(
-        training=training,
-        forward=forward,
-        label=data.label,
-        problems=prints,
-        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
-        notes=[size_line(run, loaded, "pairs")],
-        rows=loaded.train,
-        held_out=to_test(run, loaded),
-        count=run.batch.rows,
-        seed=run.seed,
-        exam=exam,
-        loss=run.loss,
-        known=at_start(resources.directory / REFERENCE, json.dumps(prints, sort_keys=True), peers, compute),
-        status=progress.status,
-    )
+    known = at_start(resources.directory / REFERENCE, json.dumps(data.prints, sort_keys=True), peers, compute)
+    return made(PreferenceStage, run, data, forward, training, "pairs", loss=run.loss, known=known)

@@ -1,7 +1,7 @@
 """Reward models: a decoder with a scalar head learns to score answers, or the steps of solutions."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,9 @@ from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
-from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import (
-    DatasetStage,
-    Drawn,
-    Resources,
-    check_positions,
-    check_together,
-    check_tokenizer,
-    config_of,
-    examination,
-    gathered,
-    groups_of,
-    outline_of,
-    prints_of,
-    programs_of,
-    read_data,
-    size_line,
-    to_test,
-)
+from jaxrl_llm.stages.answering import Resources
+from jaxrl_llm.stages.dataset import DatasetStage, Drawn, check_together, groups_of, made, outline_of, programs_of, read
 from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
 from jaxrl_llm.tasks import Ranked, Stepped, Steps
@@ -63,13 +46,7 @@ def stepped_sample(row: Stepped) -> Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardStage(DatasetStage):
-    """A run that teaches a reward model once its files are read.
-
-    Attributes:
-      status: hears what is going on.
-    """
-
-    status: Callable[[str], None]
+    """A run that teaches a reward model once its files are read."""
 
     def samples(
         self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
@@ -166,27 +143,8 @@ def prepare(
     Raises:
       InputError: data that the run cannot work with.
     """
-    check_tokenizer(run, tokenizer)
-    config = config_of(model)
-    check_positions(run.batch.max_tokens, config, "batch.max_tokens")
-    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
-    data = gathered(run, exam, problems, model, resources, progress.status)
-    loaded = read_data(run, data, tokenizer, config.tokens.eos, progress)
-    prints = prints_of(loaded)
-    peers.check_same(f"rows of {run.data.label}", str(prints))
-    steps = isinstance(run.data, Steps)
+    data = read(run, model, tokenizer, mesh, resources, progress, peers)
     forward, training = programs_of(run, model, mesh, objective_of(run))
-    check_together(((row.where, samples_of(row, 0)) for row in (*loaded.train, *loaded.held_out)), forward.layout)
-    return RewardStage(
-        training=training,
-        forward=forward,
-        label=run.data.label,
-        problems=prints,
-        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
-        notes=[size_line(run, loaded, "solutions" if steps else "rankings")],
-        rows=loaded.train,
-        held_out=to_test(run, loaded),
-        count=run.batch.rows,
-        seed=run.seed,
-        status=progress.status,
-    )
+    check_together(((row.where, samples_of(row, 0)) for row in data.rows), forward.layout)
+    what = "solutions" if isinstance(run.data, Steps) else "rankings"
+    return made(RewardStage, run, data, forward, training, what)

@@ -16,7 +16,6 @@ from jaxrl_llm import learner, tasks
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.samples import advantage_of, without_gain
@@ -37,6 +36,7 @@ from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Group, Problem, TrainState
@@ -141,10 +141,7 @@ def prepare(
     Raises:
       InputError: data, rewards or prompts that the run cannot work with.
     """
-    if tokenizer is None:
-        raise InputError(
-            f"{run.model} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights"
-        )
+    check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config)
     loaded, test_task, problems = read_problems(run, progress)
     prints = problems_of(run, loaded, problems)

@@ -13,24 +13,9 @@ from jaxrl_llm.evaluate import Tested
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.likelihood import NextToken
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import (
-    DatasetStage,
-    Drawn,
-    Resources,
-    check_positions,
-    check_tokenizer,
-    examination,
-    gathered,
-    groups_of,
-    outline_of,
-    prints_of,
-    programs_of,
-    read_data,
-    size_line,
-    to_test,
-)
+from jaxrl_llm.stages.answering import Resources
+from jaxrl_llm.stages.dataset import DatasetStage, Drawn, groups_of, made, outline_of, programs_of, read
 from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.reading import scored
 from jaxrl_llm.tasks import Text
@@ -64,13 +49,7 @@ def outline(run: Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedStage(DatasetStage):
-    """A run of supervised fine-tuning once its files are read.
-
-    Attributes:
-      status: hears what is going on.
-    """
-
-    status: Callable[[str], None]
+    """A run of supervised fine-tuning once its files are read."""
 
     def samples(
         self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
@@ -105,25 +84,5 @@ def prepare(
     Raises:
       InputError: data that the run cannot work with.
     """
-    check_tokenizer(run, tokenizer)
-    check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
-    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
-    data = gathered(run, exam, problems, model, resources, progress.status)
-    loaded = read_data(run, data, tokenizer, model.config.tokens.eos, progress)
-    prints = prints_of(loaded)
-    peers.check_same(f"texts of {data.label}", str(prints))
-    forward, training = programs_of(run, model, mesh, NextToken())
-    return SupervisedStage(
-        training=training,
-        forward=forward,
-        label=data.label,
-        problems=prints,
-        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
-        notes=[size_line(run, loaded, "texts")],
-        rows=loaded.train,
-        held_out=to_test(run, loaded),
-        count=run.batch.rows,
-        seed=run.seed,
-        exam=exam,
-        status=progress.status,
-    )
+    data = read(run, model, tokenizer, mesh, resources, progress, peers)
+    return made(SupervisedStage, run, data, *programs_of(run, model, mesh, NextToken()), "texts")

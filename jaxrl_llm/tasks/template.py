@@ -82,14 +82,14 @@ def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
     return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def check_tokenizer(tokenizer: Any) -> None:
-    """Refuses a model without a tokenizer.
+def check_tokenizer(tokenizer: Any, name: str = "the model's directory") -> None:
+    """Refuse a model without a tokenizer; ``name``: what has none.
 
     Raises:
       InputError: there is none.
     """
     if tokenizer is None:
-        raise InputError("the model's directory has no tokenizer; add its tokenizer files, or give another model")
+        raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
 
 
 def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:

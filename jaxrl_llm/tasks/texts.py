@@ -144,7 +144,7 @@ class Pairs(_Data):
         before, asked = writer.prompt(prompt)
         tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
         if row.get(CUT_OFF):
-            tokens = (*tokens[:-1], tokens[-1][: -len(writer.ending)])
+            tokens = (*tokens[:-1], tokens[-1][: -len(writer.ends.turn)])
         for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
                 raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")
@@ -172,8 +172,8 @@ class Steps(_Data):
         prompt = prompt_of(row["prompt"])
         steps, labels = steps_of(row)
         before, asked = writer.prompt(prompt)
-        written = writer.after(before, *(step + self.separator for step in steps[:-1]), steps[-1])
-        tokens = np.asarray([*itertools.chain(*written), *writer.ending], np.int32)
+        written = writer.pieces.after(before, *(step + self.separator for step in steps[:-1]), steps[-1])
+        tokens = np.asarray([*itertools.chain(*written), *writer.ends.turn], np.int32)
         ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
 

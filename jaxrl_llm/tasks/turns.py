@@ -26,6 +26,100 @@ _ASKED = [{"role": "user", "content": "Is it so?"}]
 _ANSWER = {"role": "assistant", "content": "Yes."}
 
 
+class Pieces:
+    """Chats as texts, and texts as token ids, piece by piece.
+
+    Args:
+      wording: how chats are written.
+      tokenizer: of the model.
+    """
+
+    def __init__(self, wording: Wording, tokenizer: Any):
+        self.plain = wording.template == "plain"
+        self.tokenizer = tokenizer
+        self._wording = wording
+
+    def chat(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages with the wording's own system message and suffix."""
+        return worded(messages, self._wording)
+
+    def rendered(self, messages: list[Message], asks: bool = True) -> str:
+        """The text of a chat; with ``asks`` up to where the assistant goes on."""
+        return rendered(messages, self._wording, self.tokenizer, asks)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text, none added."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def after(self, before: str, *pieces: str) -> list[list[int]]:
+        """The ids of each of some pieces of text that follow a prompt's text one after the other."""
+        found = []
+        for piece in pieces:
+            near = before[-_NEAR:]
+            known, whole = self.ids(near), self.ids(near + piece)
+            found.append(whole[len(known) :] if whole[: len(known)] == known else self.ids(piece))
+            before += piece
+        return found
+
+
+class Endings:
+    """What ends a text, and the assistant's turn in a chat.
+
+    Args:
+      pieces: how chats are written.
+      stop_ids: tokens at which the model's completions end.
+    """
+
+    def __init__(self, pieces: Pieces, stop_ids: Sequence[int]):
+        self._pieces = pieces
+        self._stop_ids = tuple(stop_ids)
+
+    @functools.cached_property
+    def text(self) -> int:
+        """The token that ends a text, at which the model's completions end.
+
+        Raises:
+          InputError: there is none.
+        """
+        own = self._pieces.tokenizer.eos_token_id
+        found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
+        if not found:
+            raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
+        return found[0]
+
+    @property
+    def turn(self) -> list[int]:
+        """What ends the assistant's turn: as the template writes it, up to the first of the model's stop tokens; where
+        it writes none of them, the token that ends a text.
+        """
+        return self._written[1] or [self.text]
+
+    def count(self, glue: str, ids: list[int]) -> int:
+        """How many of the ids after what the assistant said, ``glue``, end its turn."""
+        text, _ = self._written
+        if not text or not glue.lstrip().startswith(text.lstrip()):
+            return 0
+        return next((at + 1 for at, token in enumerate(ids) if token in self._stop_ids), 0)
+
+    @functools.cached_property
+    def _written(self) -> tuple[str, list[int]]:
+        """Text and ids up to the first stop token after a turn of the assistant; empty where there is none."""
+        pieces = self._pieces
+        if pieces.plain:
+            return "", []
+        asked = pieces.chat(_ASKED)
+        before, whole = pieces.rendered(asked), pieces.rendered([*asked, _ANSWER, *_ASKED])
+        said = _said(before, _ANSWER["content"], whole)
+        if said is None:
+            return "", []
+        ids = pieces.ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
+        stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
+        if not stops:
+            return "", []
+        ids = ids[: stops[0] + 1]
+        return pieces.tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+
+
 class Writer:
     """Writes prompts and what follows them as token ids.
 
@@ -34,41 +128,35 @@ class Writer:
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
 
+    Attributes:
+      pieces: texts and their ids.
+      ends: what ends a text and a turn.
+
     Raises:
       InputError: there is no tokenizer.
     """
 
     def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int]):
         check_tokenizer(tokenizer)
-        self._wording = wording
-        self._tokenizer = tokenizer
-        self._stop_ids = tuple(stop_ids)
+        self.pieces = Pieces(wording, tokenizer)
+        self.ends = Endings(self.pieces, stop_ids)
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """A prompt's text up to where the answer begins, and its ids, int32[p]: those of ``encode``."""
-        text = self._rendered(worded(messages, self._wording))
-        begins = bos(text, self._tokenizer) if self._wording.template == "plain" else []
-        return text, np.asarray(begins + self._ids(text), np.int32)
+        pieces = self.pieces
+        text = pieces.rendered(pieces.chat(messages))
+        begins = bos(text, pieces.tokenizer) if pieces.plain else []
+        return text, np.asarray(begins + pieces.ids(text), np.int32)
 
     def text(self, text: str) -> np.ndarray:
         """int32[t]: a plain text from its beginning to its end, after BOS where the tokenizer begins every text so."""
-        begins = bos(text, self._tokenizer)
-        return np.asarray(begins + self._ids(text) + [self.end_of_text], np.int32)
-
-    def after(self, before: str, *pieces: str) -> list[list[int]]:
-        """The ids of each of some pieces of text that follow a prompt's text one after the other."""
-        found = []
-        for piece in pieces:
-            near = before[-_NEAR:]
-            known, whole = self._ids(near), self._ids(near + piece)
-            found.append(whole[len(known) :] if whole[: len(known)] == known else self._ids(piece))
-            before += piece
-        return found
+        begins = bos(text, self.pieces.tokenizer)
+        return np.asarray(begins + self.pieces.ids(text) + [self.ends.text], np.int32)
 
     def answer(self, prompt: Sequence[Message], before: str, content: str) -> np.ndarray:
         """int32[t]: what the assistant says after a prompt, whose text is given too, and the end of its turn."""
-        answered = [*worded(prompt, self._wording), {"role": "assistant", "content": content}]
-        return np.asarray([*self.after(before, self._last(answered, before))[0], *self.ending], np.int32)
+        answered = [*self.pieces.chat(prompt), {"role": "assistant", "content": content}]
+        return np.asarray(self._last(answered, before), np.int32)
 
     def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A chat whose assistant speaks first and last in ``rest``: the prompt's ids, int32[p], those that follow,
@@ -77,91 +165,44 @@ class Writer:
         Raises:
           InputError: the template does not go on from what it wrote.
         """
+        pieces = self.pieces
         before, asked = self.prompt(prompt)
-        begins = worded(prompt, self._wording)
+        begins = pieces.chat(prompt)
         chat = [*begins, *(dict(message) for message in rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
         tokens: list[int] = []
         mask: list[bool] = []
         for at, following in zip(speaks[:-1], speaks[1:], strict=True):
-            whole = self._rendered(chat[:following])
+            whole = pieces.rendered(chat[:following])
             said = _said(before, chat[at]["content"], whole)
-            if said is None or self._wording.template == "plain":
-                raise InputError(self._why(chat[at]["content"]))
+            if said is None or pieces.plain:
+                raise InputError(_why(chat[at]["content"], pieces.plain))
             glue = whole[len(before) + len(said) :]
-            learned, others = self.after(before, said, glue)
-            ends = self._ends(glue, others)
+            learned, others = pieces.after(before, said, glue)
+            ends = self.ends.count(glue, others)
             tokens += learned + others
             mask += [True] * (len(learned) + ends) + [False] * (len(others) - ends)
             before = whole
-        last = [*self.after(before, self._last(chat, before))[0], *self.ending]
+        last = self._last(chat, before)
         mask += [True] * len(last)
         return asked, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
 
-    @functools.cached_property
-    def end_of_text(self) -> int:
-        """The token that ends a text, at which the model's completions end.
-
-        Raises:
-          InputError: there is none.
-        """
-        own = self._tokenizer.eos_token_id
-        found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
-        if not found:
-            raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
-        return found[0]
-
-    @property
-    def ending(self) -> list[int]:
-        """What ends the assistant's turn: as the template writes it, up to the first of the model's stop tokens; where
-        it writes none of them, the token that ends a text.
-        """
-        return self._end_of_turn[1] or [self.end_of_text]
-
-    @functools.cached_property
-    def _end_of_turn(self) -> tuple[str, list[int]]:
-        """Text and ids up to the first stop token after a turn of the assistant; empty where there is none."""
-        if self._wording.template == "plain":
-            return "", []
-        asked = worded(_ASKED, self._wording)
-        before, whole = self._rendered(asked), self._rendered([*asked, _ANSWER, *_ASKED])
-        said = _said(before, _ANSWER["content"], whole)
-        if said is None:
-            return "", []
-        ids = self._ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
-        stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
-        if not stops:
-            return "", []
-        ids = ids[: stops[0] + 1]
-        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
-
-    def _ends(self, glue: str, ids: list[int]) -> int:
-        """How many of the ids after what the assistant said, ``glue``, end its turn."""
-        text, _ = self._end_of_turn
-        if not text or not glue.lstrip().startswith(text.lstrip()):
-            return 0
-        return next((at + 1 for at, token in enumerate(ids) if token in self._stop_ids), 0)
-
-    def _last(self, chat: list[Message], before: str) -> str:
-        """What the assistant says in the last message, after the text before it."""
+    def _last(self, chat: list[Message], before: str) -> list[int]:
+        """What the assistant says in the last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
-        if self._wording.template == "plain":
-            return content
-        return _said(before, content, self._rendered(chat, asks=False)) or content
+        if not self.pieces.plain:
+            content = _said(before, content, self.pieces.rendered(chat, asks=False)) or content
+        return [*self.pieces.after(before, content)[0], *self.ends.turn]
 
-    def _rendered(self, messages: list[Message], asks: bool = True) -> str:
-        return rendered(messages, self._wording, self._tokenizer, asks)
 
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def _why(self, content: str) -> str:
-        if self._wording.template == "plain":
-            return "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
-        return (
-            f"the chat template rewrites the assistant's earlier turn {content[:40]!r}, which can then not be learned "
-            "in place; give another template, or a row for each turn"
-        )
+def _why(content: str, plain: bool) -> str:
+    """Why a chat of several turns cannot be learned."""
+    if plain:
+        return "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
+    return (
+        f"the chat template rewrites the assistant's earlier turn {content[:40]!r}, which can then not be learned "
+        "in place; give another template, or a row for each turn"
+    )
 
 
 def _said(before: str, content: str, whole: str) -> str | None:

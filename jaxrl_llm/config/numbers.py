@@ -1,0 +1,62 @@
+"""Numbers that every kind of run has, and what is refused of them."""
+
+from collections.abc import Mapping
+
+from jaxrl_llm.config.run import Configuration, Evaluation
+from jaxrl_llm.errors import require
+
+MAX_SEED = 1 << 24
+"""Seeds from here on would repeat the random numbers of smaller ones."""
+
+
+def check_numbers(run: Configuration, counts: Mapping[str, int], others: Mapping[str, int]) -> None:
+    """Refuse counts that are too small, a seed that is too large, and a run without a model.
+
+    Args:
+      run: of any kind.
+      counts: of this kind, at least 1 each, by field.
+      others: of this kind, at least 0 each, by field.
+
+    Raises:
+      InputError: names field and value.
+    """
+    counts = {
+        "steps": run.steps,
+        **counts,
+        "learner.epochs": run.learner.epochs,
+        "learner.minibatches": run.learner.minibatches,
+        "learner.microbatch_rows": run.learner.microbatch_rows,
+        "evaluation.samples": run.evaluation.samples,
+        "output.checkpoint_every": run.output.checkpoint_every,
+        "output.keep": run.output.keep,
+    }
+    others = {
+        "evaluation.every": run.evaluation.every,
+        "evaluation.limit": run.evaluation.limit,
+        "output.samples": run.output.samples,
+        "learner.row_tokens": run.learner.row_tokens,
+        **others,
+    }
+    for least, values in ((1, counts), (0, others)):
+        for name, value in values.items():
+            require(value >= least, f"{name} must be at least {least}, got {value}")
+    require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
+    require(
+        bool(run.model),
+        "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN",
+    )
+
+
+def check_answers_asked(evaluation: Evaluation) -> None:
+    """Refuse a test whose answers cannot be sampled so.
+
+    Raises:
+      InputError: names field, value and remedy.
+    """
+    require(evaluation.temperature >= 0, f"evaluation.temperature must be at least 0, got {evaluation.temperature}")
+    require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
+    require(
+        evaluation.samples == 1 or evaluation.temperature > 0,
+        f"evaluation.samples {evaluation.samples} at temperature 0 would all be the same: set "
+        "evaluation.temperature above 0",
+    )
