@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_llm.engine.engine import Engine
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rollout.collect import Status, complete
+from jaxrl_llm.rollout.collect import Status, Watch, complete
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, extract
 from jaxrl_llm.types import Completion, Problem
@@ -31,6 +31,7 @@ class Evaluated:
       correct: bool[n, k]; None where nothing is verified.
       maj: float64[n], whether the most frequent extracted answer is correct; None where nothing is verified.
       rewards: float64[n, k], NaN where unscorable; None where the answers are verified.
+      given_up: the share of completions that were ended before their end; None where none could be. They are wrong.
       best: float64[n], whether the answer that a reward model likes best is correct; None where none was asked.
       weighted: float64[n], whether the answer with most of its scores is; None where none was asked.
     """
@@ -41,6 +42,7 @@ class Evaluated:
     correct: np.ndarray | None
     maj: np.ndarray | None
     rewards: np.ndarray | None = None
+    given_up: float | None = None
     best: np.ndarray | None = None
     weighted: np.ndarray | None = None
 
@@ -65,6 +67,8 @@ class Evaluated:
         """``eval/<task>/...`` by the pinned names."""
         name = f"eval/{self.task}"
         found = {f"{name}/reward": self.reward} if self.correct is None else self._verified(name)
+        if self.given_up is not None:
+            found[f"{name}/given_up"] = self.given_up
         found[f"{name}/problems"] = float(len(self.problems))
         found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
         return found
@@ -123,24 +127,32 @@ def evaluate(
     scorer: Scorer,
     sampling: Sampling,
     status: Status = lambda text: None,
+    watch: Watch | None = None,
 ) -> Evaluated:
-    """Answer every problem and check the answers; score them in full where nothing is verified."""
+    """Answer every problem and check the answers; score them in full where nothing is verified.
+
+    What ``watch`` ends early is no answer: it is wrong, whatever it has said.
+    """
     task = asked.prompts.task
     problems = asked.problems
     samples = asked.samples
     prompts = [asked.prompts[problem] for problem in problems for _ in range(samples)]
     seeds = [request_seed(asked.seed, SEED_SPACE + n) for n in range(len(prompts))]
-    done = complete(
-        engine, model, tokenizer, prompts, seeds, sampling, status=lambda text: status(f"evaluating: {text}")
-    )
+
+    def evaluating(text: str) -> None:
+        status(f"evaluating: {text}")
+
+    done = complete(engine, model, tokenizer, prompts, seeds, sampling, status=evaluating, watch=watch)
     items = [(problems[i // samples], c) for i, c in enumerate(done)]
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
     if problems[0].verifier == "none":
         rewards = scorer.score(items).reward.reshape(len(problems), samples)
         return Evaluated(task.label, tuple(problems), rows, None, None, rewards)
-    correct = (scorer.verify(items) >= 1).reshape(len(problems), samples)
+    complete_ones = np.asarray([c.finish_reason != "aborted" for c in done])
+    correct = ((scorer.verify(items) >= 1) & complete_ones).reshape(len(problems), samples)
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
-    return Evaluated(task.label, tuple(problems), rows, correct, maj)
+    given_up = None if watch is None else 1.0 - float(complete_ones.mean())
+    return Evaluated(task.label, tuple(problems), rows, correct, maj, given_up=given_up)
 
 
 def pass_at(correct: np.ndarray, k: int) -> np.ndarray:
@@ -158,9 +170,9 @@ def majority(
 ) -> float:
     """1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first.
 
-    With ``weights``, float[k], the one for which they add up to most.
+    With ``weights``, float[k], the one for which they add up to most. What was ended early has no answer.
     """
-    answers = [extract(c.text, problem.extractor) for c in completions]
+    answers = [None if c.finish_reason == "aborted" else extract(c.text, problem.extractor) for c in completions]
     sums: dict[str, float] = collections.defaultdict(float)
     for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
         if answer is not None:
@@ -175,10 +187,12 @@ def reranked(found: Evaluated, scores: np.ndarray, weights: np.ndarray) -> Evalu
 
     Args:
       found: of a task whose answers are verified.
-      scores: float64[n, k], the higher the better; of equal ones the first counts.
+      scores: float64[n, k], the higher the better; of equal ones the first counts. What was ended early is the last.
       weights: float64[n, k], at least 0: of each answer's vote.
     """
-    best = np.take_along_axis(found.correct, np.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
+    whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in found.completions])
+    first = np.argmax(np.where(whole, scores, -np.inf), axis=1)
+    best = np.take_along_axis(found.correct, first[:, None], axis=1)[:, 0]
     rows = zip(found.problems, found.completions, found.correct, weights, strict=True)
     return dataclasses.replace(
         found, best=best.astype(np.float64), weighted=np.asarray([majority(*row) for row in rows])

@@ -149,7 +149,7 @@ def test_a_row_that_a_batch_repeats_is_compared_with_itself_only(answers):
 
 RUNS = (
     Supervised("m", Texts(Table("a.jsonl"), learn="all", holdout=0.1), evaluation=Evaluation(every=3)),
-    Preference("m", Pairs(Table("a.jsonl")), IPO(0.2, average=True), BatchSize(7, 99), steps=3),
+    Preference("m", Pairs(Table("a.jsonl")), IPO(0.2, average=True), batch=BatchSize(7, 99), steps=3),
     Preference("m", Pairs(Collected(Task(Table("b.jsonl")), samples=4)), DPO(0.3, 0.1), seed=5),
     RewardModel("m", Pairs(Table("a.jsonl")), 0.01, learner=Learner(Optimiser(warmup=2), lora=Lora(4))),
     RewardModel("m", Steps(Table("a.jsonl"), separator="\n\n"), run_dir="there"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,10 +15,14 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import solution_score
 from jaxrl_llm.cli import eval as command
 from jaxrl_llm.cli.policy import load_policy
+from jaxrl_llm.evaluate import majority, reranked
 from jaxrl_llm.models import save_pretrained, scores
+from jaxrl_llm.stages.falling import first_fall
 from jaxrl_llm.tasks import Prompts, extract
 
 SAMPLES = 4
+STEP = re.compile(r"(?:[^\S\n]*\n)*[^\n]*\S[^\n]*(?:\n[^\S\n]*(?=\n|\Z))*\n?")
+"""A line that is not blank, with the blank ones behind it; the first takes those before it too."""
 CONFIG = """
 import dataclasses
 from jaxrl_llm.config import load_config
@@ -39,15 +44,27 @@ def folder(tmp_path_factory):
     return folder
 
 
-def evaluated(folder, by):
+def evaluated(folder, by, give_up_after=0, chunk=None):
     """What an evaluation found, its settings being those of the command line."""
     settings = configs.find_config(str(folder / "counting.py")).located
+    rollout = dataclasses.replace(settings.rollout, chunk=chunk or settings.rollout.chunk)
+    settings = dataclasses.replace(settings, rollout=rollout)
     options = dataclasses.replace(
-        command.defaults(settings), samples=SAMPLES, temperature=1.0, rerank=str(folder / "rm"), rerank_by=by
+        command.defaults(settings),
+        samples=SAMPLES,
+        temperature=1.0,
+        rerank=str(folder / "rm"),
+        rerank_by=by,
+        give_up_after=give_up_after,
     )
     command.check(options, settings)
     _, found, _ = command.test(str(folder / "model"), None, settings, options, False)
     return found, settings.task
+
+
+def step_ends(made):
+    """Characters of the answer, each of which is a token, up to the end of each step."""
+    return np.cumsum([len(step) for step in STEP.findall(made.text)]).tolist()
 
 
 def by_hand(folder, found, task, by):
@@ -57,11 +74,7 @@ def by_hand(folder, found, task, by):
     prefixes, whose = [], []
     for number, (problem, row) in enumerate(zip(found.problems, found.completions, strict=True)):
         for place, made in enumerate(row):
-            written = len(made.text.rstrip("\n"))
-            cuts = [at for at in range(1, written) if made.text[at - 1] == "\n" and made.text[at] != "\n"]
-            cuts = [at for at in cuts if made.text[:at].strip()] + [len(made.text)]
-            ends = [len(made.tokens)] if by == "score" else [] if not made.text.strip() else cuts
-            for end in ends:  # each of its characters is a token
+            for end in [len(made.tokens)] if by == "score" else step_ends(made):
                 prefixes.append([*prompts[problem], *made.tokens[:end]])
                 whose.append((number, place))
     rows = np.zeros((len(prefixes), max(map(len, prefixes))), np.int32)
@@ -111,11 +124,65 @@ def test_the_best_answer_is_the_one_whose_own_score_is_highest(folder, by):
     assert 0 < found.best.mean() < 1 and not np.array_equal(found.best, found.correct[:, 0])
 
 
+@pytest.mark.parametrize("chunk", [2, 16])
+def test_an_answer_ends_with_the_step_at_which_its_score_has_fallen(folder, chunk):
+    whole, task = evaluated(folder, "last")
+    values = by_hand(folder, whole, task, "last")
+    found, _ = evaluated(folder, "last", 1, chunk)
+    ended = 0
+    for n, (row, cut_row) in enumerate(zip(whole.completions, found.completions, strict=True)):
+        for g, (made, cut) in enumerate(zip(row, cut_row, strict=True)):
+            said = values[n][g]
+            hopeless = [j for j in range(1, len(said) - 1) if said[j] < said[j - 1]]  # another step has begun by then
+            kept = step_ends(made)[hopeless[0]] if hopeless else len(made.tokens)
+            np.testing.assert_array_equal(cut.tokens, made.tokens[:kept])
+            assert (cut.finish_reason, cut.text) == (
+                ("aborted", made.text[:kept]) if hopeless else (made.finish_reason, made.text)
+            )
+            assert found.correct[n, g] == (whole.correct[n, g] and not hopeless)
+            ended += bool(hopeless)
+    assert 0 < ended < whole.correct.size
+    assert found.metrics()["eval/numbers/given_up"] == pytest.approx(ended / whole.correct.size)
+    assert "eval/numbers/given_up" not in whole.metrics()
+
+
+@pytest.mark.parametrize(
+    ("scores", "falls", "wanted"),
+    [
+        ([0.5, 0.4, 0.3], 2, 2),
+        ([0.5, 0.4, 0.4, 0.3], 2, None),
+        ([0.5, 0.4, 0.6, 0.5, 0.4, 0.3], 2, 4),
+        ([0.5, 0.4, 0.3], 3, None),
+        ([0.5], 1, None),
+    ],
+)
+def test_only_falls_in_a_row_count(scores, falls, wanted):
+    assert first_fall(scores, falls) == wanted
+
+
+def test_what_was_ended_has_no_vote_and_is_never_chosen(folder):
+    found, _ = evaluated(folder, "last")
+    said = dataclasses.replace(found.completions[0][0], text="7", finish_reason="stop")
+    votes = [said, *[dataclasses.replace(said, text="8", finish_reason="aborted")] * 3]
+    right = np.array([True, False, False, False])
+    problem = dataclasses.replace(found.problems[0], extractor="last_number")
+    assert majority(problem, votes, right) == 1
+    one = dataclasses.replace(found, problems=(problem,), completions=(tuple(votes),), correct=right[None])
+    chosen = reranked(one, np.array([[0.1, 0.9, 0.9, 0.9]]), np.array([[0.1, 0.9, 0.9, 0.9]]))
+    assert (chosen.best[0], chosen.weighted[0]) == (1, 1)
+
+
 LINE = "eval model --config counting.py --temperature 1 --samples 4"
-SHOWN = {"json": f"{LINE} --rerank rm --rerank_by product --json", "table": f"{LINE} --rerank rm --rerank_by product"}
+SHOWN = {
+    "json": f"{LINE} --rerank rm --rerank_by product --json",
+    "table": f"{LINE} --rerank rm --rerank_by product --give_up_after 3",
+}
 REFUSED = {
     f"{LINE} --rerank rm --samples 1": ["--rerank chooses one of several", "--samples is 1: set it to at least 2"],
     f"{LINE} --rerank_by last": ["--rerank_by last needs a process reward model: add --rerank"],
+    f"{LINE} --give_up_after 2": ["--give_up_after 2 needs a process reward model: add --rerank"],
+    f"{LINE} --rerank rm --give_up_after 2": ["--give_up_after 2 reads the scores of steps", "--rerank_by product"],
+    f"{LINE} --rerank rm --rerank_by last --give_up_after -1": ["--give_up_after must be at least 0, got -1"],
     f"{LINE} --rerank nowhere": ["--rerank: no such model: nowhere"],
     f"{LINE} --rerank model": ["--rerank: model is a language model, which gives no score"],
     f"{LINE} --rerank rm --task.verifier none": ["--rerank has nothing to measure on task numbers", "verifier"],
@@ -135,7 +202,7 @@ def test_people_and_programs_see_it_beside_the_other_numbers(answers):
     said = json.loads(answers["json"].out)
     assert (said["rerank"], said["rerank_by"]) == ("rm", "product")
     table = answers["table"].out.splitlines()[2:]  # after what is asked, and that all problems are
-    names = ["avg@4", "pass@2", "pass@4", "maj@4", "rerank@4", "weighted_maj@4", "length"]
+    names = ["avg@4", "pass@2", "pass@4", "maj@4", "rerank@4", "weighted_maj@4", "given", "length"]
     assert [row.split()[0] for row in table] == names
     assert table[4].split()[1] == f"{100 * said['eval/numbers/rerank@4']:.1f}"
     assert len({row.index(".") for row in table}) == 1, "one column"

@@ -17,11 +17,12 @@ from jaxrl_llm.tasks import Task, dated
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
-                      [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last]]
+                      [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
 another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
-of its steps, their product, the lowest or the last.
+of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
+its score.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
@@ -42,6 +43,8 @@ class Options:
       rerank: a reward model that chooses one of the samples: RUN[@STEP] or a directory; None for no choice.
       rerank_by: its score of the whole answer; or of the scores that it gives the steps, as a process reward model
         does, the product, the lowest or the last.
+      give_up_after: an answer ends, and is wrong, where this many steps in a row have each had a lower score than the
+        one before; needs a process reward model. 0 lets all go on.
     """
 
     task: Task
@@ -55,6 +58,7 @@ class Options:
     json: bool = False
     rerank: str | None = None
     rerank_by: Literal["score", "product", "minimum", "last"] = "score"
+    give_up_after: int = 0
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -134,9 +138,10 @@ def test(
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
             asked = Questions(desk.prompts, problems, options.samples, options.seed)
             tokenizer = desk.policy.tokenizer
-            choose = reranker(options, desk, settings, progress.status)
-            found = evaluate(desk.engine, desk.model, tokenizer, asked, desk.scorer, sampling, progress.status)
-            found = choose(found)
+            rerank = reranker(options, desk, settings, progress.status)
+            watch = rerank and rerank.watch(problems, options.samples)
+            found = evaluate(desk.engine, desk.model, tokenizer, asked, desk.scorer, sampling, progress.status, watch)
+            found = rerank.choose(found) if rerank else found
     return desk.policy, found, notes
 
 
@@ -164,7 +169,7 @@ def as_json(policy: Policy, options: Options, found: Any) -> str:
         "top_p": options.top_p,
     }
     if options.rerank is not None:
-        about |= {"rerank": options.rerank, "rerank_by": options.rerank_by}
+        about |= {"rerank": options.rerank, "rerank_by": options.rerank_by, "give_up_after": options.give_up_after}
     return json.dumps(about | found.metrics())
 
 
@@ -189,6 +194,8 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
             lines.append(f"  {'reward':<16}{value:8.3f}  +- {error:.3f}")
         elif "@" in short:
             lines.append(f"  {short:<16}{100 * value:6.1f} %")
+        elif short == "given_up":
+            lines.append(f"  {'given up':<16}{100 * value:6.1f} %")
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
     return lines

@@ -1,5 +1,6 @@
 """The best of a model's answers, by a reward model: ``jaxrl-llm eval --rerank``."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,27 @@ def check_rerank(options: Any) -> None:
     Raises:
       InputError: names the flag, its value and the remedy.
     """
+    configs.require(options.give_up_after >= 0, f"--give_up_after must be at least 0, got {options.give_up_after}")
     if options.rerank is None:
         configs.require(
             options.rerank_by == "score",
             f"--rerank_by {options.rerank_by} needs a process reward model: add --rerank RUN_OR_MODEL",
+        )
+        configs.require(
+            not options.give_up_after,
+            f"--give_up_after {options.give_up_after} needs a process reward model: add --rerank RUN_OR_MODEL",
         )
         return
     configs.require(
         options.samples >= 2,
         f"--rerank chooses one of several answers, and --samples is {options.samples}: set it to at least 2",
     )
-    data = _learned_from(options.rerank)
     by_steps = options.rerank_by != "score"
+    configs.require(
+        by_steps or not options.give_up_after,
+        f"--give_up_after {options.give_up_after} reads the scores of steps: set --rerank_by product, minimum or last",
+    )
+    data = _learned_from(options.rerank)
     if data is not None and by_steps != isinstance(data, Steps):
         raise InputError(
             f"--rerank {options.rerank} learned to score "
@@ -54,33 +64,61 @@ def check_verified(options: Any, problems: Sequence[Problem]) -> None:
     )
 
 
-def reranker(
-    options: Any, desk: Desk, settings: configs.Run, status: Callable[[str], None]
-) -> Callable[["Evaluated"], "Evaluated"]:
-    """What adds the reward model's choice to an evaluation; nothing where none is asked for.
+@dataclasses.dataclass(frozen=True)
+class Reranker:
+    """A reward model that chooses, and that may end what it gives no chance.
+
+    Attributes:
+      model: where it scores.
+      by: "score", "product", "minimum" or "last".
+      give_up_after: steps in a row whose scores have each fallen; 0 never.
+      separator: ends a step.
+      tokenizer: the policy's.
+    """
+
+    model: Any
+    by: str
+    give_up_after: int
+    separator: str
+    tokenizer: Any
+
+    def watch(self, problems: Sequence[Problem], samples: int) -> Any:
+        """What ends answers while they are sampled, so many to each problem; None where nothing does."""
+        from jaxrl_llm.stages.falling import FallingSteps
+
+        if not self.give_up_after:
+            return None
+        asked = [problem for problem in problems for _ in range(samples)]
+        return FallingSteps(self.model, asked, self.separator, self.give_up_after, self.tokenizer)
+
+    def choose(self, found: "Evaluated") -> "Evaluated":
+        """The evaluation with what it makes of the answers."""
+        from jaxrl_llm.evaluate import reranked
+        from jaxrl_llm.stages.judges import solution_scores
+
+        items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
+        scores = solution_scores(self.model, items, self.by, self.separator, self.tokenizer)
+        scores = scores.reshape(found.correct.shape)
+        weights = 1 / (1 + np.exp(-scores)) if self.by == "score" else scores
+        return reranked(found, scores, weights)
+
+
+def reranker(options: Any, desk: Desk, settings: configs.Run, status: Callable[[str], None]) -> Reranker | None:
+    """What chooses among the answers; None where nothing is asked to.
 
     Raises:
       InputError: a reward model that is not there, is none, or cannot read what the model writes.
     """
     if options.rerank is None:
-        return lambda found: found
-    from jaxrl_llm.evaluate import reranked
-    from jaxrl_llm.stages.judges import load_judge, solution_scores
+        return None
+    from jaxrl_llm.stages.judges import load_judge
 
     policy = desk.policy
     asked = as_asked(policy.name, settings, (), desk.engine.max_length - options.max_new_tokens, options.max_new_tokens)
     prompts = {options.task.label: desk.prompts}
     model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, prompts, status)
     separator = getattr(_learned_from(options.rerank), "separator", "\n")
-
-    def choose(found: "Evaluated") -> "Evaluated":
-        items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
-        scores = solution_scores(model, items, options.rerank_by, separator, policy.tokenizer)
-        scores = scores.reshape(found.correct.shape)
-        weights = 1 / (1 + np.exp(-scores)) if options.rerank_by == "score" else scores
-        return reranked(found, scores, weights)
-
-    return choose
+    return Reranker(model, options.rerank_by, options.give_up_after, separator, policy.tokenizer)
 
 
 def _learned_from(name: str) -> Pairs | Steps | None:

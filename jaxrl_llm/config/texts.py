@@ -47,7 +47,7 @@ class Answering:
 
 @dataclasses.dataclass(frozen=True)
 class FromData:
-    """What every run that learns from data says; those of a kind are below.
+    """What every run that learns from data says; a kind adds its own. All but the model and the data go by name.
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name, a hub id, or RUN[@STEP].
@@ -66,6 +66,7 @@ class FromData:
 
     model: str
     data: Any
+    _: dataclasses.KW_ONLY
     batch: BatchSize = BatchSize()
     learner: Learner = Learner()
     mesh: MeshShape = MeshShape()

@@ -169,6 +169,11 @@ class Engine:
             self._flight = Flight(self._scheduler.run(model), dict(self._scheduler.running), version)
             return count + (self._take(before) if before else 0)
 
+    @property
+    def running(self) -> list[tuple[int, Completion]]:
+        """What requests in slots have so far, by handle; the chunk that the device computes now is not in it."""
+        return [(request.handle, request.completion("aborted")) for request in self._scheduler.running.values()]
+
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests now: ``collect`` returns what they have, if anything, with the reason "aborted"."""
         ending = set(handles)
