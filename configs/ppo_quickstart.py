@@ -3,13 +3,17 @@
     jaxrl-llm train ppo_quickstart
 
 One completion of each prompt: what an answer is compared with is what the critic expected. The critic begins as the
-reward model of ``runs/reward_quickstart`` where that is there, else as the policy with a head of zeros.
+reward model of ``runs/reward_quickstart`` where that is there, else as the policy with a head of zeros; it learns alone
+in the first step, since a reward model's scores are on a scale of their own.
+
+Measured on 2 CPU cores without an accelerator: accuracy on the held-out problems 0.55 -> 0.92 in 9 steps, 5 minutes 19
+seconds in all, compilation and both evaluations included; 7.3 GB of memory. The critic explains 0.30 of the returns'
+variance in the last step; 0.32, 0.31 and 0.04 in those before: few completions are wrong by then, so few decide it.
 """
 
 import dataclasses
 from pathlib import Path
 
-from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.config import Output, Run
 from jaxrl_llm.learner import Critic, Learner, Optimiser
 from jaxrl_llm.recipes import PPO
@@ -30,16 +34,16 @@ config = Run(
     recipe=dataclasses.replace(
         PPO,
         # So short a run stays near where it began: no KL, and so no reference.
-        algorithm=dataclasses.replace(PPO.algorithm, kl_coef=0.0, advantage=GAE(lam=1.0, whiten=True)),
+        algorithm=dataclasses.replace(PPO.algorithm, kl_coef=0.0),
         critic=Critic(
             model=str(JUDGE) if any(JUDGE.glob("checkpoints/*")) else None,
-            optimiser=Optimiser(learning_rate=5e-5),
+            optimiser=Optimiser(learning_rate=1e-4),
             clip=None,
             warmup=1,
         ),
     ),
-    rollout=Rollout(prompts=16, group=4, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=2, microbatch_rows=1, remat="none"),
+    rollout=Rollout(prompts=56, group=1, max_prompt_tokens=40, max_new_tokens=24, temperature=0.9, slots=56, chunk=8),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=4, microbatch_rows=1, remat="none"),
     output=Output(checkpoint_every=9, keep=1),
     steps=9,
 )
