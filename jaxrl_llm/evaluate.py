@@ -73,6 +73,29 @@ class Evaluated:
         found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
         return found
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each completion, for a file: what was asked, what was said, and what it is worth."""
+        found = []
+        for i, (problem, completions) in enumerate(zip(self.problems, self.completions, strict=True)):
+            for j, completion in enumerate(completions):
+                if self.correct is None:
+                    worth = {"reward": float(self.rewards[i, j])}
+                else:
+                    worth = {"correct": bool(self.correct[i, j])}
+                found.append(
+                    {
+                        "problem": problem.id,
+                        "sample": j,
+                        "messages": list(problem.prompt),
+                        "answer": problem.answer,
+                        "completion": completion.text,
+                        **worth,
+                        "finish_reason": completion.finish_reason,
+                        "tokens": len(completion.tokens),
+                    }
+                )
+        return found
+
     def _verified(self, name: str) -> dict[str, float]:
         k = self.correct.shape[1]
         found = {f"{name}/pass@1": self.accuracy}

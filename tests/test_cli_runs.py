@@ -16,7 +16,9 @@ LINES = {
     "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
     "eval": "eval runs/smoke --json",
-    "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10",
+    "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10 --out answers.jsonl",
+    "eval txt": "eval runs/smoke --out answers.txt",
+    "eval nowhere": "eval runs/smoke --out nowhere/a.jsonl",
     "generate": "generate runs/smoke --temperature 0 --max_new_tokens 8",
     "seed 1": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 1 --prompt hello",
     "seed 2": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 2 --prompt hello",
@@ -111,6 +113,23 @@ def test_eval_prints_a_table_for_people(answers):
     assert [line.split()[0] for line in lines[1:]] == ["avg@4", "pass@2", "pass@4", "maj@4", "length"]
 
 
+def test_eval_writes_every_answer_to_a_file(folder, answers):
+    written = rows(folder / "answers.jsonl")
+    assert [(row["problem"], row["sample"]) for row in written] == [
+        (problem, sample) for problem in dict.fromkeys(row["problem"] for row in written) for sample in range(4)
+    ]
+    assert len(written) == 40 and all(row["messages"][-1]["role"] == "user" for row in written)
+    shown = float(answers["eval table"].out.splitlines()[1].split()[1])
+    assert shown == pytest.approx(100 * sum(row["correct"] for row in written) / 40, abs=0.05)
+    assert sum(row["tokens"] for row in written) / 40 == pytest.approx(
+        float(answers["eval table"].out.splitlines()[-1].split()[1]), abs=0.05
+    )
+    assert {row["finish_reason"] for row in written} <= {"stop", "length"}
+    assert all(row["answer"] and isinstance(row["completion"], str) for row in written)
+    assert_refused(answers["eval txt"], "--out answers.txt is written as JSON lines: end it in .jsonl")
+    assert_refused(answers["eval nowhere"], "--out nowhere/a.jsonl: there is no folder", "make it first")
+
+
 def test_generate_answers_as_the_run_was_tested(folder, answers):
     samples = rows(folder / "runs/smoke/samples.jsonl")
     tested = {
@@ -155,4 +174,4 @@ def test_an_export_to_a_full_disk_leaves_nothing(folder, answers):
 
 def test_nothing_unfinished_is_left(folder, answers):
     assert not [path for path in folder.rglob("*") if path.name.startswith(".") or "tmp" in path.name]
-    assert {path.name for path in folder.iterdir()} == {"runs", "model"}
+    assert {path.name for path in folder.iterdir()} == {"runs", "model", "answers.jsonl"}

@@ -3,26 +3,28 @@
 import dataclasses
 import datetime
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.eval_data import evaluate_data
-from jaxrl_llm.cli.flags import first, parse
+from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy
 from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.folders import prepare_libraries
+from jaxrl_llm.folders import prepare_libraries, writable
 from jaxrl_llm.tasks import Task, dated
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
+                      [--out FILE.jsonl]
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
 another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
 of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
-its score.
+its score. --out writes every answer to a file.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
@@ -72,21 +74,36 @@ def evaluate(arguments: list[str]) -> int:
     if own is not None and not named and not isinstance(own.run, configs.Run):
         return evaluate_data(name, arguments)
     trained, settings = find_settings(name, arguments)
+    out = take(arguments, "--out", True)
     options = parse(
         Options,
         arguments,
         f"jaxrl-llm eval {name}",
-        "--config NAME takes another configuration's task and sampling.",
+        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer.",
         defaults(settings),
     )
     check(options, settings)
+    check_out(out)
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
     options = dataclasses.replace(options, task=dated(options.task, datetime.date.today().isoformat()))
     policy, found, notes = test(name, trained, settings, options, whole)
+    if out is not None:
+        from jaxrl_llm.telemetry.rows import write_rows
+
+        with writable(Path(out), "--out"):
+            write_rows(Path(out), found.rows())
     print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
     return 0
+
+
+def check_out(out: str | None) -> None:
+    """Refuse a file that cannot hold the answers, before anything is sampled."""
+    if out is not None:
+        configs.require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
+        folder = Path(out).absolute().parent
+        configs.require(folder.is_dir(), f"--out {out}: there is no folder {folder}; make it first")
 
 
 def defaults(run: configs.Run) -> Options:

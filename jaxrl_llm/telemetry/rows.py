@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,11 +67,18 @@ def cut_after(path: str | Path, step: int) -> None:
     path = Path(path)
     if not path.exists():
         return
-    kept = path.with_name(path.name + ".part")
-    with open(kept, "wb") as file:
-        for row in read_rows(path):
-            if row["step"] <= step:
+    write_rows(path, (row for row in read_rows(path) if row["step"] <= step))
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Make the file of these rows, in one move: whole, or as it was."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            for row in rows:
                 file.write(encode_row(row))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(kept, path)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
