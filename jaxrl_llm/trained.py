@@ -122,17 +122,14 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     import jax
 
     from jaxrl_llm.checkpoint import restore_policy
-    from jaxrl_llm.models.heads import split
-    from jaxrl_llm.models.lora import attached, create, merge
+    from jaxrl_llm.models.lora import attached, merge
     from jaxrl_llm.sharding import shardings
 
     run = trained.run
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     model = as_trained(run, model)
     if run.learner.lora.rank:
-        base, head = split(model)
-        adapter = jax.eval_shape(lambda: create(base.config, run.learner.lora, jax.random.key(0), head))
-        policy = restore_policy(trained.directory, adapter, mesh, base)
+        base, policy = with_adapter(trained, model, mesh)
         found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
     else:
         like = jax.eval_shape(lambda m: m, model)
@@ -141,3 +138,16 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     if dtype is None:
         return found, tokenizer
     return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
+
+
+def with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:
+    """(base, adapter) of a run that trains an adapter beside this model."""
+    import jax
+
+    from jaxrl_llm.checkpoint import restore_policy
+    from jaxrl_llm.models.heads import split
+    from jaxrl_llm.models.lora import create
+
+    base, head = split(model)
+    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
+    return base, restore_policy(trained.directory, adapter, mesh, base)

@@ -26,6 +26,7 @@ LINES = {
     "export": "export runs/smoke --out model",
     "export again": "export runs/smoke --out model",
     "export nowhere": "export runs/smoke --out /proc/nowhere/model",
+    "export adapter": "export runs/smoke --out adapter --adapter",
     "eval export": "eval model --config smoke --json",
     "generate export": "generate model --temperature 0 --max_new_tokens 8 --prompt hello --system Speak",
 }
@@ -165,6 +166,11 @@ def test_a_run_of_one_device_answers_on_eight(folder, answers):
     sharded = command(*arguments, folder=folder, JAX_NUM_CPU_DEVICES="8")
     assert sharded.code == 0, sharded.err
     assert sharded.out.splitlines() == answers["generate"].out.splitlines()[:1]
+
+
+def test_what_trained_no_adapter_exports_none(answers):
+    refused = "runs/smoke trained the whole model (learner.lora.rank is 0): export it without --adapter"
+    assert_refused(answers["export adapter"], refused)
 
 
 def test_an_export_to_a_full_disk_leaves_nothing(folder, answers):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from commands import assert_refused, commands
+from safetensors.numpy import load_file
 
 from jaxrl_llm.models import load_pretrained, save_pretrained
 from jaxrl_llm.models.decoder import from_parameters, to_parameters
@@ -18,6 +19,7 @@ LINES = {
     "eval 2": "eval whole@2 --json",
     "eval": "eval whole --json",
     "export": "export whole --out model",
+    "adapter": "export whole --out adapter --adapter",
     "eval export": "eval model --config smoke --json",
     "generate": "generate whole --temperature 0 --max_new_tokens 8 --prompt hello",
     "no rank": "train smoke --learner.lora.rank -1",
@@ -74,6 +76,32 @@ def test_what_is_tested_asked_and_exported_is_the_adapted_model(folder, answers)
     moved = {f"{p}/{n}": float(np.abs(model[p][n] - base[p][n]).max()) for p in ("attn", "mlp") for n in base[p]}
     assert {name for name, size in moved.items() if size} == {"attn/q", "mlp/down"}
     assert min(moved["attn/q"], moved["mlp/down"]) > 1e-3
+
+
+def test_an_exported_adapter_is_the_difference_of_base_and_model(folder, answers):
+    assert answers["adapter"].code == 0, answers["adapter"].err
+    said = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 2, 32.0)
+    assert said["base_model_name_or_path"] == "base" and sorted(said["target_modules"]) == ["down_proj", "q_proj"]
+    adapter = load_file(folder / "adapter/adapter_model.safetensors")
+    base, model = (load_file(folder / name / "model.safetensors") for name in ("base", "model"))
+    adapted = {name for name in base if not np.array_equal(base[name], model[name])}
+    assert len(adapter) == 2 * len(adapted) > 0
+    for name in adapted:
+        module = "base_model.model." + name.removesuffix(".weight")
+        a, b = adapter[f"{module}.lora_A.weight"], adapter[f"{module}.lora_B.weight"]
+        assert a.shape == (2, base[name].shape[1]) and b.shape == (base[name].shape[0], 2)
+        np.testing.assert_allclose(base[name] + 32.0 / 2 * b @ a, model[name], rtol=0, atol=1e-6)
+
+
+def test_an_export_says_what_it_is(folder, answers):
+    whole, adapter = ((folder / name / "README.md").read_text() for name in ("model", "adapter"))
+    assert "base_model: base" in whole and "library_name: transformers" in whole and "library_name: peft" in adapter
+    assert "Reinforcement learning by the recipe grpo from `base`" in whole and "step 3 of 3" in whole
+    rows = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
+    before, after = (row["eval/chain_sum/pass@1"] for row in (rows[0], rows[-1]))
+    assert f"| eval/chain_sum/pass@1 | {before:.3f} | {after:.3f} |" in whole
+    assert "jaxrl-llm eval whole\njaxrl-llm generate model" in whole and "generate" not in adapter
 
 
 def test_a_run_is_not_continued_beside_another_base(folder, answers):

@@ -15,8 +15,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import solution_score
 from jaxrl_llm.cli import eval as command
 from jaxrl_llm.cli.policy import load_policy
+from jaxrl_llm.engine import Sampling
 from jaxrl_llm.evaluate import majority, reranked
 from jaxrl_llm.models import save_pretrained, scores
+from jaxrl_llm.rollout import Engine
+from jaxrl_llm.rollout.collect import complete
 from jaxrl_llm.stages.falling import first_fall
 from jaxrl_llm.tasks import Prompts, extract
 
@@ -158,6 +161,27 @@ def test_an_answer_ends_with_the_step_at_which_its_score_has_fallen(folder, chun
 )
 def test_only_falls_in_a_row_count(scores, falls, wanted):
     assert first_fall(scores, falls) == wanted
+
+
+def test_what_has_no_hope_is_not_sampled_on():
+    model, tokenizer = talkative()
+    engine = Engine(model, 2, 96, 2)
+    prompts = [np.asarray(tokenizer(text)["input_ids"]) for text in ("one", "two", "three", "four")]
+    sampling = Sampling(1.0, 0, 1.0, 64)
+
+    def watch(made):
+        return {n: 3 for n, one in made.items() if n != 2 and len(one.tokens) >= 3}
+
+    ended = complete(engine, model, tokenizer, prompts, range(4), sampling, watch=watch)
+    assert [len(one.tokens) for one in ended] == [3, 3, 64, 3]
+    assert [one.finish_reason for one in ended] == ["aborted", "aborted", "length", "aborted"]
+    steps = engine.decode_steps
+    assert 64 <= steps <= 72  # of the one that goes on; 128 where the others do too
+    whole = complete(engine, model, tokenizer, prompts, range(4), sampling)
+    assert engine.decode_steps == 128
+    for one, other in zip(ended, whole, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens[: len(one.tokens)])
+        assert other.text.startswith(one.text)
 
 
 def test_what_was_ended_has_no_vote_and_is_never_chosen(folder):

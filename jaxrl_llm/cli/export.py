@@ -1,23 +1,25 @@
-"""``jaxrl-llm export``: a run's policy as a directory that transformers loads."""
+"""``jaxrl-llm export``: a run's policy as a directory that transformers loads, or its adapter as PEFT does."""
 
 import shlex
 from pathlib import Path
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
+from jaxrl_llm.cli.model_card import model_card
 from jaxrl_llm.cli.policy import load_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries, writable
-from jaxrl_llm.trained import find_run
+from jaxrl_llm.trained import Trained, find_run
 
-USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR
+USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
 
-Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer. DIR
+Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
+README.md that says what was trained and what tests found. --adapter writes a run's adapter alone, as PEFT loads it. DIR
 must not exist, or be empty."""
 
 
 def export(arguments: list[str]) -> int:
-    """``export RUN[@STEP] --out DIR``; returns the exit code."""
+    """``export RUN[@STEP] --out DIR [--adapter]``; returns the exit code."""
     name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model")
     if name is None:
         return 0
@@ -25,30 +27,67 @@ def export(arguments: list[str]) -> int:
         print(USAGE)
         return 0
     out = take(arguments, "--out", True)
+    adapter = bool(take(arguments, "--adapter", False))
     if arguments:
         raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN --out DIR")
     if out is None:
         raise InputError(f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     prepare_libraries()
-    run = find_run(name)
-    if run is None:
+    trained = find_run(name)
+    if trained is None:
         raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{out} exists and is not empty; give a new directory, or remove it first")
+    card = model_card(name, trained, out, adapter)
+    if adapter:
+        export_adapter(name, trained, target, card)
+        base = trained.run.model
+        print(f"the adapter of {name}, step {trained.step}, is written to {out}; PEFT loads it beside {base}.")
+        return 0
+    export_model(name, trained, target, card)
+    if isinstance(trained.run, configs.RewardModel):
+        loader = "AutoModelForSequenceClassification"
+        print(f"{name}, step {trained.step}, is written to {out}; transformers loads it as {loader}.")
+        return 0
+    shown = shlex.quote(out)
+    print(f"{name}, step {trained.step}, is written to {out}; transformers loads it. Try next:")
+    print(f'  jaxrl-llm generate {shown} --prompt "What is 3 + 5?"')
+    return 0
+
+
+def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
+    """Write the whole model; an adapter is merged."""
     from jaxrl_llm.models import save_pretrained
 
     status(f"loading {name}")
-    policy = load_policy(name, run)
-    status(f"writing {out}")
+    policy = load_policy(name, trained)
+    status(f"writing {target}")
     with writable(target, "--out"):
-        save_pretrained(policy.model, policy.tokenizer, target)
+        save_pretrained(policy.model, policy.tokenizer, target, card)
     status("")
-    if isinstance(run.run, configs.RewardModel):
-        loader = "AutoModelForSequenceClassification"
-        print(f"{name}, step {policy.step}, is written to {out}; transformers loads it as {loader}.")
-        return 0
-    shown = shlex.quote(out)
-    print(f"{name}, step {policy.step}, is written to {out}; transformers loads it. Try next:")
-    print(f'  jaxrl-llm generate {shown} --prompt "What is 3 + 5?"')
-    return 0
+
+
+def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
+    """Write the adapter alone.
+
+    Raises:
+      InputError: the run trains none, or one of a reward model.
+    """
+    run = trained.run
+    if not run.learner.lora.rank:
+        raise InputError(f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
+    if isinstance(run, configs.RewardModel):
+        raise InputError(f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
+    from jaxrl_llm.models.peft import save_adapter
+    from jaxrl_llm.sharding import make_mesh
+    from jaxrl_llm.trained import load_model, with_adapter
+
+    status(f"loading {name}")
+    mesh = make_mesh(run.mesh)
+    model, _ = load_model(run.model, run.learner.dtype, mesh)
+    base, policy = with_adapter(trained, model, mesh)
+    status(f"writing {target}")
+    with writable(target, "--out"):
+        save_adapter(policy, base.config, run.learner.lora, run.model, target, card)
+    status("")

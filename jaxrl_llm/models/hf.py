@@ -62,15 +62,16 @@ def read_directory(
     return config, read_parameters(config, stored, dtype, mesh, gives_scores(attributes)), tokenizer
 
 
-def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathLike) -> None:
+def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathLike, card: str | None = None) -> None:
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
     A ``ScalarModel`` becomes a sequence classifier with one label, for ``AutoModelForSequenceClassification``. It reads
     the score at the last token that is not padding, so config and tokenizer name a padding that ends no text
     (``padding_id``), which may be another than the language model's.
 
-    Weights above 5 GB are sharded. The directory appears whole or not at all; InputError where it exists and is not
-    empty. The model's arrays must be addressable by this process.
+    ``card`` is the text of its README.md, if it is to have one. Weights above 5 GB are sharded. The directory appears
+    whole or not at all; InputError where it exists and is not empty. The model's arrays must be addressable by this
+    process.
     """
     from jaxrl_llm.models.decoder import to_parameters
     from jaxrl_llm.models.heads import split
@@ -85,6 +86,13 @@ def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathL
         tokenizer = None if tokenizer is None else padded_with(tokenizer, attributes["pad_token_id"])
     with new_directory(directory) as folder:
         write_directory(folder, attributes, to_stored(config, parameters), tokenizer)
+        write_card(folder, card)
+
+
+def write_card(folder: Path, card: str | None) -> None:
+    """README.md, where there is something to say."""
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_directory(

@@ -1,0 +1,101 @@
+"""The README.md of an export: what was trained, on what, what tests found, and the commands that use it."""
+
+import functools
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jaxrl_llm
+from jaxrl_llm import config as configs
+from jaxrl_llm.telemetry.columns import shown
+from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.trained import Trained
+
+HEAD = """---
+base_model: {base}
+library_name: {library}
+tags: [{tags}]
+---
+
+# {title}
+
+{method} from `{base}`, with jaxrl_llm {version}: step {step} of {steps}, learned from {data}.
+
+{scores}## Commands
+
+```
+{commands}
+```
+
+`config.json` of the run has every setting.
+"""
+
+
+def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
+    """Markdown with the metadata that model hubs read.
+
+    Args:
+      name: of the run, as it was given.
+      trained: the run.
+      out: the export's folder.
+      adapter: whether it holds the adapter alone.
+    """
+    run = trained.run
+    rows = [row for row in read_rows(trained.directory.parent.parent / "metrics.jsonl") if row["step"] <= trained.step]
+    method, data = about(run)
+    scores = isinstance(run, configs.RewardModel)
+    learned = [] if adapter or scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
+    return HEAD.format(
+        base=run.model,
+        library="peft" if adapter else "transformers",
+        tags=", ".join(["jaxrl_llm", "reward-model" if scores else "text-generation"]),
+        title=Path(out).name,
+        method=method,
+        version=jaxrl_llm.__version__,
+        step=trained.step,
+        steps=run.steps,
+        data=f"`{data}`",
+        scores=table(rows),
+        commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *learned]),
+    )
+
+
+@functools.singledispatch
+def about(run: Any) -> tuple[str, str]:
+    """How a run of this kind learns, in words, and the name of what from.
+
+    Raises:
+      TypeError: there is no such kind.
+    """
+    raise TypeError(f"no kind of run: {type(run).__name__}")
+
+
+@about.register
+def _(run: configs.Run) -> tuple[str, str]:
+    return f"Reinforcement learning by the recipe {run.recipe.name}", run.task.label
+
+
+@about.register
+def _(run: configs.Supervised) -> tuple[str, str]:
+    return "Supervised fine-tuning", run.data.label
+
+
+@about.register
+def _(run: configs.Preference) -> tuple[str, str]:
+    return f"Preference learning by {type(run.loss).__name__}", run.data.label
+
+
+@about.register
+def _(run: configs.RewardModel) -> tuple[str, str]:
+    return "A reward model", run.data.label
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """What the first and the last evaluation found; nothing where none did."""
+    found = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
+    found = [numbers for numbers in found if numbers]
+    if not found:
+        return ""
+    first = found[0]
+    lines = [f"| {name} | {shown(first.get(name))} | {shown(value)} |" for name, value in found[-1].items()]
+    return "\n".join(["| held out | before | after |", "|---|---|---|", *lines, "", ""])
