@@ -5,5 +5,8 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["jaxrl_llm", "jaxrl_llm.*"]), "jaxrl_llm.configs"],
     package_dir={"jaxrl_llm.configs": "configs"},
-    package_data={"jaxrl_llm": ["py.typed", "plan/published.json"]},
+    package_data={
+        "jaxrl_llm": ["py.typed", "plan/published.json"],
+        "jaxrl_llm.telemetry.report": ["*.html", "*.css", "*.js", "*.LICENSE"],
+    },
 )

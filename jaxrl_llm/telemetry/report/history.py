@@ -1,0 +1,135 @@
+"""What a report shows of a run, from the files that the run has left."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.telemetry.diagnosis import diagnose
+from jaxrl_llm.telemetry.report.thinning import Chosen, choose_lines, thinned
+from jaxrl_llm.telemetry.rows import jsonable, read_rows
+
+MOST_POINTS = 90_000
+"""Points of all curves of a report together: about 600 KB of it."""
+LEAST_POINTS = 100
+SECONDS = ("time/step_s", "time/evaluation_s")
+EVENT = "event/"
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """A run's files as they were read.
+
+    Attributes:
+      directory: the run's.
+      config: its settings by dotted names; empty where it has no config.json.
+      rows: of metrics.jsonl.
+      curves: steps and values of each metric; what was not measured is left out.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    curves: dict[str, tuple[list[int], list[float]]]
+
+
+def read_history(directory: Path) -> History:
+    """The history of a run that lasts or has ended.
+
+    Raises:
+      InputError: there is no run, or it has not made a step; a file that is no JSON.
+    """
+    metrics = directory / "metrics.jsonl"
+    if not metrics.is_file():
+        begun = (directory / "config.json").is_file()
+        remedy = "it has no metrics.jsonl yet: wait for its first step" if begun else "give a folder with metrics.jsonl"
+        raise InputError(f"{directory} is no run to report on: {remedy}")
+    rows = list(read_rows(metrics))
+    if not rows:
+        raise InputError(f"{metrics} is empty: wait for the run's first step")
+    if any(not isinstance(row.get("step"), int) for row in rows):
+        raise InputError(f"{metrics} holds a row without a step: give the folder of a run")
+    return History(directory, _config(directory / "config.json"), rows, curves_of(rows))
+
+
+def curves_of(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values of each metric that is a number; null, NaN and infinity are left out."""
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        for name, value in jsonable(row).items():
+            if name != "step" and not isinstance(value, bool) and isinstance(value, int | float):
+                steps, values = curves.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(value)
+    return curves
+
+
+def described(histories: list[History], chosen: list[Chosen]) -> dict[str, Any]:
+    """What the page reads, as JSON values: of each run settings, curves, events and findings."""
+    count = sum(len(history.curves) + 1 for history in histories)
+    most = max(LEAST_POINTS, MOST_POINTS // max(count, 1))
+    return {"runs": [_run(*pair, most) for pair in zip(histories, chosen, strict=True)]}
+
+
+def samples_of(histories: list[History]) -> list[Chosen]:
+    """The lines of samples.jsonl that the page holds, of each run."""
+    return [choose_lines(history.directory / "samples.jsonl", len(histories)) for history in histories]
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Settings by dotted names: ``{"task.source.size": 3000}``; lists of plain values stay together."""
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        value = {str(number): entry for number, entry in enumerate(value)}
+    if not isinstance(value, dict):
+        return {name: value}
+    parts = {f"{name}.{key}" if name else key: entry for key, entry in value.items()}
+    return {dotted: plain for key, entry in parts.items() for dotted, plain in flat(entry, key).items()}
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return flat(json.loads(path.read_text()))
+    except ValueError:
+        raise InputError(f"{path} is no JSON: give the folder of a run") from None
+
+
+def _run(history: History, chosen: Chosen, most: int) -> dict[str, Any]:
+    rows = history.rows
+    curves = {name: thinned(*curve, most) for name, curve in history.curves.items()}
+    events = [
+        [row["step"], name.removeprefix(EVENT).replace("_", " "), value if isinstance(value, str) else ""]
+        for row in rows
+        for name, value in row.items()
+        if name.startswith(EVENT) and value
+    ]
+    return {
+        "name": history.directory.resolve().name,
+        "directory": str(history.directory),
+        "config": history.config,
+        "last": rows[-1]["step"],
+        "curves": {name: _compact(*curve) for name, curve in curves.items()},
+        "clock": _compact(*thinned(*_clock(rows), most)),
+        "thinned": [most, max(map(len, (steps for steps, _ in history.curves.values())), default=0)],
+        "events": events,
+        "findings": [dataclasses.asdict(finding) for finding in diagnose(rows)],
+        "samples": [len(chosen.lines), chosen.there],
+    }
+
+
+def _clock(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds of work up to their ends."""
+    total = 0.0
+    seconds = []
+    for row in rows:
+        total += sum(row.get(name) or 0.0 for name in SECONDS)
+        seconds.append(total)
+    return [row["step"] for row in rows], seconds
+
+
+def _compact(steps: list[int], values: list[float]) -> list[list[float]]:
+    """Differences of steps, which compress to next to nothing, and values of five digits."""
+    gaps = [step - before for before, step in zip([0, *steps], steps, strict=False)]
+    return [gaps, [float(f"{value:.5g}") for value in values]]
