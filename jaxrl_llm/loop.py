@@ -30,7 +30,7 @@ from jaxrl_llm.step import LoopState, apply, take_step
 from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.telemetry.records import record
+from jaxrl_llm.telemetry.records import Learned, record
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import TrainState
 
@@ -113,7 +113,7 @@ def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> 
     row = {"step": 0} | (found.metrics() if found else {})
     told.progress.tested(0, row)
     _, host.memory = decide(stage.rules, row, host.memory)
-    record(told.writer, 0, found, row, [])
+    record(told.writer, 0, found, row)
 
 
 def make_step(
@@ -141,7 +141,7 @@ def make_step(
     """
     began = time.perf_counter()
     told.progress.status("sampling")
-    state, measured, batch = take_step(stage, run, state, host, step, told.progress.status)
+    state, measured, batch, samples = take_step(stage, run, state, host, step, told.progress.status)
     row = measured | {"step": step} | row
     row["time/step_s"] = time.perf_counter() - began
     told.progress.step(row)
@@ -156,7 +156,7 @@ def make_step(
     host.coefficients |= decision.coefficients
     row |= decision.events
     told.progress.happened(step, row)
-    record(told.writer, step, found, row, batch.examples[: run.output.samples])
+    record(told.writer, step, found, row, Learned(batch.examples[: run.output.samples], samples, stage.spell))
     return state, row, batch, decision
 
 

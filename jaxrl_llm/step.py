@@ -14,6 +14,7 @@ import jax
 
 from jaxrl_llm import codec, learner
 from jaxrl_llm.config import Configuration
+from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import reset_optimiser, reset_reference
 from jaxrl_llm.models.lora import policy_model
@@ -68,7 +69,7 @@ def _from_earlier(data: dict[str, Any]) -> LoopState:
 
 def take_step(
     stage: Stage, run: Configuration, state: TrainState, host: LoopState, step: int, status: Callable[[str], None]
-) -> tuple[TrainState, dict[str, Any], Batch]:
+) -> tuple[TrainState, dict[str, Any], Batch, list[list[Sample]]]:
     """Make a batch, or take the one that is ready, and learn from it; where the stage says so, make the next one
     meanwhile.
 
@@ -81,7 +82,7 @@ def take_step(
       status: told what is going on.
 
     Returns:
-      The new state, the step's row and the batch.
+      The new state, the step's row, the batch, and what the learner saw of it.
     """
     make = functools.partial(stage.next, stage.weights(policy_model(state)), int(state.policy.updates))
     batch = make(host.left) if host.ready is None else host.ready
@@ -92,21 +93,21 @@ def take_step(
     if stage.ahead:
         # In the last step too: should the run be given more, the next one's groups are of these weights, which the
         # update replaces. A run that is given no more pays for one collection that it does not need.
-        (state, measured), host.ready = both(learn, lambda: make(batch.left), stage.apart)
+        (state, measured, samples), host.ready = both(learn, lambda: make(batch.left), stage.apart)
         host.left = None
     else:
         del make  # and with it the weights that it sampled from
-        state, measured = learn()
-    return state, batch.metrics | measured | host.coefficients, batch
+        state, measured, samples = learn()
+    return state, batch.metrics | measured | host.coefficients, batch, samples
 
 
 def learn_from(
     stage: Stage, run: Configuration, state: TrainState, batch: Batch, coefficients: Mapping[str, float], step: int
-) -> tuple[TrainState, dict[str, Any]]:
-    """Every update that a batch is worth; returns the new state and what was measured."""
+) -> tuple[TrainState, dict[str, Any], list[list[Sample]]]:
+    """Every update that a batch is worth; returns the new state, what was measured, and what was learned from."""
     began = time.perf_counter()
     if not len(batch):
-        return state, {"updates": 0.0, "time/update_s": 0.0}
+        return state, {"updates": 0.0, "time/update_s": 0.0}, []
     with jax.set_mesh(stage.forward.mesh):  # of this thread
         samples, measured = stage.samples(state, batch, coefficients)
         state, metrics = learner.learn(
@@ -119,7 +120,7 @@ def learn_from(
             run.seed + step,
             stage.measures_kl,
         )
-    return state, measured | metrics | {"time/update_s": time.perf_counter() - began}
+    return state, measured | metrics | {"time/update_s": time.perf_counter() - began}, samples
 
 
 def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tuple[Any, Any]:

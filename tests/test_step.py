@@ -112,7 +112,7 @@ def learned(run, update, groups, coefficient, step):
     stage = Reinforcement(
         run=run, training=training, forward=forward, label="digits", sampler=None, transfer=None, evaluation=None
     )
-    return learn_from(stage, run, state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)
+    return learn_from(stage, run, state, RolloutBatch(groups, [], Carryover(), 4, 0, {}), given, step)[:2]
 
 
 def group_of(*tokens):

@@ -38,6 +38,7 @@ from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.header import steps_line
+from jaxrl_llm.telemetry.pieces import pieces
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Group, Problem, TrainState
 
@@ -87,6 +88,10 @@ class Reinforcement(Stage):
         found = self.evaluation(self.transfer(policy))
         numbers = {} if self.mixture is None else self.mixture.numbers(policy)
         return Tested(numbers, found) if numbers else found
+
+    def spell(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return pieces(tokens, self.sampler.source.tokenizer)
 
     def next(self, weights: Decoder, version: int, left: Carryover | None) -> RolloutBatch:
         """The groups of one step; those sampled beside them have been counted and are let go."""

@@ -97,6 +97,10 @@ class Stage:
         """What batches are made with: the policy itself, or a copy laid out for sampling."""
         return policy
 
+    def spell(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token of an example, for people; nothing leaves them out."""
+        return []
+
     def test(self, policy: Any) -> Evaluated | Tested | None:
         """An evaluation of the live model; None where there is nothing to test on."""
         return None

@@ -1,6 +1,8 @@
 """The owner of a run's records: metrics.jsonl, samples.jsonl, TensorBoard curves and, where asked for, wandb."""
 
 import importlib
+import logging
+import time
 import uuid
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +10,11 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, read_rows
+
+REPORT_SHARE = 0.02
+"""Of a run's time, at most, that goes into its report while it lasts."""
+
+log = logging.getLogger(__name__)
 
 Scalar = float | int | bool | str | None
 
@@ -45,6 +52,8 @@ class RunWriter:
         self._samples = open(samples, "ab")
         self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
         self._wandb = _wandb_run(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
+        self._reported = -1
+        self._report_due = 0.0
 
     def write(self, step: int, metrics: dict[str, Scalar]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
@@ -66,6 +75,24 @@ class RunWriter:
         """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row."""
         append_rows(self._samples, [{"step": step, **row} for row in rows])
 
+    def report(self, last: bool = False) -> None:
+        """Write ``report.html`` anew, unless nothing has come since, or it would take more than its share of time.
+
+        A failure is logged: no run ends for its report. ``last``: whatever it takes.
+        """
+        began = time.monotonic()
+        if self._reported == self._last_step or (began < self._report_due and not last):
+            return
+        try:
+            from jaxrl_llm.telemetry.report import write_report
+
+            write_report([self._run_dir], self._run_dir / "report.html")
+        except Exception as error:
+            log.warning("report.html was not written: %s", error)
+        self._reported = self._last_step
+        took = time.monotonic() - began
+        self._report_due = began + took / REPORT_SHARE
+
     def close(self) -> None:
         """Write out what is buffered and let go of the files; further calls do nothing."""
         self._metrics.close()
@@ -79,7 +106,9 @@ class RunWriter:
     def __enter__(self) -> "RunWriter":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:
+            self.report(last=True)
         self.close()
 
 

@@ -129,7 +129,7 @@ def _clock(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows], seconds
 
 
-def _compact(steps: list[int], values: list[float]) -> list[list[float]]:
+def _compact(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
     """Differences of steps, which compress to next to nothing, and values of five digits."""
     gaps = [step - before for before, step in zip([0, *steps], steps, strict=False)]
-    return [gaps, [float(f"{value:.5g}") for value in values]]
+    return gaps, [float(f"{value:.5g}") for value in values]
