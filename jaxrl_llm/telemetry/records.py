@@ -1,7 +1,7 @@
 """What of a step is written down."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,9 +74,7 @@ def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[An
     """What is known of each token, by name: numbers of sampler and learner; ``mask``, where the policy did not sample
     all of them; ``counted``, where the loss leaves some of those out."""
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
-    told: dict[str, list[Any]] = {
-        name: np.round(x.astype(np.float64), DIGITS).tolist() for name, x in _numbers(arrays).items()
-    }
+    told: dict[str, list[Any]] = {name: _rounded(x) for name, x in arrays.items() if _numbers(x)}
     if not completion.mask.all():
         told["mask"] = completion.mask.astype(int).tolist()
     if sample is not None and (sample.mask != completion.mask).any():
@@ -84,9 +82,13 @@ def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[An
     return told
 
 
-def _numbers(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those with one number for each token; sets and marks are none."""
-    return {name: x for name, x in arrays.items() if np.ndim(x) == 1 and np.issubdtype(x.dtype, np.floating)}
+def _numbers(array: np.ndarray) -> bool:
+    """Whether it has one number for each token; sets and marks are none."""
+    return array.ndim == 1 and np.issubdtype(array.dtype, np.floating)
+
+
+def _rounded(array: np.ndarray) -> list[float]:
+    return np.round(array.astype(np.float64), DIGITS).tolist()
 
 
 def _advantage(sample: Sample) -> float:

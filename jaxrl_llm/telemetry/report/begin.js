@@ -9,7 +9,7 @@ async function begin() {
     for (const [name, packed] of Object.entries(run.curves)) run.curves[name] = curve(packed);
     run.clock = curve(run.clock);
     run.seconds = run.clock.y.at(-1);
-    run.marks = run.events;
+    run.marks = [...run.events, ...run.findings.map(found => [found.step, found.kind.replaceAll("_", " ")])];
     run.rows = [];
   });
   const main = id("main");

@@ -1,18 +1,20 @@
 // Curves: all charts share one cursor, one zoom and the settings in `view`.
 
-const view = { smoothing: 0.6, hours: false, hidden: new Set(), charts: new Set() };
+const view = { smoothing: 0.6, timed: false, hidden: new Set(), charts: new Set() };
 const SYNC = "report";
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap(size => [size, 2 * size, 5 * size]);
 const MARKS = [[/reset/, "bad"], [/resumed/, "accent"], [/./, "warn"]];
 
-const at = (run, step) => (view.hours ? between(run.clock, step) / 3600 : step);
-const visible = () => report.runs.filter(run => !view.hidden.has(run.number));
+const inMinutes = () => Math.max(...report.runs.map(run => run.seconds)) < 2 * 3600;
+const at = (run, step) => (view.timed ? between(run.clock, step) / (inMinutes() ? 60 : 3600) : step);
+const visible = () => report.runs.filter(run => !view.hidden.has(run));
 const markColor = name => color(MARKS.find(([pattern]) => pattern.test(name))[1]);
 
 // A card with a plot that is drawn when it comes into sight. `lines(runs)` gives [{run, x, y, label, color, band, ...}].
 function chart(name, lines, options = {}) {
   const head = el("div", { class: "head" }, el("span", { class: "name", title: options.hint }, name), el("span", { class: "at" }));
   const plot = el("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${name}: curve over steps; arrow keys read it` });
-  const card = el("div", { class: "card chart" }, head, plot);
+  const card = el("div", { class: `card chart ${options.labels || report.runs.length > 1 ? "several" : ""}` }, head, plot);
   const own = { card, plot, lines, options, u: null, seen: false, log: false, readout: head.lastChild };
   if (options.log !== false) {
     head.append(button("log", "Logarithmic scale", () => (own.log = !own.log)));
@@ -93,7 +95,7 @@ function settings(own, series, bands) {
     legend: { show: false },
     cursor: { sync: { key: SYNC, setSeries: false }, points: { size: 6 }, focus: { prox: 1e6 }, drag: { x: true, y: false, setScale: false } },
     scales: { x: { time: false }, y: { distr: own.log ? 3 : 1, range: own.options.range } },
-    axes: [{ ...axis, size: 28, values }, { ...axis, size: 52, values }],
+    axes: [{ ...axis, size: 28, values, ...(view.timed ? {} : { incrs: WHOLE }) }, { ...axis, size: 52, values }],
     series: [{}, ...series.map(one => ({ spanGaps: true, ...one }))],
     bands,
     hooks: {
@@ -149,7 +151,7 @@ function tell(own, place) {
   if (place != null && u.data[0].length > place) {
     const x = u.data[0][place];
     const happened = visible().flatMap(run => run.marks.filter(([step]) => at(run, step) === x).map(([, name]) => name));
-    parts.push(el("span", {}, view.hours ? `${x.toFixed(2)} h` : `step ${x}`, ...happened.map(name => ` · ${name}`)));
+    parts.push(el("span", {}, view.timed ? `${x.toFixed(2)} ${inMinutes() ? "min" : "h"}` : `step ${x.toLocaleString("en")}`, ...happened.map(name => ` · ${name}`)));
   }
   own.series.forEach((one, number) => {
     if (!one.line || one.line.quiet) return;

@@ -106,11 +106,12 @@ function browser(runs) {
 function groupCard(group, shade) {
   const rewards = group.rows.map(score).filter(value => value != null), pair = group.kind === "pair";
   const facts = [pair ? null : `step ${group.step.toLocaleString("en")}`, group.rows.length > 1 && !pair ? many(group.rows.length, "completion") : null, rewards.length > 1 && !pair ? `mean reward ${shown(group.score)}` : null];
+  const top = Math.max(...group.rows.flatMap(row => [row.advantage ?? 0, ...(row.by_token?.[shade] ?? [])]).map(value => Math.abs(value ?? 0)), 1e-9);
   return el("article", { class: `card group ${group.kind}` }, el("div", { class: "meta" }, ...facts.filter(Boolean).map(fact => el("span", {}, fact))), el("div", { class: "prompt" }, group.prompt),
-    el("div", { class: "members" }, ...group.rows.map((row, place) => member(row, shade, pair ? ["before", "after"][place] : null))));
+    el("div", { class: "members" }, ...group.rows.map((row, place) => member(row, shade, top, pair ? ["before", "after"][place] : null))));
 }
 
-function member(row, shade, label) {
+function member(row, shade, top, label) {
   const value = score(row), right = row.correct ?? (value === 1 ? true : value === 0 ? false : null);
   const told = row.correct == null ? (value == null ? "not scored" : `reward ${shown(value)}`) : row.correct ? "right" : "wrong";
   const parts = Object.entries(row.parts ?? {}), facts = [
@@ -118,15 +119,16 @@ function member(row, shade, label) {
     row.finish_reason && row.finish_reason !== "stop" ? { length: "cut off", repetition: "ended: repetition" }[row.finish_reason] ?? row.finish_reason : null,
     ...(parts.length > 1 ? parts.map(([name, part]) => `${name} ${shown(part)}`) : []),
   ];
-  return el("div", { class: "member" }, el("div", { class: "meta" }, el("span", { class: `score ${right === true ? "good" : right === false ? "bad" : ""}` }, told), ...facts.filter(Boolean).map(fact => el("span", {}, fact))), textOf(row, shade));
+  return el("div", { class: "member" }, el("div", { class: "meta" }, el("span", { class: `score ${right === true ? "good" : right === false ? "bad" : ""}` }, told), ...facts.filter(Boolean).map(fact => el("span", {}, fact))), textOf(row, shade, top));
 }
 
-function textOf(row, shade) {
+// Of one group all shades are of one scale, up to `top`.
+function textOf(row, shade, top) {
   const texts = row.by_token?.text;
   if (!shade || (!texts && row.advantage == null)) return el("div", { class: "text" }, row.completion || "(nothing)");
-  if (!texts) return el("div", { class: "text" }, el("span", { class: "token", style: background(shade, row.advantage, Math.abs(row.advantage)) }, row.completion || "(nothing)"));
+  if (!texts) return el("div", { class: "text" }, el("span", { class: "token", style: background(shade, row.advantage, top) }, row.completion || "(nothing)"));
   const values = row.by_token[shade] ?? (shade === "advantages" ? texts.map(() => row.advantage) : []);
-  const top = Math.max(...values.map(value => Math.abs(value ?? 0)), 1e-9), { mask, counted } = row.by_token;
+  const { mask, counted } = row.by_token;
   return el("div", { class: "text" }, ...texts.map((text, place) => {
     const sampled = mask ? mask[place] : true, kind = sampled ? (counted && !counted[place] ? "token aside" : "token") : "token other";
     return el("span", { class: kind, title: tokenTitle(row, place, sampled), style: sampled ? background(shade, values[place], top) : null }, text.replace(/\n/g, "⏎\n"));
@@ -143,7 +145,7 @@ function tokenTitle(row, place, sampled) {
 function background(shade, value, top) {
   if (value == null) return null;
   const how = SHADES[shade]?.[1] ?? "both";
-  const [paint, share] = { both: [value < 0 ? "minus" : "plus", Math.abs(value) / (top || 1)], unlikely: ["heat", -value / 5], much: ["heat", value / 3], ratio: [value < 1 ? "minus" : "plus", Math.abs(Math.log(value || 1e-9)) / Math.log(1.5)] }[how];
+  const [paint, share] = { both: [value < 0 ? "minus" : "plus", Math.abs(value) / top], unlikely: ["heat", -value / 5], much: ["heat", value / 3], ratio: [value < 1 ? "minus" : "plus", Math.abs(Math.log(value || 1e-9)) / Math.log(1.5)] }[how];
   return `background: rgba(var(--${paint}), ${(0.62 * Math.min(Math.max(share, 0), 1)).toFixed(3)})`;
 }
 

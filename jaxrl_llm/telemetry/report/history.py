@@ -111,6 +111,7 @@ def _run(history: History, chosen: Chosen, most: int) -> dict[str, Any]:
         "config": history.config,
         "last": rows[-1]["step"],
         "curves": {name: _compact(*curve) for name, curve in curves.items()},
+        "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in history.curves.items()},
         "clock": _compact(*thinned(*_clock(rows), most)),
         "thinned": [most, max(map(len, (steps for steps, _ in history.curves.values())), default=0)],
         "events": events,

@@ -93,7 +93,7 @@ function diagnosis() {
 
 function tools() {
   const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing, oninput: () => { view.smoothing = Number(smoothing.value); redraw(); } });
-  const axis = el("select", { onchange: () => { view.hours = axis.value === "hours"; zoom(null); redraw(); } }, el("option", { value: "steps" }, "steps"), el("option", { value: "hours" }, "hours of work"));
+  const axis = el("select", { onchange: () => { view.timed = axis.value === "time"; zoom(null); redraw(); } }, el("option", { value: "steps" }, "steps"), el("option", { value: "time" }, "time"));
   const runs = report.runs.length < 2 ? [] : report.runs.map(run => {
     const toggle = el("button", { class: "toggle", "aria-pressed": "true", onclick: () => {
       view.hidden.has(run) ? view.hidden.delete(run) : view.hidden.add(run);
@@ -162,12 +162,12 @@ function quantilesOf(rows, of) {
 function time() {
   const runs = report.runs.filter(run => run.curves["time/step_s"]);
   if (!runs.length) return null;
-  return section("Time split", ...runs.map(timeOf), el("div", { class: "charts" }, ...runs.map(stacked)), ...runs.map(waste));
+  return section("Time split", ...runs.map(timeOf), el("div", { class: "charts large" }, ...runs.map(stacked)), ...runs.map(waste));
 }
 
 // Mean seconds of a step by what they went into.
 function timeOf(run) {
-  const mean = name => { const found = run.curves[name]; return found ? found.y.reduce((a, b) => a + b, 0) / found.y.length * (name === "time/evaluation_s" ? found.y.length / run.curves["time/step_s"].y.length : 1) : 0; };
+  const mean = name => { const [value, count] = run.means[name] ?? [0, 0]; return (value * count) / run.means["time/step_s"][1]; };
   const parts = SPLIT.map(([label, name, paint]) => [label, mean(name), paint]);
   parts.push(["other", Math.max(mean("time/step_s") - parts.slice(0, 3).reduce((sum, [, value]) => sum + value, 0), 0), "r7"]);
   const all = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
@@ -191,8 +191,7 @@ function stacked(run) {
 }
 
 function waste(run) {
-  const mean = name => { const found = run.curves[name]?.y; return found ? found.reduce((a, b) => a + b, 0) / found.length : null; };
-  const sum = name => { const found = run.curves[name]?.y; return found ? found.reduce((a, b) => a + b, 0) : null; };
+  const mean = name => run.means[name]?.[0], sum = name => run.means[name] && Math.round(run.means[name][0] * run.means[name][1]);
   const facts = [["groups kept by the filter", mean("dynamic_sampling/kept_fraction"), percent], ["sampled tokens learned from", mean("rollout/useful_fraction"), percent], ["slots used", mean("rollout/utilisation"), percent], ["prompts begun per prompt needed", mean("dynamic_sampling/rounds"), shown], ["groups expired", sum("dynamic_sampling/expired"), shown], ["groups missing", sum("dynamic_sampling/missing"), shown]].filter(([, value]) => value != null);
   return facts.length ? el("div", {}, el("h3", {}, `Sampling${report.runs.length > 1 ? ` · ${run.name}` : ""}`), el("div", { class: "keys" }, ...facts.map(([label, value, style]) => el("span", {}, `${label} `, el("b", {}, style(value)))))) : null;
 }
