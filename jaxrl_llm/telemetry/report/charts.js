@@ -87,7 +87,7 @@ function draw(own) {
 
 function settings(own, series, bands) {
   const axis = { stroke: color("soft"), font: "11px system-ui", ticks: { show: false }, grid: { stroke: color("line"), width: 1 } };
-  const values = (u, splits) => splits.map(split => (split == null ? "" : shown(split)));
+  const values = (u, splits, number, space, gap) => (own.log && number ? splits.map(split => (split == null ? "" : shown(split))) : places(splits, gap));
   return {
     width: Math.max(own.plot.clientWidth, 60),
     height: own.card.classList.contains("wide") ? 340 : 170,

@@ -50,7 +50,7 @@ function atAGlance() {
 
 function glance(run) {
   const settings = run.config, steps = settings.steps ? `${run.last.toLocaleString("en")} of ${settings.steps.toLocaleString("en")} steps` : many(run.last, "step");
-  const source = settings["task.source.name"] ?? settings["task.source.path"] ?? settings["task.name"];
+  const source = settings["task.name"] ?? settings[Object.keys(settings).find(key => /source\.(name|path)$/.test(key))];
   const kind = (settings.type ?? "").split(":").pop();
   const facts = [kind === "Run" ? "" : kind, settings.model, source, settings["recipe.name"], steps, run.seconds ? duration(run.seconds) : ""];
   const tiles = [];
@@ -88,7 +88,7 @@ function diagnosis() {
     el("div", { class: "card finding" },
       el("h3", {}, el("span", { class: "step" }, `step ${found.step}`), found.kind.replaceAll("_", " "), report.runs.length > 1 ? ` · ${run.name}` : null),
       el("p", {}, found.what), el("p", { class: "note" }, found.why), el("p", {}, el("b", {}, "Try: "), found.remedy))));
-  return section("Findings", ...(cards.length ? cards : [el("p", { class: "card calm" }, "Nothing stands out: entropy, lengths, rewards, KL, clipping and gradients look as they should.")]));
+  return section("Findings", ...(cards.length ? cards : [el("div", { class: "card calm" }, el("p", {}, "Nothing stands out."), el("p", { class: "note" }, "Looked for: collapse or explosion of entropy and lengths, truncation, repetition, rewards that rise while evaluations fall, groups without difference, runaway KL, clipping, disagreement of sampler and learner, spikes of the gradient, a stall."))]));
 }
 
 function tools() {
@@ -170,6 +170,7 @@ function timeOf(run) {
   const mean = name => { const [value, count] = run.means[name] ?? [0, 0]; return (value * count) / run.means["time/step_s"][1]; };
   const parts = SPLIT.map(([label, name, paint]) => [label, mean(name), paint]);
   parts.push(["other", Math.max(mean("time/step_s") - parts.slice(0, 3).reduce((sum, [, value]) => sum + value, 0), 0), "r7"]);
+  parts.splice(0, parts.length, ...parts.filter(([, value]) => value > 0));
   const all = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
   return el("div", {}, report.runs.length > 1 ? el("h3", {}, dot(run.number), run.name) : null,
     el("div", { class: "split", role: "img", "aria-label": parts.map(([label, value]) => `${label} ${percent(value / all)}`).join(", ") }, ...parts.map(([, value, paint]) => el("span", { style: `flex: ${value / all}; background: var(--${paint})` }))),

@@ -39,8 +39,15 @@ function shown(value) {
   if (value == null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size === 0 || (Number.isInteger(value) && size < 1e5)) return String(value);
-  if (size < 1e-3 || size >= 1e6) return value.toExponential(2);
+  if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace(/\.?0+e/, "e");
   return size >= 1e3 ? Math.round(value).toLocaleString("en") : Number(value.toPrecision(3)).toString();
+}
+
+// The places of an axis whose marks are `gap` apart, each with the digits that tell it from the next.
+function places(splits, gap) {
+  const digits = (String(Number(gap.toPrecision(3))).split(".")[1] ?? "").length;
+  const written = gap < 1e-4 ? value => (value ? value.toExponential(1) : "0") : value => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return splits.map(value => (value == null ? "" : written(value)));
 }
 
 const percent = value => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
