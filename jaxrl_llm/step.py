@@ -69,7 +69,7 @@ def _from_earlier(data: dict[str, Any]) -> LoopState:
 
 def take_step(
     stage: Stage, run: Configuration, state: TrainState, host: LoopState, step: int, status: Callable[[str], None]
-) -> tuple[TrainState, dict[str, Any], Batch, list[list[Sample]]]:
+) -> tuple[TrainState, dict[str, Any], Batch, list[Sample]]:
     """Make a batch, or take the one that is ready, and learn from it; where the stage says so, make the next one
     meanwhile.
 
@@ -82,7 +82,7 @@ def take_step(
       status: told what is going on.
 
     Returns:
-      The new state, the step's row, the batch, and what the learner saw of it.
+      The new state, the step's row, the batch, and what the learner saw of its examples.
     """
     make = functools.partial(stage.next, stage.weights(policy_model(state)), int(state.policy.updates))
     batch = make(host.left) if host.ready is None else host.ready
@@ -103,8 +103,8 @@ def take_step(
 
 def learn_from(
     stage: Stage, run: Configuration, state: TrainState, batch: Batch, coefficients: Mapping[str, float], step: int
-) -> tuple[TrainState, dict[str, Any], list[list[Sample]]]:
-    """Every update that a batch is worth; returns the new state, what was measured, and what was learned from."""
+) -> tuple[TrainState, dict[str, Any], list[Sample]]:
+    """Every update that a batch is worth; returns the new state, what was measured, and the samples to write down."""
     began = time.perf_counter()
     if not len(batch):
         return state, {"updates": 0.0, "time/update_s": 0.0}, []
@@ -120,7 +120,16 @@ def learn_from(
             run.seed + step,
             stage.measures_kl,
         )
-    return state, measured | metrics | {"time/update_s": time.perf_counter() - began}, samples
+        shown = of_examples(batch, run.output.samples, samples)
+        if run.output.ratios and shown:
+            shown = stage.followed(state, shown)
+    return state, measured | metrics | {"time/update_s": time.perf_counter() - began}, shown
+
+
+def of_examples(batch: Batch, most: int, samples: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """What the learner saw of the first ``most`` examples of a batch, which others may stand between."""
+    wanted = {id(completion.tokens) for group in batch.examples[:most] for completion in group.completions}
+    return [sample for group in samples for sample in group if id(sample.tokens) in wanted]
 
 
 def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import forward_on, one_device
+from learner.rollouts import TEMPERATURE, forward_on, one_device
 from rich.console import Console
 from tiny import tiny
 
@@ -17,8 +17,9 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.begin import check_problems
 from jaxrl_llm.config import Evaluation, Run, Scoring, load_config, resolved
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, Learner, Training, create_state
+from jaxrl_llm.learner import Layout, Learner, Sample, Training, create_state
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.models import logits
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
@@ -166,3 +167,25 @@ def test_each_step_orders_its_later_epochs_anew():
         learned(run, noting(seen), [group_of(n, 1) for n in (3, 4, 5, 6)], None, step)
         orders.append([token for _, token in seen])
     assert orders[0][:4] == orders[1][:4] == [3, 4, 5, 6] and orders[0] != orders[1]
+
+
+def test_samples_are_followed_to_the_policy_after_the_step():
+    run = resolved(load_config("smoke")[1])
+    recipe = dataclasses.replace(run.recipe, algorithm=PRESETS["ppo"])
+    mesh = one_device()
+    state = create_state(tiny("windows"), build(run.learner.optimiser), False, mesh)
+    stage = Reinforcement(
+        run=dataclasses.replace(run, recipe=recipe), training=(), forward=forward_on(mesh, Layout(2, 40, 10)),
+        label="", sampler=None, transfer=None, evaluation=None,
+    )  # fmt: skip
+    prompt, tokens = np.array([1, 2], np.int32), np.array([3, 4, 5, 6], np.int32)
+    scores = np.asarray(logits(tiny("windows"), np.array([[*prompt, *tokens]])), np.float64)[0, 1:-1] / TEMPERATURE
+    logp = (scores - np.log(np.exp(scores).sum(-1, keepdims=True)))[np.arange(4), tokens]
+    gained = np.array([0.3, 0.3, -0.3, 0.1])
+    mask = np.array([True, True, True, False])
+    sample = Sample(prompt, tokens, mask, arrays={
+        "sampler_logp": (logp - gained).astype(np.float32), "advantages": np.array([1, -1, -1, 1], np.float32)
+    })  # fmt: skip
+    (found,) = stage.followed(state, [sample])
+    np.testing.assert_allclose(found.arrays["ratio"], np.where(mask, np.exp(gained), np.nan), rtol=1e-4)
+    np.testing.assert_array_equal(found.arrays["clipped"], [1, 0, 1, np.nan])

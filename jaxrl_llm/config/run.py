@@ -45,6 +45,8 @@ class Output:
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep: checkpoints that stay.
       samples: groups of each step whose completions are written to samples.jsonl.
+      ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
+        it takes one more forward pass of those.
       tensorboard: write curves for TensorBoard.
       wandb: project on Weights & Biases; None for none.
     """
@@ -52,6 +54,7 @@ class Output:
     checkpoint_every: int = 50
     keep: int = 2
     samples: int = 1
+    ratios: bool = False
     tensorboard: bool = True
     wandb: str | None = None
 

@@ -89,6 +89,20 @@ class Reinforcement(Stage):
         numbers = {} if self.mixture is None else self.mixture.numbers(policy)
         return Tested(numbers, found) if numbers else found
 
+    def followed(self, state: TrainState, samples: list[Sample]) -> list[Sample]:
+        """With ``ratio``, of the policy as it is now to what was sampled from, and ``clipped``, 1 where that ratio is
+        out of the surrogate's bounds, in algorithms whose ratios are of tokens; NaN where the loss counts no token."""
+        algorithm = self.run.recipe.algorithm
+        found = []
+        for sample, logp in zip(samples, self.forward.by_sample(model_of(state, "policy"), samples), strict=True):
+            ratio = np.exp(np.where(sample.mask, logp - sample.arrays["sampler_logp"], np.nan))
+            arrays = {"ratio": ratio}
+            if algorithm.ratio.level == "token":
+                bounds = algorithm.surrogate.clipped(ratio, np.asarray(advantage_of(sample)))
+                arrays["clipped"] = np.where(sample.mask, np.logical_or(*bounds), np.nan)
+            found.append(dataclasses.replace(sample, arrays=sample.arrays | arrays))
+        return found
+
     def spell(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token."""
         return pieces(tokens, self.sampler.source.tokenizer)

@@ -97,6 +97,10 @@ class Stage:
         """What batches are made with: the policy itself, or a copy laid out for sampling."""
         return policy
 
+    def followed(self, state: TrainState, samples: list[Sample]) -> list[Sample]:
+        """The samples with what the updates since have made of each token, for people, where a stage knows it."""
+        return samples
+
     def spell(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token of an example, for people; nothing leaves them out."""
         return []

@@ -25,12 +25,12 @@ class Learned:
 
     Attributes:
       groups: those to be written down.
-      samples: what the learner saw, of these and of others, in any order.
+      samples: what the learner saw of their completions, in any order.
       spell: the text of each of a completion's tokens; where it has none they are not written one by one.
     """
 
     groups: Sequence[Group] = ()
-    samples: Sequence[Sequence[Sample]] = ()
+    samples: Sequence[Sample] = ()
     spell: Callable[[Sequence[int]], list[str]] = lambda tokens: []
 
 
@@ -54,7 +54,7 @@ def record(
 
 def training_lines(learned: Learned) -> list[dict[str, Any]]:
     """A line for each completion; of the first ones, up to ``LOGGED_TOKENS``, with what is known of each token."""
-    seen = {id(sample.tokens): sample for group in learned.samples for sample in group}
+    seen = {id(sample.tokens): sample for sample in learned.samples}
     room = LOGGED_TOKENS
     lines = []
     for number, group in enumerate(learned.groups):

@@ -32,10 +32,11 @@ def group(*completions):
 
 
 def learned_from(*groups, **arrays):
-    """Samples in another order than their groups, as a step with texts between them has."""
+    """Samples in another order than their groups."""
     samples = [
-        [Sample(g.prompt, c.tokens, c.mask, {"advantages": c.tokens[0] / 8}, arrays) for c in g.completions]
+        Sample(g.prompt, c.tokens, c.mask, {"advantages": c.tokens[0] / 8}, arrays)
         for g in reversed(groups)
+        for c in g.completions
     ]
     return Learned(groups, samples, spelled)
 
@@ -62,7 +63,7 @@ def test_advantages_of_tokens_are_written_with_their_mean_over_those_that_count(
         np.array([True, False, False]),
         arrays={"advantages": np.array([0.5, 0.0, -2.0], np.float32), "fresh": np.ones(3, bool)},
     )
-    (line,) = training_lines(Learned([group(one)], [[sample]], spelled))
+    (line,) = training_lines(Learned([group(one)], [sample], spelled))
     assert line["advantage"] == 0.5
     told = line["by_token"]
     assert told["advantages"] == [0.5, 0.0, -2.0] and told["mask"] == [1, 0, 1] and told["counted"] == [1, 0, 0]

@@ -72,7 +72,7 @@ function spark(x, y, stroke) {
   const svg = node("svg"), path = node("path");
   const every = Math.ceil(y.length / 80), even = y.length > 80 ? smoothed(y, 0.5 ** (1 / every)) : y;
   [x, y] = [x, even].map(all => all.filter((_, place) => place % every === 0 || place === all.length - 1));
-  const least = Math.min(...y), span = Math.max(...y) - least || 1, width = x.at(-1) - x[0] || 1;
+  const least = Math.min(...y), most = Math.max(...y), span = most - least > 1e-9 * Math.abs(most) ? most - least : Infinity, width = x.at(-1) - x[0] || 1;
   const points = y.map((value, i) => `${((100 * (x[i] - x[0])) / width).toFixed(2)},${(24 - (22 * (value - least)) / span).toFixed(2)}`);
   svg.setAttribute("viewBox", "0 0 100 26");
   svg.setAttribute("preserveAspectRatio", "none");
@@ -86,9 +86,15 @@ function spark(x, y, stroke) {
 function diagnosis() {
   const cards = report.runs.flatMap(run => run.findings.map(found =>
     el("div", { class: "card finding" },
-      el("h3", {}, el("span", { class: "step" }, `step ${found.step}`), found.kind.replaceAll("_", " "), report.runs.length > 1 ? ` · ${run.name}` : null),
+      el("h3", {}, el("button", { class: "step", title: "Show the curves around it", onclick: () => around(run, found.step) }, `step ${found.step.toLocaleString("en")}`), found.kind.replaceAll("_", " "), report.runs.length > 1 ? ` · ${run.name}` : null),
       el("p", {}, found.what), el("p", { class: "note" }, found.why), el("p", {}, el("b", {}, "Try: "), found.remedy))));
   return section("Findings", ...(cards.length ? cards : [el("div", { class: "card calm" }, el("p", {}, "Nothing stands out."), el("p", { class: "note" }, "Looked for: collapse or explosion of entropy and lengths, truncation, repetition, rewards that rise while evaluations fall, groups without difference, runaway KL, clipping, disagreement of sampler and learner, spikes of the gradient, a stall."))]));
+}
+
+function around(run, step) {
+  const reach = Math.max(run.last / 10, 5);
+  zoom({ min: at(run, Math.max(step - reach, 0)), max: at(run, Math.min(step + reach, run.last)) });
+  id("curves").scrollIntoView();
 }
 
 function tools() {
