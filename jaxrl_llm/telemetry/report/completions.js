@@ -3,7 +3,7 @@
 const PAGE = 10;
 const SHADES = {
   advantages: ["advantage", "both"], sampler_logp: ["log-probability", "unlikely"], entropy: ["entropy", "much"], ratio: ["ratio", "ratio"],
-  clipped: ["clipped", "much"], old_values: ["critic's value", "both"], returns: ["return", "both"], step_rewards: ["step reward", "both"],
+  clipped: ["clipped", "mark"], old_values: ["critic's value", "both"], returns: ["return", "both"], step_rewards: ["step reward", "both"],
 };
 const SORTS = {
   "as sampled": null,
@@ -145,14 +145,14 @@ function tokenTitle(row, place, sampled) {
 function background(shade, value, top) {
   if (value == null) return null;
   const how = SHADES[shade]?.[1] ?? "both";
-  const [paint, share] = { both: [value < 0 ? "minus" : "plus", Math.abs(value) / top], unlikely: ["heat", -value / 5], much: ["heat", value / 3], ratio: [value < 1 ? "minus" : "plus", Math.abs(Math.log(value || 1e-9)) / Math.log(1.5)] }[how];
+  const [paint, share] = { both: [value < 0 ? "minus" : "plus", Math.abs(value) / top], unlikely: ["heat", -value / 5], much: ["heat", value / 3], mark: ["heat", value], ratio: [value < 1 ? "minus" : "plus", Math.abs(Math.log(value || 1e-9)) / Math.log(1.5)] }[how];
   return `background: rgba(var(--${paint}), ${(0.62 * Math.min(Math.max(share, 0), 1)).toFixed(3)})`;
 }
 
 function legendOf(shade) {
   if (!shade) return [];
   const how = SHADES[shade]?.[1] ?? "both", strong = name => `rgba(var(--${name}), .62)`;
-  const ends = { both: ["below 0", "above 0"], unlikely: ["likely", "e⁻⁵ or less"], much: ["0", shade === "clipped" ? "clipped" : "3 nats or more"], ratio: ["÷ 1.5", "× 1.5"] }[how];
+  const ends = { both: ["below 0", "above 0"], unlikely: ["likely", "e⁻⁵ or less"], much: ["0", "3 nats or more"], mark: ["kept", "clipped"], ratio: ["÷ 1.5", "× 1.5"] }[how];
   const from = how === "both" || how === "ratio" ? strong("minus") : "transparent", to = how === "both" || how === "ratio" ? strong("plus") : strong("heat");
   return [ends[0], el("span", { class: "scale", style: `background: linear-gradient(90deg, ${from}, transparent ${from === "transparent" ? "0%" : "50%"}, ${to})` }), ends[1]];
 }
