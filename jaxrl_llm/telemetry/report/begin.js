@@ -12,10 +12,13 @@ async function begin() {
     run.marks = [...run.events, ...run.findings.map(found => [found.step, found.kind.replaceAll("_", " ")])];
     run.rows = [];
   });
-  const main = id("main");
-  main.replaceChildren(...[atAGlance(), diagnosis(), curves(), section("Distributions", el("p", { class: "note" }, "Unpacking …")), time(), section("Completions", el("p", { class: "note" }, "Unpacking …")), settingsTable()].filter(Boolean));
-  document.querySelector("nav").replaceChildren(...[...main.children].map(one => el("a", { href: `#${one.id}` }, one.firstChild.textContent)));
-  document.querySelector("footer").textContent = `Written by jaxrl-llm on ${report.written} from ${report.runs.map(run => run.directory).join(", ")}.`;
+  const main = id("main"), later = title => section(title, note("Unpacking …"));
+  const sections = [atAGlance(), diagnosis(), curves(), later("Distributions"), time(), later("Completions")];
+  main.replaceChildren(...[...sections, settingsTable()].filter(Boolean));
+  const link = one => el("a", { href: `#${one.id}` }, one.firstChild.textContent);
+  document.querySelector("nav").replaceChildren(...[...main.children].map(link));
+  const where = report.runs.map(run => run.directory).join(", ");
+  document.querySelector("footer").textContent = `Written by jaxrl-llm on ${report.written} from ${where}.`;
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
   await Promise.all(report.runs.map(async run => {
@@ -25,8 +28,10 @@ async function begin() {
   }));
   id("completions").replaceWith(completions());
   const charts = report.runs.flatMap(distributions);
-  const told = charts.length ? [el("p", { class: "hint" }, "The median, and between the tenth and the ninetieth percentile."), el("div", { class: "charts large" }, ...charts)] : [el("p", { class: "note" }, "This kind of run has neither rewards nor lengths.")];
-  id("distributions").replaceWith(section("Distributions", ...told));
+  const hint = "The median, and the band from the tenth to the ninetieth percentile.";
+  const told = charts.length ? [el("p", { class: "hint" }, hint), box("charts large", ...charts)] : [];
+  const none = note("This kind of run has neither rewards nor lengths.");
+  id("distributions").replaceWith(section("Distributions", ...(told.length ? told : [none])));
   document.documentElement.dataset.opened = performance.now().toFixed(0);
 }
 
@@ -36,7 +41,8 @@ function rowsOf(text) {
 }
 
 begin().catch(error => {
-  const old = typeof DecompressionStream === "undefined";
-  id("main").replaceChildren(el("p", { class: "card finding" }, old ? "This browser is too old for the report: take one of 2023 or later." : `The report cannot be shown: ${error.message}`));
+  const old = "This browser is too old for the report: take one of 2023 or later.";
+  const told = typeof DecompressionStream === "undefined" ? old : `The report cannot be shown: ${error.message}`;
+  id("main").replaceChildren(el("p", { class: "card finding" }, told));
   throw error;
 });

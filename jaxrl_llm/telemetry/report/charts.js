@@ -8,26 +8,27 @@ const MARKS = [[/reset/, "bad"], [/resumed/, "accent"], [/./, "warn"]];
 const inMinutes = () => Math.max(...report.runs.map(run => run.seconds)) < 2 * 3600;
 const at = (run, step) => (view.timed ? between(run.clock, step) / (inMinutes() ? 60 : 3600) : step);
 const visible = () => report.runs.filter(run => !view.hidden.has(run));
-const markColor = name => color(MARKS.find(([pattern]) => pattern.test(name))[1]);
+const paintOf = mark => MARKS.find(([pattern]) => pattern.test(mark))[1];
+const paintOfLine = line => color(line.color ?? `r${line.run.number % 8}`);
 
-// A card with a plot that is drawn when it comes into sight. `lines(runs)` gives [{run, x, y, label, color, band, ...}].
+// A card with a plot that is drawn when it comes into sight. `lines(runs)` gives what is drawn of the runs that are
+// not hidden: run, x, y, and how they look.
 function chart(name, lines, options = {}) {
-  const head = el("div", { class: "head" }, el("span", { class: "name", title: options.hint }, name), el("span", { class: "at" }));
-  const plot = el("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${name}: curve over steps; arrow keys read it` });
-  const card = el("div", { class: `card chart ${options.labels || report.runs.length > 1 ? "several" : ""}` }, head, plot);
-  const own = { card, plot, lines, options, u: null, seen: false, log: false, readout: head.lastChild };
-  if (options.log !== false) {
-    head.append(button("log", "Logarithmic scale", () => (own.log = !own.log)));
-  }
-  head.append(button("⤢", "Larger", () => card.classList.toggle("wide")));
-  function button(text, title, act) {
-    const made = el("button", { class: "small", title, "aria-label": `${title}: ${name}`, "aria-pressed": "false", onclick: () => {
-      made.setAttribute("aria-pressed", String(made.getAttribute("aria-pressed") === "false"));
-      act();
-      draw(own);
-    } }, text);
+  const readout = box("at"), title = el("span", { class: "name", title: options.hint }, name);
+  const told = `${name}: curve over steps; arrow keys read it`;
+  const plot = el("div", { class: "plot", tabindex: 0, role: "img", "aria-label": told });
+  const head = box("head", title, readout);
+  const card = box(`card chart ${options.labels || several() ? "several" : ""}`, head, plot);
+  const own = { card, plot, lines, options, readout, u: null, seen: false, log: false };
+  const button = (text, title, act) => {
+    const pressed = () => made.getAttribute("aria-pressed") === "true";
+    const press = () => { made.setAttribute("aria-pressed", String(!pressed())); act(); draw(own); };
+    const looks = { class: "small", title, "aria-label": `${title}: ${name}`, "aria-pressed": "false" };
+    const made = el("button", { ...looks, onclick: press }, text);
     return made;
-  }
+  };
+  if (options.log !== false) head.append(button("log", "Logarithmic scale", () => (own.log = !own.log)));
+  head.append(button("⤢", "Larger", () => card.classList.toggle("wide")));
   plot.addEventListener("keydown", event => walk(own, event));
   view.charts.add(own);
   sight.observe(card);
@@ -44,8 +45,8 @@ const sight = new IntersectionObserver(entries => {
 
 const resized = new ResizeObserver(entries => {
   for (const { target } of entries) {
-    const own = [...view.charts].find(one => one.plot === target);
-    if (own?.u && own.u.width !== target.clientWidth) own.u.setSize({ width: target.clientWidth, height: own.u.height });
+    const u = [...view.charts].find(one => one.plot === target)?.u, width = target.clientWidth;
+    if (u && u.width !== width) u.setSize({ width, height: u.height });
   }
 });
 
@@ -59,47 +60,53 @@ function redraw() {
 function draw(own) {
   own.u?.destroy();
   own.stale = false;
-  const lines = own.lines(visible());
   const series = [], bands = [], tables = [];
-  for (const line of lines) {
-    const x = line.x.map(step => at(line.run, step));
-    if (own.log) line.y = line.y.map(value => (value > 0 ? value : null));
-    const paint = color(line.color ?? `r${line.run.number % 8}`);
-    const smooth = view.smoothing > 0 && line.y.length > 20 && !line.plain;
-    const points = { show: line.y.length <= 60 && !line.bare, size: 5, fill: paint };
-    series.push({ stroke: line.edge ?? (smooth ? paint + "50" : paint), width: line.width ?? (smooth ? 1 : 1.8), points: smooth ? { show: false } : points, fill: line.fill, line });
-    tables.push([x, line.y]);
+  for (const line of own.lines(visible())) {
+    const x = line.x.map(step => at(line.run, step)), paint = paintOfLine(line), count = line.y.length;
+    const y = own.log ? line.y.map(value => (value > 0 ? value : null)) : line.y;
+    const smooth = view.smoothing > 0 && count > 20 && !line.plain;
+    const points = { show: count <= 60 && !line.bare && !smooth, size: 5, fill: paint };
+    const look = smooth ? { stroke: paint + "50", width: 1 } : { stroke: paint, width: line.width ?? 1.8 };
+    series.push({ ...look, points, fill: line.fill, line });
+    tables.push([x, y]);
     if (smooth) {
-      series.push({ stroke: paint, width: 1.8, points: { show: false }, smooth: true });
+      series.push({ stroke: paint, width: 1.8, points: { show: false } });
       // The slider means the same share of a long run as of one of a hundred points.
-      tables.push([x, smoothed(line.y, view.smoothing ** Math.min(1, 100 / line.y.length))]);
+      tables.push([x, smoothed(y, view.smoothing ** Math.min(1, 100 / count))]);
     }
     if (line.band) bands.push({ series: [series.length, series.length + line.band], fill: paint + "2e" });
   }
   own.series = series;
   const data = tables.length ? uPlot.join(tables) : [[0], [null]];
-  if (!tables.length) series.push({});
-  own.u = new uPlot(settings(own, series, bands), data, own.plot);
-  own.u.setScale("x", view.range ?? whole());
+  own.u = new uPlot(settings(own, series.length ? series : [{}], bands), data, own.plot);
+  own.u.setScale("x", view.range ?? everything());
   resized.observe(own.plot);
   tell(own, null);
 }
 
 function settings(own, series, bands) {
-  const axis = { stroke: color("soft"), font: "11px system-ui", ticks: { show: false }, grid: { stroke: color("line"), width: 1 } };
-  const values = (u, splits, number, space, gap) => (own.log && number ? splits.map(split => (split == null ? "" : shown(split))) : places(splits, gap));
+  const grid = { stroke: color("line"), width: 1 };
+  const axis = { stroke: color("soft"), font: "11px system-ui", ticks: { show: false }, grid };
+  const even = (u, splits, number, space, gap) => places(splits, gap);
+  const powers = (u, splits) => splits.map(split => (split == null ? "" : shown(split)));
+  const steps = view.timed ? {} : { incrs: WHOLE };
   return {
     width: Math.max(own.plot.clientWidth, 60),
     height: own.card.classList.contains("wide") ? 340 : 170,
     padding: [8, 18, 0, 0],
     legend: { show: false },
-    cursor: { sync: { key: SYNC, setSeries: false }, points: { size: 6 }, focus: { prox: 1e6 }, drag: { x: true, y: false, setScale: false } },
+    cursor: {
+      sync: { key: SYNC, setSeries: false },
+      points: { size: 6 },
+      focus: { prox: 1e6 },
+      drag: { x: true, y: false, setScale: false },
+    },
     scales: { x: { time: false }, y: { distr: own.log ? 3 : 1, range: own.options.range } },
-    axes: [{ ...axis, size: 28, values, ...(view.timed ? {} : { incrs: WHOLE }) }, { ...axis, size: 52, values }],
+    axes: [{ ...axis, size: 28, values: even, ...steps }, { ...axis, size: 52, values: own.log ? powers : even }],
     series: [{}, ...series.map(one => ({ spanGaps: true, ...one }))],
     bands,
     hooks: {
-      draw: [u => marks(u)],
+      draw: [marks],
       setCursor: [u => tell(own, u.cursor.idx)],
       setSelect: [u => selected(own, u)],
       ready: [u => u.over.addEventListener("dblclick", () => zoom(null))],
@@ -107,13 +114,13 @@ function settings(own, series, bands) {
   };
 }
 
-const whole = () => ({ min: 0, max: Math.max(...report.runs.map(run => at(run, run.last)), 1e-9) });
+const everything = () => ({ min: 0, max: Math.max(...report.runs.map(run => at(run, run.last)), 1e-9) });
 
 // One range of steps for all charts; null is the whole.
 function zoom(range) {
   view.range = range;
   id("whole").disabled = !range;
-  for (const own of view.charts) own.u?.setScale("x", range ?? whole());
+  for (const own of view.charts) own.u?.setScale("x", range ?? everything());
 }
 
 // The selection shows in all charts; the one under the pointer acts on it.
@@ -132,7 +139,7 @@ function marks(u) {
     for (const [step, name] of run.marks) {
       const x = Math.round(u.valToPos(at(run, step), "x", true));
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = markColor(name);
+      ctx.strokeStyle = color(paintOf(name));
       ctx.globalAlpha = 0.65;
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
@@ -145,23 +152,23 @@ function marks(u) {
 
 // What stands under the cursor; without one, each line's last value.
 function tell(own, place) {
-  const u = own.u;
-  if (!u || !own.series.length) return;
-  const parts = [];
-  if (place != null && u.data[0].length > place) {
+  const u = own.u, parts = [];
+  if (!u) return;
+  if (place != null && own.series.length) {
     const x = u.data[0][place];
-    const happened = visible().flatMap(run => run.marks.filter(([step]) => at(run, step) === x).map(([, name]) => name));
-    parts.push(el("span", {}, view.timed ? `${x.toFixed(2)} ${inMinutes() ? "min" : "h"}` : `step ${x.toLocaleString("en")}`, ...happened.map(name => ` · ${name}`)));
+    const here = visible().flatMap(run => run.marks.filter(([step]) => at(run, step) === x));
+    const where = view.timed ? `${x.toFixed(2)} ${inMinutes() ? "min" : "h"}` : `step ${whole(x)}`;
+    parts.push(span([where, ...here.map(([, name]) => name)].join(" · ")));
   }
-  own.series.forEach((one, number) => {
-    if (!one.line || one.line.quiet) return;
+  own.series.forEach(({ line }, number) => {
     const values = u.data[number + 1];
     let last = place ?? values.length - 1;
     while (last >= 0 && values[last] == null) last--;
-    if (last < 0) return;
-    const of = own.options.labels || report.runs.length > 1;
-    const value = one.line.tell ? one.line.tell(u.data[0][last], last) : values[last];
-    parts.push(el("span", {}, of && !one.line.bare ? el("span", { class: "dot", style: `background:${color(one.line.color ?? `r${one.line.run.number % 8}`)}` }) : null, own.options.labels ? `${one.line.label} ` : null, el("b", {}, shown(value))));
+    if (!line || last < 0) return;
+    const told = el("b", {}, shown(line.tell ? line.tell(last) : values[last]));
+    const key = el("span", { class: "dot", style: `background: ${paintOfLine(line)}` });
+    const keyed = (own.options.labels || several()) && !line.bare;
+    parts.push(el("span", {}, keyed ? key : null, own.options.labels ? `${line.label} ` : null, told));
   });
   own.readout.replaceChildren(...parts);
 }
@@ -171,12 +178,13 @@ function walk(own, event) {
   if (event.key === "Escape") zoom(null);
   if (!u || !way) return;
   event.preventDefault();
-  const idx = Math.min(Math.max((u.cursor.idx ?? (way > 0 ? -1 : u.data[0].length)) + way, 0), u.data[0].length - 1);
-  u.setCursor({ left: u.valToPos(u.data[0][idx], "x"), top: 10 });
+  const last = u.data[0].length - 1, from = u.cursor.idx ?? (way > 0 ? -1 : last + 1);
+  u.setCursor({ left: u.valToPos(u.data[0][Math.min(Math.max(from + way, 0), last)], "x"), top: 10 });
 }
 
 // A metric of all runs that have it.
 function metricChart(name) {
-  const lines = runs => runs.filter(run => run.curves[name]).map(run => ({ run, ...run.curves[name], plain: name.startsWith("eval/") }));
+  const plain = name.startsWith("eval/");
+  const lines = runs => runs.filter(run => run.curves[name]).map(run => ({ run, ...run.curves[name], plain }));
   return chart(name, lines, { hint: HINTS[name] });
 }

@@ -1,164 +1,234 @@
 // The browser of completions: groups side by side, evaluations, and held-out problems before and after.
 
 const PAGE = 10;
+// What tokens can be shaded by: how it is called, and how its values are graded.
 const SHADES = {
-  advantages: ["advantage", "both"], sampler_logp: ["log-probability", "unlikely"], entropy: ["entropy", "much"], ratio: ["ratio", "ratio"],
-  clipped: ["clipped", "mark"], old_values: ["critic's value", "both"], returns: ["return", "both"], step_rewards: ["step reward", "both"],
+  advantages: ["advantage", "signed"],
+  sampler_logp: ["log-probability", "unlikely"],
+  entropy: ["entropy", "nats"],
+  ratio: ["ratio", "ratio"],
+  clipped: ["clipped", "mark"],
+  old_values: ["critic's value", "signed"],
+  returns: ["return", "signed"],
+  step_rewards: ["step reward", "signed"],
 };
+// How much of which colour a value is worth, and what the ends of the scale are called; `top` is the group's largest.
+const GRADES = {
+  signed: [(value, top) => [value < 0 ? "minus" : "plus", Math.abs(value) / top], "below 0", "above 0"],
+  ratio: [value => [value < 1 ? "minus" : "plus", Math.abs(Math.log2(value || 1e-9))], "÷ 2", "× 2"],
+  unlikely: [value => ["heat", -value / 5], "likely", "e⁻⁵ or less"],
+  nats: [value => ["heat", value / 3], "0", "3 nats or more"],
+  mark: [value => ["heat", value], "kept", "clipped"],
+};
+const NO_VALUES = ["text", "mask", "counted"];
 const SORTS = {
   "as sampled": null,
-  "highest reward first": group => -group.score, "lowest reward first": group => group.score,
-  "largest difference first": group => -spreadOf(group), "longest first": group => -Math.max(...group.rows.map(row => row.tokens ?? row.completion.length)),
+  "highest reward first": group => -group.score,
+  "lowest reward first": group => group.score,
+  "largest difference first": group => Math.min(...group.scores) - Math.max(...group.scores),
+  "longest first": group => -Math.max(...group.rows.map(row => row.tokens ?? row.completion.length)),
 };
-const OUTCOMES = { all: () => true, "got better": pair => pair.after > pair.before, "got worse": pair => pair.after < pair.before, "stayed right": pair => pair.after === pair.before && pair.after >= 1, "stayed wrong": pair => pair.after === pair.before && pair.after < 1 };
+const OUTCOMES = {
+  all: () => true,
+  "got better": ([before, after]) => after > before,
+  "got worse": ([before, after]) => after < before,
+  "stayed right": ([before, after]) => after === before && after >= 1,
+  "stayed wrong": ([before, after]) => after === before && after < 1,
+};
+const ENDS = { length: "cut off", repetition: "ended: repetition" };
 
 const score = row => row.reward ?? (row.correct == null ? null : Number(row.correct));
-const spreadOf = group => { const found = group.rows.map(score).filter(value => value != null); return Math.max(...found) - Math.min(...found); };
+const nameOf = shade => SHADES[shade]?.[0] ?? shade.replaceAll("_", " ");
+const gradeOf = shade => GRADES[SHADES[shade]?.[1] ?? "signed"];
+const metaOf = facts => facts.filter(fact => fact != null).map(fact => span(fact));
+
+function groupOf(kind, step, prompt, rows) {
+  const scores = rows.map(score).filter(value => value != null);
+  return { kind, step, prompt, rows, scores, score: scores.reduce((a, b) => a + b, 0) / (scores.length || 1) };
+}
 
 // Rows of one prompt in one step; each answer of an evaluation is for itself.
 function grouped(rows) {
   const groups = new Map();
   rows.forEach((row, place) => {
     const key = row.kind === "training" ? `${row.step} ${row.group ?? ""} ${row.prompt}` : place;
-    groups.has(key) ? groups.get(key).rows.push(row) : groups.set(key, { kind: row.kind, step: row.step, prompt: row.prompt, rows: [row] });
+    groups.has(key) ? groups.get(key).push(row) : groups.set(key, [row]);
   });
-  return [...groups.values()].map(group => {
-    const found = group.rows.map(score).filter(value => value != null);
-    return { ...group, score: found.reduce((a, b) => a + b, 0) / (found.length || 1) };
-  });
+  return [...groups.values()].map(own => groupOf(own[0].kind, own[0].step, own[0].prompt, own));
 }
 
 // The first and the last evaluation's answers to the same prompt.
 function pairsOf(run) {
-  const tested = run.groups.filter(group => group.kind === "evaluation");
-  if (!tested.length) return [];
-  const first = tested[0].step, last = tested.at(-1).step;
-  const before = new Map(tested.filter(group => group.step === first).map(group => [group.prompt, group.rows[0]]));
-  if (first === last) return [];
-  return tested.filter(group => group.step === last && before.has(group.prompt)).map(group => {
-    const [old, now] = [before.get(group.prompt), group.rows[0]];
-    return { kind: "pair", step: last, prompt: group.prompt, rows: [old, now], before: score(old), after: score(now), score: score(now) };
-  });
+  const tested = run.rows.filter(row => row.kind === "evaluation"), [first, last] = [tested[0], tested.at(-1)];
+  if (!tested.length || first.step === last.step) return [];
+  const before = new Map(tested.filter(row => row.step === first.step).map(row => [row.prompt, row]));
+  const after = tested.filter(row => row.step === last.step && before.has(row.prompt));
+  return after.map(row => groupOf("pair", row.step, row.prompt, [before.get(row.prompt), row]));
 }
 
-function browser(runs) {
-  const list = el("div", { "aria-live": "off" }), count = el("span", { class: "legend", role: "status" }), scale = el("span", { class: "legend" });
-  const state = { run: runs[0], most: PAGE };
-  const choose = (label, options, value) => { const node = el("select", { "aria-label": label, onchange: () => again() }); fillOptions(node, options, value); return node; };
-  const fillOptions = (node, options, value) => { node.replaceChildren(...options.map(([key, text]) => el("option", { value: key, selected: key === value }, text))); };
-  const run = choose("Run", runs.map(one => [one.number, one.name]));
-  const kind = choose("Kind", []), step = choose("Step", []), outcome = choose("Outcome", Object.keys(OUTCOMES).map(key => [key, key]));
-  const sort = choose("Order", Object.keys(SORTS).map(key => [key, key])), shade = choose("Shading", []);
-  const find = el("input", { type: "search", placeholder: "Search texts", "aria-label": "Search prompts and completions", oninput: () => again() });
-  const least = el("input", { type: "number", step: "any", "aria-label": "Least reward", oninput: () => again() }), most = el("input", { type: "number", step: "any", "aria-label": "Most reward", oninput: () => again() });
-  const move = (text, title, way) => el("button", { title, "aria-label": title, onclick: () => turn(way) }, text);
-  const turn = way => { const place = step.selectedIndex + way; if (place >= 0 && place < step.options.length) { step.selectedIndex = place; again(); } };
-  const stepLabel = el("label", {}, "step", move("‹", "Earlier step (j)", -1), step, move("›", "Later step (k)", 1)), outcomeLabel = el("label", {}, "which", outcome);
-
-  function again() {
-    state.most = PAGE;
-    if (Number(run.value) !== state.run.number || !kind.options.length) { state.run = report.runs[run.value] ?? runs[0]; kinds(); }
-    if (state.kind !== kind.value) { state.kind = kind.value; steps(); }
-    fill();
-  }
-  function kinds() {
-    const there = new Set(state.run.groups.map(group => group.kind)), options = [];
-    if (state.run.pairs.length) options.push(["pair", "before and after"]);
-    if (there.has("training")) options.unshift(["training", "training groups"]);
-    if (there.has("evaluation")) options.push(["evaluation", "evaluations"]);
-    fillOptions(kind, options, options[0]?.[0]);
-    const names = new Set(state.run.rows.flatMap(row => [...Object.keys(row.by_token ?? {}), ...(row.advantage == null ? [] : ["advantages"])]));
-    const shades = [...names].filter(name => !["text", "mask", "counted"].includes(name)).map(name => [name, SHADES[name]?.[0] ?? name.replaceAll("_", " ")]);
-    fillOptions(shade, [["", shades.length ? "nothing" : "nothing (no values of tokens were written)"], ...shades], "");
-    state.kind = null;
-  }
-  function steps() {
-    const found = [...new Set(state.run.groups.filter(group => group.kind === kind.value).map(group => group.step))];
-    fillOptions(step, [["", "all"], ...found.map(value => [String(value), value.toLocaleString("en")])], String(found.at(-1) ?? ""));
-    stepLabel.hidden = kind.value === "pair";
-    outcomeLabel.hidden = kind.value !== "pair";
-  }
-  function found() {
-    const words = find.value.toLowerCase(), low = least.value === "" ? -Infinity : Number(least.value), high = most.value === "" ? Infinity : Number(most.value);
-    const fits = row => (score(row) == null ? low === -Infinity && high === Infinity : score(row) >= low && score(row) <= high);
-    const has = group => !words || group.prompt.toLowerCase().includes(words) || group.rows.some(row => row.completion.toLowerCase().includes(words));
-    const all = kind.value === "pair" ? state.run.pairs.filter(OUTCOMES[outcome.value]) : state.run.groups.filter(group => group.kind === kind.value && (step.value === "" || group.step === Number(step.value)));
-    const kept = all.filter(group => has(group) && group.rows.some(fits)), key = SORTS[sort.value];
-    return key ? [...kept].sort((a, b) => key(a) - key(b)) : kept;
-  }
-  function fill() {
-    const groups = found(), word = { training: "group", evaluation: "answer", pair: "problem" }[kind.value] ?? "group";
-    count.textContent = groups.length ? many(groups.length, word) : "nothing of that kind: widen the search";
-    scale.replaceChildren(...legendOf(shade.value));
-    const more = el("button", { onclick: () => { state.most += 3 * PAGE; fill(); } }, `Show more (${(groups.length - state.most).toLocaleString("en")} left)`);
-    list.replaceChildren(...groups.slice(0, state.most).map(group => groupCard(group, shade.value)), ...(groups.length > state.most ? [more] : []));
-  }
-  document.addEventListener("keydown", event => {
-    if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key === "j") turn(-1);
-    if (event.key === "k") turn(1);
-  });
-  again();
-  return [el("div", { class: "tools" }, runs.length > 1 ? el("label", {}, "run", run) : null, el("label", {}, "show", kind), stepLabel, outcomeLabel, el("label", {}, "order", sort), el("label", {}, "reward", least, "to", most), find),
-    el("div", { class: "tools" }, el("label", {}, "shade tokens by", shade), scale, count), list];
-}
-
-function groupCard(group, shade) {
-  const rewards = group.rows.map(score).filter(value => value != null), pair = group.kind === "pair";
-  const facts = [pair ? null : `step ${group.step.toLocaleString("en")}`, group.rows.length > 1 && !pair ? many(group.rows.length, "completion") : null, rewards.length > 1 && !pair ? `mean reward ${shown(group.score)}` : null];
-  const top = Math.max(...group.rows.flatMap(row => [row.advantage ?? 0, ...(row.by_token?.[shade] ?? [])]).map(value => Math.abs(value ?? 0)), 1e-9);
-  return el("article", { class: `card group ${group.kind}` }, el("div", { class: "meta" }, ...facts.filter(Boolean).map(fact => el("span", {}, fact))), el("div", { class: "prompt" }, group.prompt),
-    el("div", { class: "members" }, ...group.rows.map((row, place) => member(row, shade, top, pair ? ["before", "after"][place] : null))));
-}
-
-function member(row, shade, top, label) {
-  const value = score(row), right = row.correct ?? (value === 1 ? true : value === 0 ? false : null);
-  const told = row.correct == null ? (value == null ? "not scored" : `reward ${shown(value)}`) : row.correct ? "right" : "wrong";
-  const parts = Object.entries(row.parts ?? {}), facts = [
-    label ? `${label}, step ${row.step}` : null, row.advantage == null ? null : `advantage ${shown(row.advantage)}`, row.tokens == null ? null : many(row.tokens, "token"),
-    row.finish_reason && row.finish_reason !== "stop" ? { length: "cut off", repetition: "ended: repetition" }[row.finish_reason] ?? row.finish_reason : null,
-    ...(parts.length > 1 ? parts.map(([name, part]) => `${name} ${shown(part)}`) : []),
-  ];
-  return el("div", { class: "member" }, el("div", { class: "meta" }, el("span", { class: `score ${right === true ? "good" : right === false ? "bad" : ""}` }, told), ...facts.filter(Boolean).map(fact => el("span", {}, fact))), textOf(row, shade, top));
-}
-
-// Of one group all shades are of one scale, up to `top`.
-function textOf(row, shade, top) {
-  const texts = row.by_token?.text;
-  if (!shade || (!texts && row.advantage == null)) return el("div", { class: "text" }, row.completion || "(nothing)");
-  if (!texts) return el("div", { class: "text" }, el("span", { class: "token", style: background(shade, row.advantage, top) }, row.completion || "(nothing)"));
-  const values = row.by_token[shade] ?? (shade === "advantages" ? texts.map(() => row.advantage) : []);
-  const { mask, counted } = row.by_token;
-  return el("div", { class: "text" }, ...texts.map((text, place) => {
-    const sampled = mask ? mask[place] : true, kind = sampled ? (counted && !counted[place] ? "token aside" : "token") : "token other";
-    return el("span", { class: kind, title: tokenTitle(row, place, sampled), style: sampled ? background(shade, values[place], top) : null }, text.replace(/\n/g, "⏎\n"));
-  }));
-}
-
-function tokenTitle(row, place, sampled) {
-  const told = Object.entries(row.by_token).filter(([name]) => !["text", "mask", "counted"].includes(name)).map(([name, values]) => `${SHADES[name]?.[0] ?? name} ${shown(values[place])}`);
-  if (row.by_token.sampler_logp?.[place] != null) told.push(`probability ${percent(Math.exp(row.by_token.sampler_logp[place]))}`);
-  return [`token ${place + 1}`, sampled ? null : "not sampled: tool or environment", row.by_token.counted && !row.by_token.counted[place] ? "left out of the loss" : null, ...told].filter(Boolean).join("\n");
-}
-
-// How a value of a token is shaded: blue above 0 and orange below, or the stronger the more it says.
-function background(shade, value, top) {
-  if (value == null) return null;
-  const how = SHADES[shade]?.[1] ?? "both";
-  const [paint, share] = { both: [value < 0 ? "minus" : "plus", Math.abs(value) / top], unlikely: ["heat", -value / 5], much: ["heat", value / 3], mark: ["heat", value], ratio: [value < 1 ? "minus" : "plus", Math.abs(Math.log(value || 1e-9)) / Math.log(1.5)] }[how];
-  return `background: rgba(var(--${paint}), ${(0.62 * Math.min(Math.max(share, 0), 1)).toFixed(3)})`;
-}
-
-function legendOf(shade) {
-  if (!shade) return [];
-  const how = SHADES[shade]?.[1] ?? "both", strong = name => `rgba(var(--${name}), .62)`;
-  const ends = { both: ["below 0", "above 0"], unlikely: ["likely", "e⁻⁵ or less"], much: ["0", "3 nats or more"], mark: ["kept", "clipped"], ratio: ["÷ 1.5", "× 1.5"] }[how];
-  const from = how === "both" || how === "ratio" ? strong("minus") : "transparent", to = how === "both" || how === "ratio" ? strong("plus") : strong("heat");
-  return [ends[0], el("span", { class: "scale", style: `background: linear-gradient(90deg, ${from}, transparent ${from === "transparent" ? "0%" : "50%"}, ${to})` }), ends[1]];
+function fillOptions(node, options, value) {
+  node.replaceChildren(...options.map(([key, text]) => el("option", { value: key, selected: key === value }, text)));
 }
 
 function completions() {
   const runs = report.runs.filter(run => run.rows.length);
-  const notes = report.runs.filter(run => run.samples[0] < run.samples[1]).map(run => el("p", { class: "note" }, `Left out of ${run.name}: ${(run.samples[1] - run.samples[0]).toLocaleString("en")} of ${run.samples[1].toLocaleString("en")} completions; evenly spaced steps are here, the first and the last among them. samples.jsonl has all.`));
-  return section("Completions", ...notes, ...(runs.length ? browser(runs) : [el("p", { class: "note" }, "This kind of run writes no completions.")]));
+  const notes = report.runs.filter(run => run.samples[0] < run.samples[1]).map(({ name, samples: [here, there] }) =>
+    note(`Left out of ${name}: ${whole(there - here)} of ${whole(there)} completions; evenly spaced steps are here, the
+      first and the last among them. samples.jsonl has all.`));
+  if (!runs.length) return section("Completions", note("This kind of run writes no completions."));
+  return section("Completions", ...notes, ...browser(runs));
+}
+
+function browser(runs) {
+  const list = el("div"), count = el("span", { class: "legend", role: "status" }), scale = span("", "legend");
+  const choose = (label, options) => {
+    const node = el("select", { "aria-label": label, onchange: again });
+    fillOptions(node, options);
+    return node;
+  };
+  const input = (label, attributes) => el("input", { "aria-label": label, ...attributes, oninput: again });
+  const same = keys => Object.keys(keys).map(key => [key, key]);
+  const run = choose("Run", runs.map(one => [one.number, one.name]));
+  const kind = choose("Kind", []), step = choose("Step", []), shade = choose("Shading", []);
+  const outcome = choose("Outcome", same(OUTCOMES)), sort = choose("Order", same(SORTS));
+  const find = input("Search prompts and completions", { type: "search", placeholder: "Search texts" });
+  const least = input("Least reward", { type: "number", step: "any" });
+  const most = input("Most reward", { type: "number", step: "any" });
+  const move = (text, title, way) => el("button", { title, "aria-label": title, onclick: () => turn(way) }, text);
+  const earlier = move("‹", "Earlier step (j)", -1), later = move("›", "Later step (k)", 1);
+  const ofStep = el("label", {}, "step", earlier, step, later), ofPair = el("label", {}, "which", outcome);
+  let shown_run = null, shown_kind = null, room = PAGE;
+
+  function turn(way) {
+    const place = step.selectedIndex + way;
+    if (ofStep.hidden || place < 0 || place >= step.options.length) return;
+    step.selectedIndex = place;
+    again();
+  }
+  function again() {
+    room = PAGE;
+    if (shown_run !== report.runs[run.value]) kinds();
+    if (shown_kind !== kind.value) steps();
+    fill();
+  }
+  function kinds() {
+    shown_run = report.runs[run.value];
+    shown_kind = null;
+    const there = new Set(shown_run.groups.map(group => group.kind)), options = [];
+    if (there.has("training")) options.push(["training", "training groups"]);
+    if (shown_run.pairs.length) options.push(["pair", "before and after"]);
+    if (there.has("evaluation")) options.push(["evaluation", "evaluations"]);
+    fillOptions(kind, options);
+    const known = new Set(shown_run.rows.flatMap(row => Object.keys(row.by_token ?? {})));
+    if (shown_run.rows.some(row => row.advantage != null)) known.add("advantages");
+    const shades = [...known].filter(name => !NO_VALUES.includes(name)).map(name => [name, nameOf(name)]);
+    fillOptions(shade, [["", shades.length ? "nothing" : "nothing (no values of tokens were written)"], ...shades]);
+  }
+  function steps() {
+    shown_kind = kind.value;
+    const own = shown_run.groups.filter(group => group.kind === kind.value).map(group => group.step);
+    const options = [...new Set(own)].map(value => [String(value), whole(value)]);
+    fillOptions(step, [["", "all"], ...options], options.at(-1)?.[0]);
+    ofStep.hidden = kind.value === "pair";
+    ofPair.hidden = !ofStep.hidden;
+  }
+  function found() {
+    const words = find.value.toLowerCase(), has = text => text.toLowerCase().includes(words);
+    const low = least.value === "" ? -Infinity : Number(least.value);
+    const high = most.value === "" ? Infinity : Number(most.value);
+    const free = low === -Infinity && high === Infinity;
+    const fits = group => free || group.scores.some(value => value >= low && value <= high);
+    const said = group => has(group.prompt) || group.rows.some(row => has(row.completion));
+    const now = group => group.kind === kind.value && (step.value === "" || group.step === Number(step.value));
+    const all = ofStep.hidden
+      ? shown_run.pairs.filter(pair => OUTCOMES[outcome.value](pair.scores))
+      : shown_run.groups.filter(now);
+    const kept = all.filter(group => fits(group) && said(group)), key = SORTS[sort.value];
+    return key ? kept.sort((a, b) => key(a) - key(b)) : kept;
+  }
+  function fill() {
+    const groups = found(), left = groups.length - room;
+    const word = { training: "group", evaluation: "answer", pair: "problem" }[kind.value];
+    count.textContent = groups.length ? many(groups.length, word) : "nothing of that kind: widen the search";
+    scale.replaceChildren(...legendOf(shade.value));
+    list.replaceChildren(...groups.slice(0, room).map(group => groupCard(group, shade.value)));
+    const widen = () => { room += 3 * PAGE; fill(); };
+    if (left > 0) list.append(el("button", { onclick: widen }, `Show more (${whole(left)} left)`));
+  }
+  document.addEventListener("keydown", event => {
+    if (event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "j") turn(-1);
+    if (event.key === "k") turn(1);
+  });
+  again();
+  const ofRun = runs.length > 1 ? el("label", {}, "run", run) : null;
+  const ofReward = el("label", {}, "reward", least, "to", most);
+  const first = box("tools", ofRun, el("label", {}, "show", kind), ofStep, ofPair, el("label", {}, "order", sort));
+  first.append(ofReward, find);
+  return [first, box("tools", el("label", {}, "shade tokens by", shade), scale, count), list];
+}
+
+function groupCard(group, shade) {
+  const { kind, rows, scores } = group, pair = kind === "pair";
+  const facts = pair ? [] : [`step ${whole(group.step)}`];
+  if (rows.length > 1 && !pair) facts.push(many(rows.length, "completion"));
+  if (scores.length > 1 && !pair) facts.push(`mean reward ${shown(group.score)}`);
+  const values = rows.flatMap(row => [row.advantage, ...(row.by_token?.[shade] ?? [])]);
+  const top = Math.max(...values.map(value => Math.abs(value ?? 0)), 1e-9);
+  const label = place => (pair ? ["before", "after"][place] : null);
+  const members = rows.map((row, place) => member(row, shade, top, label(place)));
+  const parts = [box("meta", ...metaOf(facts)), box("prompt", group.prompt), box("members", ...members)];
+  return el("article", { class: `card group ${kind}` }, ...parts);
+}
+
+function member(row, shade, top, label) {
+  const value = score(row), parts = Object.entries(row.parts ?? {});
+  const right = row.correct ?? { 0: false, 1: true }[value];
+  const judged = row.correct == null ? `reward ${shown(value)}` : right ? "right" : "wrong";
+  const facts = [label ? `${label}, step ${whole(row.step)}` : null];
+  facts.push(row.advantage == null ? null : `advantage ${shown(row.advantage)}`);
+  facts.push(row.tokens == null ? null : many(row.tokens, "token"));
+  facts.push((row.finish_reason ?? "stop") === "stop" ? null : ENDS[row.finish_reason] ?? row.finish_reason);
+  if (parts.length > 1) facts.push(...parts.map(([name, part]) => `${name} ${shown(part)}`));
+  const verdict = span(value == null ? "not scored" : judged, `score ${{ true: "good", false: "bad" }[right] ?? ""}`);
+  return box("member", box("meta", verdict, ...metaOf(facts)), textOf(row, shade, top));
+}
+
+// The text, token by token where tokens are shaded; a completion without any has its advantage alone.
+function textOf(row, shade, top) {
+  const texts = row.by_token?.text, all = row.completion || "(nothing)";
+  const look = value => ({ class: "token", style: background(shade, value, top) });
+  const token = (text, value, more) => el("span", { ...look(value), ...more }, text);
+  if (!shade) return box("text", all);
+  if (!texts) return box("text", shade === "advantages" ? token(all, row.advantage) : all);
+  const { mask, counted } = row.by_token, values = row.by_token[shade];
+  return box("text", ...texts.map((text, place) => {
+    const value = values ? values[place] : shade === "advantages" ? row.advantage : null;
+    const other = mask && !mask[place], aside = counted && !counted[place];
+    const looks = other ? { class: "token other", style: null } : aside ? { class: "token aside" } : {};
+    return token(text.replace(/\n/g, "⏎\n"), value, { title: tokenTitle(row, place, other, aside), ...looks });
+  }));
+}
+
+function tokenTitle(row, place, other, aside) {
+  const known = Object.entries(row.by_token).filter(([name]) => !NO_VALUES.includes(name));
+  const told = known.map(([name, values]) => `${nameOf(name)} ${shown(values[place])}`);
+  const logp = row.by_token.sampler_logp?.[place];
+  if (logp != null) told.push(`probability ${percent(Math.exp(logp))}`);
+  if (other) told.unshift("not sampled: tool or environment");
+  else if (aside) told.unshift("left out of the loss");
+  return [`token ${place + 1}`, ...told].join("\n");
+}
+
+const tint = (paint, share) => `rgba(var(--${paint}), ${(0.62 * Math.min(Math.max(share, 0), 1)).toFixed(3)})`;
+
+function background(shade, value, top) {
+  return value == null ? null : `background: ${tint(...gradeOf(shade)[0](value, top))}`;
+}
+
+function legendOf(shade) {
+  if (!shade) return [];
+  const [, low, high] = gradeOf(shade), signed = ["signed", "ratio"].includes(SHADES[shade]?.[1] ?? "signed");
+  const colors = signed ? [tint("minus", 1), "transparent", tint("plus", 1)] : ["transparent", tint("heat", 1)];
+  return [low, el("span", { class: "scale", style: `background: linear-gradient(90deg, ${colors.join(", ")})` }), high];
 }

@@ -15,6 +15,10 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+const box = (name, ...children) => el("div", { class: name }, ...children);
+const span = (text, name) => el("span", { class: name }, text);
+const note = text => el("p", { class: "note" }, text);
+
 // The text of an element that holds gzip in base64.
 async function unpack(name) {
   const packed = id(name).textContent;
@@ -46,7 +50,8 @@ function shown(value) {
 // The places of an axis whose marks are `gap` apart, each with the digits that tell it from the next.
 function places(splits, gap) {
   const digits = (String(Number(gap.toPrecision(3))).split(".")[1] ?? "").length;
-  const written = gap < 1e-4 ? value => (value ? value.toExponential(1) : "0") : value => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const written = gap < 1e-4 ? value => (value ? value.toExponential(1) : "0")
+    : value => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   return splits.map(value => (value == null ? "" : written(value)));
 }
 
@@ -60,7 +65,8 @@ function duration(seconds) {
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
+const whole = value => value.toLocaleString("en");
+const many = (count, one) => `${whole(count)} ${one}${count === 1 ? "" : "s"}`;
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const dot = number => el("span", { class: "dot", style: `background: var(--r${number % 8})` });
 
