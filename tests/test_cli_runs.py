@@ -1,6 +1,8 @@
 """A whole run through the command line: train, go on, test, ask, export; and what each leaves behind."""
 
+import base64
 import datetime
+import gzip
 import json
 import re
 
@@ -138,6 +140,18 @@ def test_generate_answers_as_the_run_was_tested(folder, answers):
     }
     assert set(tested) == {0, 6, 8} and tested[0] != tested[8]
     assert answers["generate"].out.splitlines() == [tested[8]] * 2
+
+
+def test_a_run_leaves_a_report_of_all_that_it_wrote(folder, answers):
+    text = (folder / "runs/smoke/report.html").read_text()
+    blobs = re.findall(r'<script type="application/octet-stream" id="[a-z0-9-]+">([^<]*)<', text)
+    history, samples = (gzip.decompress(base64.b64decode(blob)).decode() for blob in blobs)
+    (run,) = json.loads(history)["runs"]
+    assert (run["name"], run["last"]) == ("smoke", 8) and {"reward/mean", "entropy"} <= set(run["curves"])
+    assert samples == (folder / "runs/smoke/samples.jsonl").read_text().rstrip("\n")
+    told = next(row for row in map(json.loads, samples.splitlines()) if row["kind"] == "training")
+    assert len(told["by_token"]["text"]) == told["tokens"] == len(told["by_token"]["entropy"])
+    assert isinstance(told["advantage"], float)
 
 
 def test_an_answer_depends_on_the_seed_alone(answers):

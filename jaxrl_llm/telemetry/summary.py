@@ -207,6 +207,7 @@ def _next(summary: RunSummary) -> list[Text]:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
     return [
         _field("the run lies in", summary.run_dir),
+        _field("look at it", f"{summary.run_dir}/report.html, in a browser"),
         _field("try next", ""),
         *(Text(f"  {command}") for command in commands),
     ]

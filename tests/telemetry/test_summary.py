@@ -77,6 +77,10 @@ def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
     assert "\x1b" not in printed(width) and "[b]11[/b]" in printed(width)
 
 
+def test_the_report_is_named():
+    assert "look at it        my runs/quickstart/report.html" in printed()
+
+
 def test_the_commands_can_be_pasted():
     commands = [shlex.split(line) for line in printed().splitlines() if line.startswith("  jaxrl-llm")]
     assert commands == [
