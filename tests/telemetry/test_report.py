@@ -149,6 +149,11 @@ def test_several_runs_share_a_page_and_its_room(tmp_path):
     assert len(text) < 1_000_000
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    runs = [a_run(tmp_path / name / "run", [{"step": 1, "loss": 1.0}]) for name in ("a", "b")]
+    assert [run["name"] for run in read(page(runs))[0]["runs"]] == [str(run) for run in runs]
+
+
 def test_a_thinned_curve_keeps_its_ends_and_its_extremes():
     steps = list(range(10, 10_010))
     values = [math.sin(step) for step in steps]

@@ -69,7 +69,10 @@ def described(histories: list[History], chosen: list[Chosen]) -> dict[str, Any]:
     """What the page reads, as JSON values: of each run settings, curves, events and findings."""
     count = sum(len(history.curves) + 1 for history in histories)
     most = max(LEAST_POINTS, MOST_POINTS // max(count, 1))
-    return {"runs": [_run(*pair, most) for pair in zip(histories, chosen, strict=True)]}
+    names = [history.directory.resolve().name for history in histories]
+    if len(set(names)) < len(names):
+        names = [str(history.directory) for history in histories]
+    return {"runs": [{"name": name} | _run(*of, most) for name, *of in zip(names, histories, chosen, strict=True)]}
 
 
 def samples_of(histories: list[History]) -> list[Chosen]:
@@ -106,7 +109,6 @@ def _run(history: History, chosen: Chosen, most: int) -> dict[str, Any]:
         if name.startswith(EVENT) and value
     ]
     return {
-        "name": history.directory.resolve().name,
         "directory": str(history.directory),
         "config": history.config,
         "last": rows[-1]["step"],
