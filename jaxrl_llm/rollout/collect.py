@@ -306,12 +306,11 @@ def _collected(
     learned = tokens_in(groups)
     thrown = tokens_in([*dropped, *expired, *(g for number, g in tally.sampled.items() if number not in tally.kept)])
     sampled = [tally.sampled[number] for number in sorted(tally.sampled)]
-    repetition = bool(sampler.sampling.repetition and sampler.sampling.repetition.on)
     failed = tally.failures.metrics() if tally.sampled else {}
     metrics = (
         seconds
         | failed
-        | describe(sampled or groups, repetition)
+        | describe(sampled or groups)
         | {
             "prompts": float(cursor),
             "throughput/sampled_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9) if tokens else math.nan,

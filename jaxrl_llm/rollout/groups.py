@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.rewards import Failures, Judge
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
+from jaxrl_llm.rollout.loops import loops, written
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
@@ -201,30 +202,43 @@ def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
     return sum(len(c.tokens) for g in groups for c in g.completions if c is not None)
 
 
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+"""Of rewards and lengths, by what their metrics' names end with."""
 MEASURED = (
     "reward/mean", "reward/std", "reward/zero_std_fraction", "reward/accuracy",
     "completions/mean_length", "completions/truncated_fraction", "completions/repetition_fraction",
+    *(f"reward/{name}" for name in QUANTILES), *(f"completions/length_{name}" for name in QUANTILES),
 )  # fmt: skip
 """What ``describe`` says of any groups; where there is none it is NaN."""
 
 
-def describe(groups: Sequence[Group], repetition: bool = False) -> dict[str, float]:
-    """Metrics of the groups finished in a step, before any filter; ``repetition``: whether any was looked for."""
+def describe(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of the groups finished in a step, before any filter."""
     if not groups:
         return dict.fromkeys(MEASURED, math.nan)
     scores = np.stack([g.rewards for g in groups])
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
+    lengths = np.array([len(c.tokens) for c in completions])
+    looping = loops([written(c) for c in completions]) | (np.array(ended) == "repetition")
     parts = {_metric(name): _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts}
     return parts | {
         "reward/mean": _known(np.nanmean, scores),
         "reward/std": _known(np.nanstd, scores),
         "reward/zero_std_fraction": _share_without_differences(groups),
         "reward/accuracy": share_correct(groups),
-        "completions/mean_length": float(np.mean([len(c.tokens) for c in completions])),
+        "completions/mean_length": float(lengths.mean()),
         "completions/truncated_fraction": ended.count("length") / len(ended),
-        "completions/repetition_fraction": ended.count("repetition") / len(ended) if repetition else math.nan,
+        "completions/repetition_fraction": float(looping.mean()),
+        **_quantiles("reward/", scores[~np.isnan(scores)]),
+        **_quantiles("completions/length_", lengths),
     }
+
+
+def _quantiles(prefix: str, values: np.ndarray) -> dict[str, float]:
+    """Each of ``QUANTILES``, between two values where it falls between them; NaN where there is none."""
+    found = np.quantile(values, list(QUANTILES.values())) if values.size else [math.nan] * len(QUANTILES)
+    return {prefix + name: float(value) for name, value in zip(QUANTILES, found, strict=True)}
 
 
 def _metric(part: str) -> str:

@@ -11,7 +11,6 @@ import pytest
 from rollout.simulation import LONGEST, ToyEngine, ToySource, drawn, long_tailed, places, sampler, steps
 
 from jaxrl_llm import codec
-from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, tokens_in
 
@@ -60,7 +59,7 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
         assert step.metrics["reward/mean"] == pytest.approx(
             np.mean([g.rewards for g in step.sampled])
         )  # before the filter
-        assert math.isnan(step.metrics["completions/repetition_fraction"])  # nothing looks for any
+        assert step.metrics["completions/repetition_fraction"] == 0
     every = [n for step in found for n in places(step.groups)]
     assert len(set(every)) == len(every)
     seen = [n for step in found for n in places(step.sampled)]
@@ -82,17 +81,6 @@ def test_a_step_that_finishes_nothing_measures_nothing_and_leaves_the_engine_emp
     unmeasured = ("rollout/useful_fraction", "dynamic_sampling/kept_fraction", "reward/mean", "completions/mean_length")
     assert np.isnan([found.metrics[name] for name in unmeasured]).all()
     assert made.engine.slot_steps == 0, "learning needs the memory of the cache"
-
-
-def test_repetition_is_measured_where_it_is_looked_for():
-    made = sampler(2, 8)
-    rules = dataclasses.replace(made.sampling, repetition=Repetition(4, 3))
-    assert (
-        collect(dataclasses.replace(made, sampling=rules), None, 0, Carryover()).metrics[
-            "completions/repetition_fraction"
-        ]
-        == 0
-    )
 
 
 def test_a_filter_of_the_reward_keeps_groups_that_nobody_solves():

@@ -14,6 +14,7 @@ from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource, describe, informative, request_seed, share_correct, whole
+from jaxrl_llm.rollout.loops import loops
 from jaxrl_llm.tasks import Prompts, Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -75,11 +76,12 @@ def ended(*reasons):
 
 
 def test_what_was_not_measured_is_not_a_number():
-    nothing = describe([], True)
+    nothing = describe([])
     assert nothing.keys() == describe([ended("stop")]).keys() and np.isnan(list(nothing.values())).all()
-    lost = np.full(2, np.nan)
-    unscored = describe([dataclasses.replace(ended("stop", "stop"), rewards=lost, parts={"part": lost})])
-    assert np.isnan([unscored["reward/mean"], unscored["reward/std"], unscored["reward/part"]]).all()
+    none = np.full(2, np.nan)
+    unscored = describe([dataclasses.replace(ended("stop", "stop"), rewards=none, parts={"part": none})])
+    lost = ("mean", "std", "part", "p10", "p50", "p90")
+    assert np.isnan([unscored[f"reward/{name}"] for name in lost]).all()
     assert unscored["reward/zero_std_fraction"] == 1
     assert np.isnan(describe([ended("stop")])["reward/zero_std_fraction"]), "one completion is like no other"
 
@@ -90,14 +92,69 @@ def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
     assert describe(groups)["reward/zero_std_fraction"] == 0.75
 
 
-def test_completions_that_repeat_themselves_are_counted_where_repetition_is_looked_for():
-    groups = [ended("stop", "repetition"), ended("length", "stop")]
-    assert (
-        describe(groups, True)["completions/repetition_fraction"]
-        == 0.25
-        == describe(groups, True)["completions/truncated_fraction"]
-    )
-    assert np.isnan(describe(groups, False)["completions/repetition_fraction"])
+def completed(*rows, reason="length"):
+    """A group of completions of these tokens; its rewards are 0, 1, 2, ..."""
+    arrays = [np.array(row, np.int32) for row in rows]
+    completions = tuple(Completion(row, row.astype(np.float32), reason, row == 0, row) for row in arrays)
+    return dataclasses.replace(group(np.arange(len(rows))), completions=completions)
+
+
+def test_completions_that_repeat_themselves_are_counted_however_they_ended():
+    assert describe([ended("stop", "repetition"), ended("length", "stop")])["completions/repetition_fraction"] == 0.25
+    again = [5, 1, 2, 3] * 6
+    assert describe([completed([9, *again], [*again, 9])])["completions/repetition_fraction"] == 0.5
+    assert describe([completed([9, *again, 4], again, reason="stop")])["completions/repetition_fraction"] == 1
+    assert describe([completed([9, *again, 4], [4, 9], reason="length")])["completions/repetition_fraction"] == 0
+
+
+def test_a_loop_is_four_times_the_same_up_to_the_end_and_sixteen_tokens():
+    long = list(range(1, 129))
+    rows = {
+        "one token, 16 times": ([7] * 16, True),
+        "15 times": ([3] + [7] * 15, False),
+        "two tokens, 8 times": ([9] + [7, 8] * 8, True),
+        "five tokens, 4 times": ([9, 9] + [1, 2, 3, 4, 5] * 4, True),
+        "nearly 4 times": ([2, 3, 4, 5] + [1, 2, 3, 4, 5] * 3, False),
+        "the longest": (long * 4, True),
+        "longer than that": ([*long, 129] * 5, False),
+        "it ends otherwise": ([7] * 40 + [1], False),
+        "nothing": ([], False),
+        "fewer tokens than it takes": ([7] * 8, False),
+    }
+    found = loops([np.array(row, np.int32) for row, _ in rows.values()])
+    assert found.tolist() == [wanted for _, wanted in rows.values()], list(rows)
+    assert loops([]).shape == (0,)
+
+
+def test_loops_are_what_a_search_through_all_periods_finds():
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 2, rng.integers(1, 60)) for _ in range(400)]
+    rows += [np.concatenate([row, np.tile(row[-5:], 4)]) for row in rows[:50]]
+
+    def ends_in_a_loop(row):
+        for period in range(1, 129):
+            size = max(4 * period, 16)
+            tail = row[-size:]
+            if len(row) >= size and all(tail[i] == tail[i - period] for i in range(period, size)):
+                return True
+        return False
+
+    wanted = [ends_in_a_loop(row.tolist()) for row in rows]
+    assert 20 < sum(wanted) < 400
+    assert loops(rows).tolist() == wanted
+
+
+def test_quantiles_of_rewards_and_lengths_are_those_of_all_completions_together():
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(1, 90, (3, 4))
+    made = [completed(*(np.arange(size) for size in row)) for row in sizes]
+    rewards = rng.normal(size=(3, 4))
+    rewards[1, 2] = np.nan
+    found = describe([dataclasses.replace(one, rewards=row) for one, row in zip(made, rewards, strict=True)])
+    for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9)):
+        assert found[f"completions/length_{name}"] == pytest.approx(np.quantile(sizes, share))
+        assert found[f"reward/{name}"] == pytest.approx(np.nanquantile(rewards, share))
+    assert found["completions/length_p50"] == np.median(sizes)
 
 
 @pytest.fixture(scope="module")
