@@ -1,0 +1,138 @@
+"""Whether a run learns: what excuses much of what would be a trouble otherwise."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
+from jaxrl_llm.telemetry.diagnosis.history import History, Series
+
+SURE = 2.5
+"""Standard errors that a change must exceed."""
+NOTICEABLE = 0.03
+"""The least change that counts, as a share of the rewards' scale."""
+NEAR_PERFECT = 0.75
+"""The share of the way to the best reward, and of right answers, from which on a run has learned its task."""
+
+
+SURELY_PERFECT = 0.85
+"""The same where the best is a guess."""
+KNOWN, GUESSED, UNKNOWN = 2, 1, 0
+"""How well the best reward is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """How much a series has changed, and the standard error of that."""
+
+    amount: float
+    error: float
+
+
+def improved(run: History, since: int) -> bool:
+    """Whether evaluation has risen since a step, or the training reward while no evaluation fell."""
+    tests = run.evaluations.values()
+    if any(risen(test, since) for test in tests):
+        return True
+    return risen(run["reward/mean"], since) and not any(fallen(test, since) for test in tests)
+
+
+def risen(series: Series, since: int) -> bool:
+    """Whether a series is surely and noticeably higher than before a step, or has grown since."""
+    least = NOTICEABLE * scale(series)
+    return any(change.amount > max(SURE * change.error, least) for change in _changes(series, since))
+
+
+def fallen(series: Series, since: int) -> bool:
+    """The opposite of ``risen``."""
+    return risen(Series(series.steps, -series.values), since)
+
+
+def _changes(series: Series, since: int) -> list[Change]:
+    """From the level before a step to the last one, and along the line through all since."""
+    later = series.since(since)
+    if not len(later):
+        return []
+    # The first measurement since is of what was learned before, which may be much where they are rare.
+    first = int(len(later) > 1)
+    after = later.values[first:]
+    before = series.before(int(later.steps[0]) + first).values
+    width = recent(len(series))
+    if len(before) <= first:
+        before = later.values[: max(min(width, len(after) // 2), 1)]
+    last = after[-min(width, max(len(after) // 2, 1)) :]
+    found = []
+    if len(before) and len(last):
+        then = before[-width:]
+        # Where what rose before is now, not where it was on average: it may have stopped.
+        trend = line(then).amount / 2 if len(then) >= 4 else then[-1] - then.mean()
+        error = noise(series.values) * math.sqrt((4 if trend else 1) / len(then) + 1 / len(last))
+        found.append(Change(float(last.mean() - then.mean() - max(trend, 0.0)), error))
+    if len(after) >= 4:
+        found.append(line(after))
+    return found
+
+
+def recent(count: int) -> int:
+    """Measurements that a level is the mean of."""
+    return min(max(count // 10, 4), 15)
+
+
+def line(values: np.ndarray) -> Change:
+    """How much the least-squares line through at least 3 values changes from the first to the last."""
+    count = len(values)
+    x = np.arange(count) - (count - 1) / 2
+    slope = float(x @ values / (x @ x))
+    left = values - values.mean() - slope * x
+    deviation = max(math.sqrt(float(left @ left) / (count - 2)), noise(values))
+    return Change(slope * (count - 1), deviation * (count - 1) / math.sqrt(float(x @ x)))
+
+
+def scale(series: Series) -> float:
+    """What a change of rewards is measured by: 1 for rewards up to 1, the largest where it is far from that."""
+    largest = float(np.abs(series.values).max(initial=0.0))
+    return 1.0 if 0.1 <= largest <= 1.05 or not largest else largest
+
+
+def level(series: Series) -> float:
+    """The median of the last measurements."""
+    return float(np.median(series.values[-recent(len(series)) :]))
+
+
+def learned(run: History, near: float = NEAR_PERFECT) -> bool:
+    """Whether the last rewards, or the last evaluations, are close to the best there can be.
+
+    ``near``: the share of the way. Where the scale of the rewards is a guess, evaluations alone tell.
+    """
+    if any(level(test) >= near for test in run.evaluations.values()):
+        return True
+    share, trust = perfection(run["reward/mean"])
+    return share >= near if trust == KNOWN else share >= SURELY_PERFECT and not run.evaluations
+
+
+def perfection(rewards: Series) -> tuple[float, int]:
+    """The last rewards' share of the way to the best there can be, and how well that best is known.
+
+    A reward's scale is written down nowhere. Within 0 to 1, and -1 to 1, the best is taken to be 1; of what is never
+    above 0 it is 0; else the least of 1, 2, 5, 10, 20, 50, ... above all of them. Nothing measured: 0.
+    """
+    if not len(rewards):
+        return 0.0, UNKNOWN
+    medians = smoothed(rewards.values, window(len(rewards)))
+    last = level(rewards)
+    low = float(medians.min())
+    high = float(medians.max())
+    if high <= 0 and low < 0:
+        first = float(np.median(rewards.values[: recent(len(rewards))]))
+        return max(1 - last / min(first, -0.25), (last + 1) / 2 if low >= -1 else 0.0), GUESSED
+    if high <= 1.05:
+        return (last, KNOWN) if low >= -0.5 else ((last + 1) / 2, KNOWN if low >= -1.05 else UNKNOWN)
+    return last / _round_above(high), GUESSED if high > 5 and low >= 0 else UNKNOWN
+
+
+def _round_above(value: float) -> float:
+    """The least of 1, 2, 5, 10, 20, 50, ... that is no less than a value, but for a little noise."""
+    value = value / 1.05
+    size = 10.0 ** math.floor(math.log10(value))
+    return next(factor * size for factor in (1, 2, 5, 10) if factor * size >= value)

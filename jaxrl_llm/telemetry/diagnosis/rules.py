@@ -1,0 +1,214 @@
+"""One rule for each kind of trouble: pure functions of a run's history.
+
+What a metric is at all says little: rules compare it with the run's own past, want a change to last, and forgive much
+to a run that learns. The numbers are ours, chosen on synthetic and real runs.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.telemetry.diagnosis import stalls, words
+from jaxrl_llm.telemetry.diagnosis.departure import Departure, Limit, departure, lasting, smoothed
+from jaxrl_llm.telemetry.diagnosis.finding import Finding
+from jaxrl_llm.telemetry.diagnosis.history import History, Series, history, total
+from jaxrl_llm.telemetry.diagnosis.progress import fallen, improved, learned, recent
+
+SMALL = 0.1
+"""Gradients below are no spikes: a run that has converged has next to none."""
+
+
+def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
+    """What is wrong with a run, by the rows of its ``metrics.jsonl``, in the order in which it began.
+
+    It reads the pinned names of metrics alone; what is missing, null or no number was not measured. Troubles that are
+    over by the last row are not told, but for spikes of the gradient. At most one finding of each kind.
+    """
+    run = history(rows)
+    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    return sorted(found, key=lambda finding: finding.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Above:
+    """A limit for what grows: bad from ``least`` on if it is ``times`` and ``more`` than it was; ``always`` if so high.
+
+    Attributes:
+      least: never bad below.
+      times: multiple of what it was.
+      more: difference from what it was.
+      always: bad whatever it was.
+    """
+
+    least: float
+    times: float = 1.0
+    more: float = 0.0
+    always: float = np.inf
+
+    def __call__(self, past: np.ndarray) -> np.ndarray:
+        grown = np.maximum(np.maximum(self.least, self.times * past), past + self.more)
+        return np.minimum(grown, self.always)
+
+
+def entropy_collapse(run: History) -> Finding | None:
+    """Near 0, while neither reward nor evaluation rises: far below its own past, and small in itself."""
+    entropy = run["entropy"]
+    found = departure(
+        entropy, lambda past: np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.03, 0.5 * past)), False
+    )
+    if found is None or learned(run):
+        return None
+    step = found.step
+    if _learns(run, step):
+        plateau = stalls.stalled(run)
+        late = max(plateau.step, found.reached) if plateau else run.last
+        if run.last - late < run.last / 3:
+            return None
+        step = found.reached
+    return words.entropy_collapse(step, found, run)
+
+
+def entropy_explosion(run: History) -> Finding | None:
+    """Far above its own past; less far where nothing is learned meanwhile."""
+    found = _grown(run, "entropy", Above(0.5, 2.0, 0.4), Above(1.5, 3.0, 1.2), relative=True)
+    return words.entropy_explosion(found, run) if found else None
+
+
+def length_collapse(run: History) -> Finding | None:
+    """Half of what they were or less, while nothing is learned."""
+    lengths = run["completions/mean_length"]
+    found = departure(lengths, lambda past: 0.55 * past, False)
+    if found is None or not _lasts(found, lengths, found.after < 0.25 * found.before):
+        return None
+    return None if improved(run, found.step) or learned(run) else words.length_collapse(found, run)
+
+
+def length_explosion(run: History) -> Finding | None:
+    """Nearly twice what they were or more, while nothing is learned."""
+    lengths = run["completions/mean_length"]
+    found = departure(lengths, Above(0.0, 1.8), True, relative=True)
+    if found is None or not _lasts(found, lengths, found.after > 4 * found.before):
+        return None
+    excused = improved(run, found.step) or (learned(run) and found.after < 4 * found.before)
+    return None if excused else words.length_explosion(found, run)
+
+
+def truncation(run: History) -> Finding | None:
+    """Many completions are cut off, and more than before or from the start without end."""
+    found = _grown(run, "completions/truncated_fraction", Above(0.2, more=0.15), Above(0.35, more=0.25))
+    found = found or _always(run, "completions/truncated_fraction", 0.5)
+    return words.truncation(found) if found else None
+
+
+def repetition(run: History) -> Finding | None:
+    """Many completions repeat themselves, and more than before or from the start without end."""
+    found = _grown(run, "completions/repetition_fraction", Above(0.15, more=0.12), Above(0.3, more=0.2))
+    found = found or _always(run, "completions/repetition_fraction", 0.4)
+    return words.repetition(found) if found else None
+
+
+def reward_hacking(run: History) -> Finding | None:
+    """The training reward rises, evaluation falls."""
+    found = stalls.parting(run)
+    return words.reward_hacking(found) if found else None
+
+
+def no_signal(run: History) -> Finding | None:
+    """Nearly all groups have equal rewards, though they are not all solved, and reward and evaluation stand still."""
+    found = departure(run["reward/zero_std_fraction"], Above(0.8), True)
+    if found is None or learned(run) or improved(run, found.step):
+        return None
+    return words.no_signal(found, run)
+
+
+def kl_runaway(run: History) -> Finding | None:
+    """Many times what it was, and large in itself; less large where nothing is learned."""
+    found = _grown(run, "kl", Above(0.2, 5.0), Above(0.6, 5.0), relative=True)
+    return words.kl_runaway(found) if found else None
+
+
+def clip_saturation(run: History) -> Finding | None:
+    """The gradient of many tokens is cut; a clip on whole sequences cuts about one in seven in good runs."""
+    clipped = total(run["clip_fraction/low"], run["clip_fraction/high"])
+    found = departure(clipped, Above(0.2, 4.0, 0.1, always=0.3), True)
+    return words.clip_saturation(found) if found else None
+
+
+def sampler_mismatch(run: History) -> Finding | None:
+    """Sampler and learner disagree on the tokens that were just sampled."""
+    found = departure(run["sampler/logp_abs_diff_mean"], Above(0.03, 5.0, always=0.1), True, relative=True)
+    found = found or departure(run["sampler/logp_abs_diff_max"], Above(1.5, 8.0, always=5.0), True, relative=True)
+    return words.sampler_mismatch(found) if found else None
+
+
+def gradient_spikes(run: History) -> Finding | None:
+    """Single gradients far above all others, more than one; or ten times what they were, for good."""
+    measured = run["grad_norm"]
+    # Where all advantages are 0 there is none.
+    gradients = Series(measured.steps[measured.values > 0], measured.values[measured.values > 0])
+    if len(gradients) < 2 * lasting(len(gradients)):
+        return None
+    if found := departure(gradients, Above(SMALL, 10.0), True, relative=True):
+        start = np.median(gradients.values[: recent(len(gradients))])
+        if found.after > 5 * start:
+            return words.gradient_growth(found)
+    values = gradients.values
+    # Of every second gradient that is a spike, the median is one, too.
+    usual = np.maximum(smoothed(values, 15, 0.35), np.quantile(values, 0.35))
+    heights = np.log(np.maximum(values, 1e-12) / np.maximum(usual, 1e-12))
+    spread = (np.quantile(heights, 0.35) - np.quantile(heights, 0.1)) / 0.9
+    spikes = np.flatnonzero((heights > max(np.log(5.0), 6 * spread)) & (values > SMALL))
+    if len(spikes) < (2 if len(spikes) and heights[spikes].max() > np.log(10.0) else 3):
+        return None
+    return words.gradient_spikes(gradients, spikes, usual)
+
+
+def stalled(run: History) -> Finding | None:
+    """Neither reward nor evaluation has risen for at least half of the run, and it is far from perfect."""
+    found = stalls.stalled(run)
+    return words.stalled(found, run) if found else None
+
+
+RULES = (
+    entropy_collapse, entropy_explosion, length_collapse, length_explosion, truncation, reward_hacking, no_signal,
+    kl_runaway, clip_saturation, sampler_mismatch, gradient_spikes, stalled, repetition,
+)  # fmt: skip
+
+
+def _near_zero(past: np.ndarray) -> np.ndarray:
+    """Entropies that are, after others: a fifth and at most 0.25 nats, or half and at most 0.03."""
+    return np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.5 * past, 0.03))
+
+
+def _learns(run: History, since: int) -> bool:
+    """Whether reward or evaluation has risen; of texts, which have no reward, whether the loss has fallen."""
+    if len(run["reward/mean"]) or run.evaluations:
+        return improved(run, since)
+    return fallen(run["loss"], since)
+
+
+def _grown(run: History, name: str, idle: Limit, learning: Limit, relative: bool = False) -> Departure | None:
+    """What has grown beyond the one limit while nothing was learned, or beyond the other whatever was."""
+    gross = departure(run[name], learning, True, relative)
+    if gross is not None:
+        return gross
+    found = departure(run[name], idle, True, relative)
+    if found is None or not _lasts(found, run[name], False):
+        return None
+    return None if improved(run, found.step) or learned(run) else found
+
+
+def _always(run: History, name: str, high: float) -> Departure | None:
+    """What has been high from the first step on and does not fall, in a run that does not learn."""
+    series = run[name]
+    found = departure(series, Above(high), True)
+    if found is None or found.count < 12 or fallen(series, found.step):
+        return None
+    return None if improved(run, found.step) or learned(run) else found
+
+
+def _lasts(found: Departure, series: Series, gross: bool) -> bool:
+    """Whether a change is gross, or has lasted for long."""
+    return gross or found.count >= max(lasting(len(series)), min(max(len(series) // 10, 6), 60))

@@ -1,0 +1,172 @@
+"""Whether a run has stopped to learn, or learns what it should not."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
+from jaxrl_llm.telemetry.diagnosis.history import History, Series
+from jaxrl_llm.telemetry.diagnosis.progress import (
+    KNOWN,
+    NOTICEABLE,
+    SURE,
+    SURELY_PERFECT,
+    UNKNOWN,
+    learned,
+    level,
+    line,
+    perfection,
+    recent,
+    risen,
+    scale,
+)
+
+FEWEST_REWARDS, FEWEST_EVALUATIONS = 20, 6
+"""Measurements below which a run is too short to have stalled."""
+FAR = 0.7
+"""The share of the way to the best reward, and of right answers, below which a run is far from perfect."""
+FLAT = 0.15
+"""The share of what is left to gain that half of a run may have gained and still count as stalled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plateau:
+    """Where a series stopped to rise.
+
+    Attributes:
+      step: since when.
+      best: the highest level that it had.
+      now: the last one.
+    """
+
+    step: int
+    best: float
+    now: float
+
+
+def stalled(run: History) -> Plateau | None:
+    """Where neither reward nor evaluation has risen any more, for at least half of the run and far from perfect."""
+    rewards = run["reward/mean"]
+    tests = list(run.evaluations.values())
+    enough = len(rewards) >= FEWEST_REWARDS
+    known = [test for test in tests if len(test) >= FEWEST_EVALUATIONS]
+    if not (enough or (known and not len(rewards))) or learned(run, FAR):
+        return None
+    half = run.last // 2 + 1
+    told = [rewards] if enough else known
+    watched = [rewards, *tests] if len(rewards) else tests
+    if any(_rises(series, half) for series in watched) or not all(_flat(series, half) for series in told):
+        return None
+    plateaus = [_plateau(series) for series in told]
+    latest = max(plateaus, key=lambda plateau: plateau.step)
+    if latest.step > half or (enough and not tests and not _far(rewards, latest)):
+        return None
+    return latest
+
+
+def _far(rewards: Series, plateau: Plateau) -> bool:
+    """Whether rewards are far from the best: where that is unknown, whether they never rose."""
+    share, trust = perfection(rewards)
+    if share >= (FAR if trust == KNOWN else SURELY_PERFECT):
+        return False
+    return trust != UNKNOWN or plateau.step <= rewards.steps[len(rewards) // 10]
+
+
+def _rises(series: Series, since: int) -> bool:
+    """Whether a series is higher since a step than it was before, or goes on growing."""
+    if risen(series, since):
+        return True
+    before = series.before(since).values
+    after = series.since(since).values
+    if not len(before) or not len(after) or len(series) >= FEWEST_REWARDS:
+        return False
+    spread = noise(series.values)
+    return float(after.max() - before.max()) > max(3 * spread, 3 * NOTICEABLE * scale(series))
+
+
+def _flat(series: Series, since: int) -> bool:
+    """Whether a series has surely gained little since a step."""
+    values = series.since(since).values
+    if len(values) < 3:
+        return False
+    change = line(values)
+    return change.amount + 1.5 * change.error < FLAT * max(_left(series), 0.1 * scale(series))
+
+
+def _left(series: Series) -> float:
+    """What is left to gain."""
+    share, _ = perfection(series)
+    now = level(series)
+    return 1 - now if scale(series) <= 1 else abs(now) * max((1 - share) / max(share, 0.05), 1.0)
+
+
+def _plateau(series: Series) -> Plateau:
+    """The first step whose level no later one surely exceeds."""
+    values = series.values
+    width = max(window(len(values)), len(values) // 12 | 1)
+    medians = smoothed(values, width)
+    best = float(medians.max())
+    error = 1.25 * noise(values) * math.sqrt(1 / min(width, len(values)))
+    near = best - max(2 * SURE * error, NOTICEABLE * scale(series))
+    at = int(np.argmax(medians >= near))
+    return Plateau(int(series.steps[at]), best, float(np.mean(values[-recent(len(values)) :])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parting:
+    """Where training reward and evaluation go apart.
+
+    Attributes:
+      step: of the best evaluation.
+      task: the one that was evaluated.
+      best: the share of right answers there.
+      now: the last one.
+      reward_then: the training reward about that step.
+      reward_now: the last.
+    """
+
+    step: int
+    task: str
+    best: float
+    now: float
+    reward_then: float
+    reward_now: float
+
+
+def parting(run: History) -> Parting | None:
+    """Where the training reward goes on rising while an evaluation falls, and no other one rises."""
+    rewards = run["reward/mean"]
+    for task, test in run.evaluations.items():
+        at = _peak(test)
+        if at is None:
+            continue
+        step = int(test.steps[at])
+        others = (other for name, other in run.evaluations.items() if name != task)
+        if not risen(rewards, step + 1) or any(risen(other, step + 1) for other in others):
+            continue
+        before = rewards.before(step + 1).values
+        width = recent(len(rewards))
+        then = float(np.mean(before[-width:] if len(before) else rewards.values[:width]))
+        return Parting(step, task, float(test.values[at]), level(test), then, level(rewards))
+    return None
+
+
+def _peak(test: Series) -> int | None:
+    """Where an evaluation was best that has fallen since, surely and by a tenth; None if it has not.
+
+    Levels are means of three: the best of many noisy values is no level.
+    """
+    values = test.values
+    count = len(values)
+    if count < 2:
+        return None
+    width = min(3, max(count // 2, 1))
+    means = np.convolve(values, np.ones(width) / width, "valid")
+    highest = int(np.argmax(means))
+    drop = float(means[highest] - means[-1])
+    error = noise(values) * math.sqrt(2 / width) if count > 4 else 0.0
+    least = {2: 0.2, 3: 0.15}.get(count, 0.05)
+    if drop <= max(4 * error, least, 0.1 * means[highest]):
+        return None
+    return highest + int(np.argmax(values[highest : highest + width]))

@@ -1,0 +1,335 @@
+"""Every trouble is found near where it began, in runs of any length, noisy or not; healthy runs are left alone."""
+
+import copy
+import dataclasses
+import functools
+import math
+import re
+import time
+import warnings
+
+import numpy as np
+import pytest
+from histories import change, healthy, rise, rows, sick
+
+from jaxrl_llm import config, learner, recipes, rewards, rollout
+from jaxrl_llm.algorithms import surrogates
+from jaxrl_llm.telemetry import Finding, diagnose
+from jaxrl_llm.telemetry.diagnosis.history import MEASURED
+
+MATTERS = {
+    "entropy_collapse": ["entropy", "reward/mean"],
+    "entropy_explosion": ["entropy"],
+    "length_collapse": ["completions/mean_length", "reward/mean"],
+    "length_explosion": ["completions/mean_length", "reward/mean"],
+    "truncation": ["completions/truncated_fraction"],
+    "reward_hacking": ["reward/mean"],
+    "no_signal": ["reward/zero_std_fraction", "reward/mean"],
+    "kl_runaway": ["kl"],
+    "clip_saturation": ["clip_fraction/high"],
+    "sampler_mismatch": ["sampler/logp_abs_diff_mean"],
+    "gradient_spikes": ["grad_norm"],
+    "stalled": ["reward/mean"],
+    "repetition": ["completions/repetition_fraction"],
+}
+"""What alone must be there for a kind to be found."""
+AT_ONCE = {"gradient_spikes", "reward_hacking", "stalled"}
+"""Kinds whose histories have one shape."""
+
+
+def kinds(found):
+    return {finding.kind for finding in found}
+
+
+def of(kind, found):
+    return next((finding for finding in found if finding.kind == kind), None)
+
+
+def sick_rows(kind, steps, began, shape, noise, seed):
+    columns, tested = sick(kind, steps, began, shape, noise, seed)
+    return rows(columns, tested, 5 if steps < 100 else 10, noise, seed)
+
+
+@pytest.mark.parametrize("kind", MATTERS)
+@pytest.mark.parametrize("steps", [30, 100, 400, 2000])
+def test_each_trouble_is_found_near_where_it_began(kind, steps):
+    for shape in ("step",) if kind in AT_ONCE or steps == 2000 else ("step", "ramp", "exp"):
+        for noise in (0.0, 0.03):
+            for seed in (0, 1) if steps < 2000 else (0,):
+                began = round(steps * (0.4 if kind == "stalled" else 0.5 if seed else 0.6))
+                found = of(kind, diagnose(sick_rows(kind, steps, began, shape, noise, seed)))
+                assert found is not None, f"{shape} at {began} with noise {noise}, seed {seed}"
+                assert abs(found.step - began) <= max(5, 0.1 * steps), f"{shape} at {began}: {found}"
+
+
+@pytest.mark.parametrize("kind", MATTERS)
+def test_the_metrics_that_matter_are_enough(kind):
+    columns, tested = sick(kind, 120, 48, "step", 0.02)
+    few = {name: columns[name] for name in MATTERS[kind]}
+    found = diagnose(rows(few, tested if kind == "reward_hacking" else None))
+    assert kind in kinds(found) and kinds(found) <= {kind, "stalled"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["entropy_explosion", "kl_runaway", "clip_saturation", "sampler_mismatch", "truncation"]
+)
+def test_a_slow_drift_began_with_the_run(kind):
+    columns, tested = sick(kind, 300, 1, "step", 0.02)
+    drift = np.arange(1, 301) / 300
+    name = MATTERS[kind][0]
+    columns[name] = columns[name][-1] * drift + 0.02 * (1 - drift)
+    found = of(kind, diagnose(rows(columns, tested)))
+    assert found is not None and found.step <= 60
+
+
+def flat_then(share, steps, high):
+    """A reward that has reached ``high`` after a share of the run."""
+    return np.minimum(0.2 + (high - 0.2) * np.arange(1, steps + 1) / (share * steps), high)
+
+
+def converged(steps, noise, seed):
+    reward = flat_then(0.3, steps, 0.93)
+    columns = healthy(steps, min(noise, 0.05), seed, reward)
+    return columns | {
+        "entropy": 0.8 * np.exp(-5 * np.minimum(np.arange(steps) / (0.3 * steps), 1)),
+        "reward/zero_std_fraction": np.clip(reward, 0, 0.9),
+    }, reward
+
+
+def perfect(steps, noise, seed):
+    columns = healthy(steps, noise, seed, np.ones(steps))
+    columns["reward/mean"] = np.ones(steps)
+    columns |= {"reward/zero_std_fraction": np.ones(steps), "entropy": np.full(steps, 0.01)}
+    return columns | {"grad_norm": np.where(np.arange(steps) % 7, 0.0, 0.05)}, np.ones(steps)
+
+
+def changing_lengths(factor):
+    def made(steps, noise, seed):
+        columns = healthy(steps, noise, seed)
+        columns["completions/mean_length"] = 300 * factor ** np.linspace(0, 1, steps)
+        return columns, rise(steps)
+
+    return made
+
+
+def learning(steps, noise, seed):
+    return healthy(steps, noise, seed), rise(steps)
+
+
+def sure_of_itself(steps, noise, seed):
+    """Entropy falls to next to nothing while reward and evaluation rise to the end."""
+    return healthy(steps, noise, seed) | {"entropy": 0.9 * np.exp(-5 * np.linspace(0, 1, steps))}, rise(steps)
+
+
+def unsteady(steps, noise, seed):
+    """A setback that the run recovers from, and a single odd gradient."""
+    dent = 0.25 * np.exp(-(((np.arange(steps) - 0.5 * steps) / (0.05 * steps)) ** 2))
+    columns = healthy(steps, noise, seed, rise(steps) - dent)
+    columns["grad_norm"][steps // 3] *= 4
+    return columns, rise(steps) - dent
+
+
+def held_out_only(steps, noise, seed):
+    """The training reward stays, since its problems grow harder; evaluation rises."""
+    return healthy(steps, noise, seed) | {"reward/mean": np.full(steps, 0.5)}, rise(steps)
+
+
+HEALTHY = (learning, sure_of_itself, converged, perfect, changing_lengths(0.2), changing_lengths(8.0), unsteady,
+           held_out_only)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__qualname__.split(".")[0])
+@pytest.mark.parametrize("steps", [5, 12, 30, 100, 1000])
+def test_healthy_runs_are_left_alone(make, steps):
+    for noise in (0.0, 0.03, 0.06):
+        for seed in range(3):
+            columns, tested = make(steps, noise, seed)
+            assert diagnose(rows(columns, tested, (1, 10, 50)[seed], noise, seed)) == [], f"noise {noise}, seed {seed}"
+
+
+@pytest.mark.parametrize("make", [learning, sure_of_itself, converged, perfect, changing_lengths(0.2)])
+def test_a_healthy_run_is_left_alone_from_its_first_step_to_its_last(make):
+    columns, tested = make(120, 0.03, 0)
+    every = rows(columns, tested, 10, 0.03)
+    for end in range(0, 121, 3):
+        assert diagnose(every[:end]) == [], f"after {end} rows"
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(100, 0), (2, -1), (20, 0), (1, -1), (40, -40), (0.01, 0)])
+def test_rewards_have_any_scale(factor, shift):
+    # What the best reward is cannot be known where it is 0.01.
+    for make in (learning, converged) if factor >= 1 else (learning,):
+        columns, _ = make(150, 0.02, 1)
+        columns["reward/mean"] = factor * columns["reward/mean"] + shift
+        assert diagnose(rows(columns)) == []
+    for kind in ("stalled", "entropy_collapse", "length_collapse", "length_explosion", "no_signal"):
+        columns, _ = sick(kind, 150, 60, "step", 0.02)
+        columns["reward/mean"] = factor * columns["reward/mean"] + shift
+        assert kind in kinds(diagnose(rows(columns))), kind
+    columns, tested = sick("reward_hacking", 150, 60)
+    columns["reward/mean"] = factor * columns["reward/mean"] + shift
+    assert "reward_hacking" in kinds(diagnose(rows(columns, tested)))
+
+
+def test_what_was_not_measured_is_no_trouble():
+    columns, tested = sick("kl_runaway", 100, 50)
+    whole = rows(columns, tested)
+    wanted = of("kl_runaway", diagnose(whole))
+    torn = []
+    for place, row in enumerate(whole):
+        holes = {"entropy": None, "kl": None if place % 9 == 4 else row.get("kl"), "grad_norm": math.nan}
+        holes |= {"loss": "none", "reward/mean": math.inf, "clip_fraction/low": True, "event/resumed": True}
+        torn.append(row | holes)
+    found = of("kl_runaway", diagnose([*torn, {}, {"step": None}, {"kl": 0.1}]))
+    assert found.step == pytest.approx(wanted.step, abs=1)
+    for few in ([], [{"step": 0}], whole[:1], whole[:2], [{}, {"step": 1, "kl": None}]):
+        assert diagnose(few) == []
+
+
+def test_rows_that_stand_there_twice_count_once_and_the_later_one_stands():
+    columns, tested = sick("truncation", 60, 30)
+    whole = rows(columns, tested)
+    lost = [row | {"completions/truncated_fraction": 0.0} for row in whole[25:45]]
+    assert diagnose([*whole[:45], *whole[25:]]) == diagnose(whole) == diagnose([*lost, *whole])
+    assert of("truncation", diagnose(whole[::-1])).step == of("truncation", diagnose(whole)).step
+
+
+def test_it_reads_the_pinned_names_alone_and_changes_nothing():
+    columns, tested = sick("repetition", 80, 40)
+    whole = rows(columns, tested)
+    before = copy.deepcopy(whole)
+    other = {"eval/sums/reward": 0.0, "reward/accuracy": 1.0, "eval/text/loss": 9.0, "policy_kl": 50.0, "tokens": 0}
+    assert diagnose([row | other for row in whole]) == diagnose(whole) == diagnose(iter(whole))
+    assert whole == before
+
+
+def strange(rng, count):
+    """Values that no run should have, or any may."""
+    return rng.choice([
+        np.zeros(count), rng.normal(size=count), np.exp(100 * rng.normal(size=count)), np.full(count, 1e300),
+        np.full(count, -1.0), rng.integers(0, 2, count) * 1.0, np.cumsum(rng.normal(size=count)),
+        rng.random(count) * (rng.random(count) < 0.2), np.where(rng.random(count) < 0.5, np.nan, -1e-300),
+    ])  # fmt: skip
+
+
+def test_whatever_the_numbers_are_it_says_something_or_nothing():
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        names = [name for name in (*MEASURED, "eval/a/pass@1", "eval/b/pass@8") if rng.random() < 0.6]
+        columns = {name: strange(rng, rng.integers(1, 60)) for name in names}
+        most = max((len(values) for values in columns.values()), default=0)
+        some = [
+            {"step": step} | {name: float(values[step]) for name, values in columns.items() if step < len(values)}
+            for step in range(most)
+        ]
+        with warnings.catch_warnings(action="error"):
+            found = diagnose(some)
+        assert kinds(found) <= set(MATTERS) and all(0 <= finding.step < most for finding in found)
+
+
+def test_the_pass_rate_of_many_answers_stands_in_for_that_of_one():
+    columns, tested = sick("reward_hacking", 100, 50)
+    for name in ("eval/sums/pass@8", "eval/sums/pass@k", "eval/a/b/pass@1"):
+        renamed = [
+            {name if key == "eval/sums/pass@1" else key: value for key, value in row.items()}
+            for row in rows(columns, tested)
+        ]
+        assert "reward_hacking" in kinds(diagnose(renamed))
+
+
+def test_a_trouble_that_is_over_is_not_told():
+    columns = healthy(120, 0.02)
+    columns["completions/truncated_fraction"][40:70] = 0.8
+    assert diagnose(rows(columns, rise(120))) == []
+
+
+def test_one_odd_gradient_is_no_trouble_and_gradients_that_grow_for_good_are():
+    columns = healthy(100, 0.02)
+    columns["grad_norm"][60] *= 50
+    assert diagnose(rows(columns, rise(100))) == []
+    columns["grad_norm"] = 0.4 * (1 + 60 * change(100, 50, "step"))
+    assert of("gradient_spikes", diagnose(rows(columns, rise(100)))).step == 50
+
+
+def test_much_is_cut_off_from_the_start_without_end():
+    columns = {"completions/truncated_fraction": np.full(30, 0.8), "reward/mean": np.full(30, 0.3)}
+    assert of("truncation", diagnose(rows(columns))).step == 1
+    falling = {"completions/truncated_fraction": np.linspace(0.95, 0.6, 30), "reward/mean": np.full(30, 0.3)}
+    assert of("truncation", diagnose(rows(falling))) is None
+    assert of("truncation", diagnose(rows(columns | {"reward/mean": rise(30)}))) is None
+
+
+def test_a_reward_that_rises_while_evaluation_falls_excuses_nothing():
+    columns, tested = sick("reward_hacking", 200, 80)
+    columns["completions/mean_length"] = 300 * (1 - 0.8 * change(200, 80, "ramp"))
+    assert {"reward_hacking", "length_collapse"} <= kinds(diagnose(rows(columns, tested)))
+    assert diagnose(rows(columns, rise(200))) == []
+
+
+def test_texts_have_no_reward_and_their_loss_excuses_a_low_entropy():
+    columns = {"entropy": 1.5 * np.exp(-5 * np.linspace(0, 1, 60)), "loss": np.linspace(2.0, 0.2, 60)}
+    assert diagnose(rows(columns)) == []
+    assert kinds(diagnose(rows({"entropy": columns["entropy"], "loss": np.full(60, 2.0)}))) == {"entropy_collapse"}
+
+
+def test_findings_come_in_the_order_in_which_they_began_one_of_each_kind():
+    columns, tested = sick("truncation", 200, 150)
+    columns["kl"] = 0.01 * 300.0 ** change(200, 50, "step")
+    found = diagnose(rows(columns, tested))
+    assert [finding.kind for finding in found] == ["kl_runaway", "truncation"]
+    assert all(isinstance(finding.step, int) for finding in found)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found[0].step = 3
+
+
+def test_five_thousand_rows_take_well_below_a_second():
+    columns, tested = sick("stalled", 5000, 2000, noise=0.03)
+    whole = rows(columns, tested, 10, 0.03)
+    began = time.process_time()
+    diagnose(whole)
+    assert time.process_time() - began < 1.0
+
+
+@functools.cache
+def every_finding():
+    found = [of(kind, diagnose(rows(*sick(kind, 100, 40)))) for kind in MATTERS]
+    columns = {"grad_norm": 0.4 * (1 + 60 * change(100, 50, "step"))}
+    return [*found, *diagnose(rows(columns))]
+
+
+def test_what_is_said_holds_the_numbers():
+    by_kind = {finding.kind: finding for finding in every_finding()}
+    assert by_kind["truncation"].what == "60 % of the completions are cut off at the limit, 2.0 % before"
+    assert "while sums fell from 58 % to 25 %" in by_kind["reward_hacking"].what
+    assert by_kind["entropy_collapse"].what.startswith("entropy fell from 0.800 to 0.0100 nats (reward 0.2")
+    for finding in every_finding():
+        assert re.search(r"\d", finding.what) and finding.why.endswith(".") and finding.why.count(". ") == 0
+        assert all("\n" not in text for text in dataclasses.astuple(finding) if isinstance(text, str))
+
+
+def fields(kind):
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+def test_every_setting_that_is_advised_exists():
+    homes = {
+        ("recipe",): recipes.Recipe,
+        ("recipe", "algorithm"): type(recipes.DAPO.algorithm),
+        ("recipe", "algorithm", "surrogate"): surrogates.PPOClip,
+        ("recipe", "resets"): type(recipes.DAPO.resets),
+        ("learner",): learner.Learner,
+        ("learner", "optimiser"): learner.Optimiser,
+        ("rollout",): rollout.Rollout,
+        ("rollout", "repetition"): rollout.Repetition,
+        ("rollout", "collect"): rollout.Collect,
+        ("scoring",): config.Scoring,
+    }
+    advised = {flag for finding in every_finding() for flag in re.findall(r"--([a-z_.]+[a-z_])", finding.remedy)}
+    assert len(advised) > 20
+    for flag in advised - {"recipe", "from"}:
+        *home, name = flag.split(".")
+        assert name in fields(homes[tuple(home)]), flag
+    said = " ".join(finding.remedy for finding in every_finding())
+    assert all(name in recipes.RECIPES for name in re.findall(r"--recipe ([a-z_]+)", said))
+    assert all(hasattr(rewards, name) for name in re.findall(r"\b([A-Z][a-z]+Penalty)\b", said))
+    assert isinstance(every_finding()[0], Finding)
