@@ -53,12 +53,15 @@ def launch(
     directory, found = begun
     code = run(peers, found, directory, lines)
     if code == 0 and peers.leads:
+        from jaxrl_llm.telemetry.diagnosis import diagnose
+        from jaxrl_llm.telemetry.rows import read_rows
         from jaxrl_llm.telemetry.summarise import summarise
         from jaxrl_llm.telemetry.summary import print_summary
 
         summary = summarise(directory, time.monotonic() - began)
         writes = not isinstance(found.run, configs.RewardModel)
-        print_summary(dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes))
+        findings = diagnose(read_rows(directory / "metrics.jsonl"))
+        print_summary(dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes), None, findings)
     return code
 
 

@@ -31,6 +31,8 @@ from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import Learned, record
+from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.telemetry.watch import Watch
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import TrainState
 
@@ -77,7 +79,7 @@ def train(
         store,
         jax.set_mesh(mesh),
         logged(directory / "log.txt") if peers.leads else nullcontext(),
-        Progress(schedule, (start or 0) + 1, None if peers.leads else Console(quiet=True)) as progress,
+        watching(directory, schedule, start, peers) as progress,
         writing(run, directory, (-1 if start is None else start) if resumed else None, peers) as writer,
         stage_of(run).resources(run, peers, directory) as resources,
         farewell(lambda *reason: resources.close()),
@@ -113,6 +115,7 @@ def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> 
     row = {"step": 0} | (found.metrics() if found else {})
     told.progress.tested(0, row)
     _, host.memory = decide(stage.rules, row, host.memory)
+    told.progress.happened(0, row)
     record(told.writer, 0, found, row)
 
 
@@ -182,6 +185,17 @@ def writing(
     if not peers.leads:
         return nullcontext()
     return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run))
+
+
+def watching(directory: Path, schedule: Schedule, start: int | None, peers: Peers) -> Progress:
+    """What a person sees, on process 0; the others say nothing, and look for nothing.
+
+    ``start``: the step that the run goes on from; its rows up to there are part of what is watched.
+    """
+    if not peers.leads:
+        return Progress(schedule, (start or 0) + 1, Console(quiet=True))
+    earlier = () if start is None else (row for row in read_rows(directory / "metrics.jsonl") if row["step"] <= start)
+    return Progress(schedule, (start or 0) + 1, watch=Watch(schedule.steps, earlier))
 
 
 def agreed_to_stop(

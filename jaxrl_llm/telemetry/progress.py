@@ -15,6 +15,7 @@ from rich.text import Text
 from jaxrl_llm.telemetry import columns
 from jaxrl_llm.telemetry.compiling import Compiling
 from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Pace, Schedule, time_left
+from jaxrl_llm.telemetry.watch import Watch
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of the statuses that come and go inside each step."""
@@ -34,14 +35,18 @@ class Progress:
       schedule: the run's.
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
       console: where to; stderr if None.
+      watch: looks for what goes wrong; None for nobody.
 
     Attributes:
       pace: how long each kind of work takes; the loop tells it of checkpoints, and when the steps begin.
     """
 
-    def __init__(self, schedule: Schedule, first_step: int = 1, console: Console | None = None):
+    def __init__(
+        self, schedule: Schedule, first_step: int = 1, console: Console | None = None, watch: Watch | None = None
+    ):
         console = console or Console(stderr=True, highlight=False)
         self._schedule = schedule
+        self._watch = watch
         self._next_step = first_step
         self._status = "starting"
         self._since = time.monotonic()
@@ -89,9 +94,12 @@ class Progress:
             self.note(f"evaluation at step {step}:  {found}")
 
     def happened(self, step: int, metrics: dict[str, Any]) -> None:
-        """Keep one line for each event of the step's row."""
+        """Keep one line for each event of the step's row, the whole of which this is, and for each new finding."""
         for event in columns.events(metrics):
             self.note(f"step {step}: {event}")
+        for found in self._watch.see(metrics) if self._watch else ():
+            self.note(f"step {step}: {found.kind.replace('_', ' ')} since step {found.step}: {found.what}")
+            self.note(f"  {found.why} Try {found.remedy}")
 
     def note(self, text: str) -> None:
         """Keep one line of text."""

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl_llm.telemetry.columns import seconds, short
+from jaxrl_llm.telemetry.diagnosis import Finding
 
 SHOWN_PAIRS = 3
 SHOWN_LINES = 3
@@ -94,14 +95,15 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
     return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
 
 
-def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print the accuracy (or reward) before and after, samples, the run's directory and the next commands.
+def print_summary(summary: RunSummary, console: Console | None = None, findings: Sequence[Finding] = ()) -> None:
+    """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
     To stdout if None.
     """
     console = console or Console(highlight=False)
     console.print()
-    for line in (*_results(summary), *_judged(summary), *_samples(summary, console), Text(""), *_next(summary)):
+    results = (*_results(summary), *_judged(summary), *_samples(summary, console))
+    for line in (*results, Text(""), *_next(summary), *_findings(findings)):
         console.print(line, soft_wrap=True)
 
 
@@ -146,6 +148,15 @@ def _judged(summary: RunSummary) -> list[Text]:
 def _bar(share: float) -> str:
     """A share of ten signs."""
     return f"{'#' * round(10 * share):<10}"
+
+
+def _findings(findings: Sequence[Finding]) -> list[Text]:
+    """What is wrong with the run by its last row, each with what it means and what to change."""
+    lines = []
+    for found in findings:
+        lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
+        lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
+    return lines
 
 
 def _shown(value: float | None, measure: str) -> str:

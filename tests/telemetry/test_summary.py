@@ -6,6 +6,7 @@ import shlex
 import pytest
 from rich.console import Console
 
+from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, abridge, pair_samples, print_summary, worth_showing
 
 BEFORE = [
@@ -23,7 +24,7 @@ AFTER = [
 ]
 
 
-def printed(width=80, **changes):
+def printed(width=80, findings=(), **changes):
     console = Console(file=io.StringIO(), width=width)
     values = {
         "run_dir": "my runs/quickstart",
@@ -34,7 +35,7 @@ def printed(width=80, **changes):
         "after": 0.25,
         "pairs": pair_samples(BEFORE, AFTER),
     }
-    print_summary(RunSummary(**{**values, **changes}), console)
+    print_summary(RunSummary(**{**values, **changes}), console, findings)
     return console.file.getvalue()
 
 
@@ -101,3 +102,19 @@ def test_abridging_keeps_the_end_where_the_answer_stands():
     assert len(text) <= 60 and text.endswith("word so it is 8.") and " word … word " in text
     assert len(abridge("x" * 100, 60)) <= 60
     assert abridge("a\n\tb\x00 c", 60) == "a b c"
+
+
+def test_findings_stand_at_the_end_with_what_to_change():
+    finding = Finding("kl_runaway", 40, "the KL rose", "The policy runs away.", "a larger --recipe.algorithm.kl_coef")
+    lines = printed(findings=[finding, finding]).splitlines()
+    assert printed().splitlines() == lines[:-8]
+    assert (
+        lines[-8:-4]
+        == lines[-4:]
+        == [
+            "",
+            "kl runaway        since step 40: the KL rose",
+            "                  The policy runs away.",
+            "                  try a larger --recipe.algorithm.kl_coef",
+        ]
+    )
