@@ -63,7 +63,7 @@ def noise(values: np.ndarray) -> float:
     if len(values) < 3:
         return 0.0
     off = np.abs(np.diff(values, 2))
-    return float(0.605 * np.median(off)) or float(0.326 * np.mean(off))
+    return float(0.605 * np.median(off)) or float(0.512 * np.mean(off))
 
 
 def departure(series: Series, limit: Limit, up: bool, relative: bool = False) -> Departure | None:
@@ -88,7 +88,7 @@ def departure(series: Series, limit: Limit, up: bool, relative: bool = False) ->
         return None
     after = float(np.median(values[start:]))
     before = float(past[start])
-    began = _began(values[: start + 1], before, after, relative)
+    began = _began(values[: start + 1], before, after, window(count), relative)
     steps = series.steps
     return Departure(int(steps[began]), int(steps[start]), sign * before, sign * after, count - start)
 
@@ -101,7 +101,7 @@ def _to_the_end(bad: np.ndarray) -> int | None:
     return int(np.flatnonzero((share >= 0.9)[::-1] & bad)[0])
 
 
-def _began(values: np.ndarray, before: float, after: float, relative: bool) -> int:
+def _began(values: np.ndarray, before: float, after: float, width: int, relative: bool) -> int:
     """The first point of which no later one is like what was before; the change is over at the last of them."""
     if relative:
         least = max(1e-3 * after, 1e-12)
@@ -109,6 +109,6 @@ def _began(values: np.ndarray, before: float, after: float, relative: bool) -> i
         before = float(np.log(max(before, least)))
         after = float(np.log(max(after, least)))
     # What was before is the least of what was, so noise is mostly above it.
-    most = before + max(ALIKE * (after - before), 2 * noise(values))
-    alike = np.flatnonzero(smoothed(values, 3)[:-1] <= most)
+    most = before + max(ALIKE * (after - before), 3.5 * noise(values) / width**0.5)
+    alike = np.flatnonzero(smoothed(values, width)[:-1] <= most)
     return int(alike[-1]) + 1 if len(alike) else 0

@@ -18,6 +18,8 @@ NEAR_PERFECT = 0.75
 
 SURELY_PERFECT = 0.85
 """The same where the best is a guess."""
+FEW = 8
+"""Measurements below which their noise is hard to tell."""
 KNOWN, GUESSED, UNKNOWN = 2, 1, 0
 """How well the best reward is known."""
 
@@ -50,28 +52,47 @@ def fallen(series: Series, since: int) -> bool:
 
 
 def _changes(series: Series, since: int) -> list[Change]:
-    """From the level before a step to the last one, and along the line through all since."""
+    """From the level at a step to the last one, and along the line through all since."""
     later = series.since(since)
     if not len(later):
         return []
-    # The first measurement since is of what was learned before, which may be much where they are rare.
-    first = int(len(later) > 1)
-    after = later.values[first:]
-    before = series.before(int(later.steps[0]) + first).values
+    then, after = _level_at(series, later, since)
     width = recent(len(series))
-    if len(before) <= first:
-        before = later.values[: max(min(width, len(after) // 2), 1)]
     last = after[-min(width, max(len(after) // 2, 1)) :]
-    found = []
-    if len(before) and len(last):
-        then = before[-width:]
-        # Where what rose before is now, not where it was on average: it may have stopped.
-        trend = line(then).amount / 2 if len(then) >= 4 else then[-1] - then.mean()
-        error = noise(series.values) * math.sqrt((4 if trend else 1) / len(then) + 1 / len(last))
-        found.append(Change(float(last.mean() - then.mean() - max(trend, 0.0)), error))
+    error = math.hypot(then.error, _spread(series) / math.sqrt(len(last)))
+    found = [Change(float(last.mean()) - then.amount, error)]
     if len(after) >= 4:
         found.append(line(after))
     return found
+
+
+def _level_at(series: Series, later: Series, since: int) -> tuple[Change, np.ndarray]:
+    """The level at a step with its error, and what was measured after; ``later``: the measurements from there on.
+
+    The first of those is of what was learned before. Where measurements are rare the level lies between two of them.
+    """
+    first = int(len(later) > 1)
+    after = later.values[first:]
+    earlier = series.before(since)
+    spread = _spread(series)
+    if not len(earlier):
+        then = later.values[: max(min(recent(len(series)), len(after) // 2), 1)]
+        return Change(float(then.mean()), spread / math.sqrt(len(then))), after
+    gap = int(later.steps[0] - earlier.steps[-1])
+    if gap > 2:
+        grown = float(later.values[0] - earlier.values[-1])
+        share = (since - int(earlier.steps[-1])) / gap
+        return Change(float(earlier.values[-1]) + share * grown, math.hypot(spread, grown / 6)), after
+    then = series.before(int(later.steps[0]) + first).values[-recent(len(series)) :]
+    # Where what rose before is now, not where it was on average: it may have stopped.
+    trend = line(then).amount / 2 if len(then) >= 4 else float(then[-1] - then.mean())
+    return Change(float(then.mean()) + max(trend, 0.0), spread * math.sqrt((4 if trend else 1) / len(then))), after
+
+
+def _spread(series: Series) -> float:
+    """The noise of one measurement; of few ones it cannot be told well, and is taken to be no less than noticeable."""
+    least = NOTICEABLE * scale(series) if len(series) < FEW else 0.0
+    return max(noise(series.values), least)
 
 
 def recent(count: int) -> int:

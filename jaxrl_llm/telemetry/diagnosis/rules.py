@@ -211,4 +211,4 @@ def _always(run: History, name: str, high: float) -> Departure | None:
 
 def _lasts(found: Departure, series: Series, gross: bool) -> bool:
     """Whether a change is gross, or has lasted for long."""
-    return gross or found.count >= max(lasting(len(series)), min(max(len(series) // 10, 6), 60))
+    return gross or found.count >= max(lasting(len(series)), min(max(len(series) // 10, 8), 60))

@@ -8,6 +8,7 @@ import numpy as np
 from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
 from jaxrl_llm.telemetry.diagnosis.history import History, Series
 from jaxrl_llm.telemetry.diagnosis.progress import (
+    FEW,
     KNOWN,
     NOTICEABLE,
     SURE,
@@ -166,7 +167,8 @@ def _peak(test: Series) -> int | None:
     highest = int(np.argmax(means))
     drop = float(means[highest] - means[-1])
     error = noise(values) * math.sqrt(2 / width) if count > 4 else 0.0
-    least = {2: 0.2, 3: 0.15}.get(count, 0.05)
-    if drop <= max(4 * error, least, 0.1 * means[highest]):
+    # Of few values it cannot be told what is noise.
+    least = {2: 0.2, 3: 0.15}.get(count, 0.12 if count < FEW else 0.05)
+    if drop <= max((2 if count < FEW else 4) * error, least, 0.1 * means[highest]):
         return None
     return highest + int(np.argmax(values[highest : highest + width]))
