@@ -155,7 +155,7 @@ def test_a_healthy_run_is_left_alone_from_its_first_step_to_its_last(make):
         assert diagnose(every[:end]) == [], f"after {end} rows"
 
 
-@pytest.mark.parametrize(("factor", "shift"), [(100, 0), (2, -1), (20, 0), (1, -1), (40, -40), (0.01, 0)])
+@pytest.mark.parametrize(("factor", "shift"), [(100, 0), (2, -1), (1000, 0), (1, -1), (40, -40), (0.01, 0)])
 def test_rewards_have_any_scale(factor, shift):
     # What the best reward is cannot be known where it is 0.01.
     for make in (learning, converged) if factor >= 1 else (learning,):
@@ -241,6 +241,11 @@ def test_a_trouble_that_is_over_is_not_told():
     columns = healthy(120, 0.02)
     columns["completions/truncated_fraction"][40:70] = 0.8
     assert diagnose(rows(columns, rise(120))) == []
+
+
+def test_lengths_alone_tell_only_where_they_change_grossly():
+    for factor, wanted in ((0.4, set()), (3.0, set()), (0.1, {"length_collapse"}), (8.0, {"length_explosion"})):
+        assert kinds(diagnose(rows({"completions/mean_length": 300 * factor ** change(80, 40, "ramp")}))) == wanted
 
 
 def test_one_odd_gradient_is_no_trouble_and_gradients_that_grow_for_good_are():

@@ -124,19 +124,22 @@ def level(series: Series) -> float:
 def learned(run: History, near: float = NEAR_PERFECT) -> bool:
     """Whether the last rewards, or the last evaluations, are close to the best there can be.
 
-    ``near``: the share of the way. Where the scale of the rewards is a guess, evaluations alone tell.
+    ``near``: the share of the way. Where rewards go beyond 1 evaluations tell, if there are any.
     """
     if any(level(test) >= near for test in run.evaluations.values()):
         return True
-    share, trust = perfection(run["reward/mean"])
-    return share >= near if trust == KNOWN else share >= SURELY_PERFECT and not run.evaluations
+    rewards = run["reward/mean"]
+    if run.evaluations and scale(rewards) > 1:
+        return False
+    share, trust = perfection(rewards)
+    return share >= (near if trust == KNOWN else SURELY_PERFECT)
 
 
 def perfection(rewards: Series) -> tuple[float, int]:
     """The last rewards' share of the way to the best there can be, and how well that best is known.
 
     A reward's scale is written down nowhere. Within 0 to 1, and -1 to 1, the best is taken to be 1; of what is never
-    above 0 it is 0; else the least of 1, 2, 5, 10, 20, 50, ... above all of them. Nothing measured: 0.
+    above 0 it is 0; else the least of 1, 2, 5, 10, 100, 1000, ... above all of them. Nothing measured: 0.
     """
     if not len(rewards):
         return 0.0, UNKNOWN
@@ -149,11 +152,6 @@ def perfection(rewards: Series) -> tuple[float, int]:
         return max(1 - last / min(first, -0.25), (last + 1) / 2 if low >= -1 else 0.0), GUESSED
     if high <= 1.05:
         return (last, KNOWN) if low >= -0.5 else ((last + 1) / 2, KNOWN if low >= -1.05 else UNKNOWN)
-    return last / _round_above(high), GUESSED if high > 5 and low >= 0 else UNKNOWN
-
-
-def _round_above(value: float) -> float:
-    """The least of 1, 2, 5, 10, 20, 50, ... that is no less than a value, but for a little noise."""
-    value = value / 1.05
-    size = 10.0 ** math.floor(math.log10(value))
-    return next(factor * size for factor in (1, 2, 5, 10) if factor * size >= value)
+    if low >= 0 and high > 5:
+        return last / 10 ** math.ceil(math.log10(high / 1.05)), KNOWN
+    return last / next((best for best in (1, 2, 5) if high <= 1.05 * best), high), UNKNOWN

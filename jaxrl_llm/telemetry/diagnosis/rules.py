@@ -80,7 +80,7 @@ def length_collapse(run: History) -> Finding | None:
     """Half of what they were or less, while nothing is learned."""
     lengths = run["completions/mean_length"]
     found = departure(lengths, lambda past: 0.55 * past, False)
-    if found is None or not _lasts(found, lengths, found.after < 0.25 * found.before):
+    if found is None or not _tells(run, found, found.after < 0.25 * found.before):
         return None
     return None if improved(run, found.step) or learned(run) else words.length_collapse(found, run)
 
@@ -89,7 +89,7 @@ def length_explosion(run: History) -> Finding | None:
     """Nearly twice what they were or more, while nothing is learned."""
     lengths = run["completions/mean_length"]
     found = departure(lengths, Above(0.0, 1.8), True, relative=True)
-    if found is None or not _lasts(found, lengths, found.after > 4 * found.before):
+    if found is None or not _tells(run, found, found.after > 4 * found.before):
         return None
     excused = improved(run, found.step) or (learned(run) and found.after < 4 * found.before)
     return None if excused else words.length_explosion(found, run)
@@ -195,7 +195,7 @@ def _grown(run: History, name: str, idle: Limit, learning: Limit, relative: bool
     if gross is not None:
         return gross
     found = departure(run[name], idle, True, relative)
-    if found is None or not _lasts(found, run[name], False):
+    if found is None or not _lasts(found, run[name]):
         return None
     return None if improved(run, found.step) or learned(run) else found
 
@@ -209,6 +209,12 @@ def _always(run: History, name: str, high: float) -> Departure | None:
     return None if improved(run, found.step) or learned(run) else found
 
 
-def _lasts(found: Departure, series: Series, gross: bool) -> bool:
-    """Whether a change is gross, or has lasted for long."""
-    return gross or found.count >= max(lasting(len(series)), min(max(len(series) // 10, 8), 60))
+def _tells(run: History, found: Departure, gross: bool) -> bool:
+    """Whether a change of lengths is gross, or has lasted in a run of which it is known whether it learns."""
+    known = bool(len(run["reward/mean"]) or run.evaluations)
+    return gross or (known and _lasts(found, run["completions/mean_length"]))
+
+
+def _lasts(found: Departure, series: Series) -> bool:
+    """Whether a change has lasted for long."""
+    return found.count >= max(lasting(len(series)), min(max(len(series) // 10, 8), 60))

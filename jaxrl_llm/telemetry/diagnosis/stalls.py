@@ -156,19 +156,19 @@ def parting(run: History) -> Parting | None:
 def _peak(test: Series) -> int | None:
     """Where an evaluation was best that has fallen since, surely and by a tenth; None if it has not.
 
-    Levels are means of three: the best of many noisy values is no level.
+    Levels are means of some: the best of many noisy values is no level.
     """
     values = test.values
     count = len(values)
     if count < 2:
         return None
-    width = min(3, max(count // 2, 1))
+    width = 3 if count >= FEW else 2 if count > 4 else 1
     means = np.convolve(values, np.ones(width) / width, "valid")
     highest = int(np.argmax(means))
     drop = float(means[highest] - means[-1])
     error = noise(values) * math.sqrt(2 / width) if count > 4 else 0.0
     # Of few values it cannot be told what is noise.
-    least = {2: 0.2, 3: 0.15}.get(count, 0.12 if count < FEW else 0.05)
+    least = {1: 0.2, 2: 0.14, 3: 0.05}[width]
     if drop <= max((2 if count < FEW else 4) * error, least, 0.1 * means[highest]):
         return None
     return highest + int(np.argmax(values[highest : highest + width]))
