@@ -248,10 +248,45 @@ def test_lengths_alone_tell_only_where_they_change_grossly():
         assert kinds(diagnose(rows({"completions/mean_length": 300 * factor ** change(80, 40, "ramp")}))) == wanted
 
 
+def test_an_entropy_that_has_fallen_far_is_not_near_zero():
+    fallen = 3.0 - 2.5 * change(80, 40, "step")
+    assert diagnose(rows({"entropy": fallen})) == []
+    assert kinds(diagnose(rows({"entropy": 3.0 - 2.8 * change(80, 40, "step")}))) == {"entropy_collapse"}
+
+
+def test_what_is_high_from_the_start_is_told_where_it_is_high_by_any_measure():
+    assert kinds(diagnose(rows({"clip_fraction/low": np.full(40, 0.2), "clip_fraction/high": np.full(40, 0.15)}))) == {
+        "clip_saturation"
+    }
+    assert diagnose(rows({"clip_fraction/high": np.full(40, 0.2)})) == []
+    assert of("sampler_mismatch", diagnose(rows({"sampler/logp_abs_diff_mean": np.full(40, 0.15)}))).step == 1
+    assert diagnose(rows({"sampler/logp_abs_diff_mean": np.full(40, 0.03)})) == []
+    assert diagnose(rows({"completions/truncated_fraction": np.full(10, 0.9)})) == [], "a run may begin so"
+
+
+def test_the_largest_difference_tells_where_the_mean_does_not():
+    columns = {"sampler/logp_abs_diff_mean": np.full(60, 0.001)}
+    columns["sampler/logp_abs_diff_max"] = 0.1 + 6 * change(60, 30, "step")
+    assert of("sampler_mismatch", diagnose(rows(columns))).step == 30
+
+
+def test_a_few_better_steps_do_not_end_a_trouble():
+    columns, tested = sick("truncation", 100, 40)
+    columns["completions/truncated_fraction"][70:75] = 0.02
+    assert abs(of("truncation", diagnose(rows(columns, tested))).step - 40) <= 2
+
+
+def test_what_grows_by_factors_began_with_the_first_of_them():
+    columns = {"kl": 0.01 * 1.15 ** np.maximum(np.arange(1, 101) - 50, 0)}
+    assert abs(of("kl_runaway", diagnose(rows(columns))).step - 50) <= 4
+
+
 def test_one_odd_gradient_is_no_trouble_and_gradients_that_grow_for_good_are():
     columns = healthy(100, 0.02)
     columns["grad_norm"][60] *= 50
     assert diagnose(rows(columns, rise(100))) == []
+    columns["grad_norm"] = np.where(np.arange(100) % 9, 1e-4, 2e-2)
+    assert diagnose(rows(columns, rise(100))) == [], "next to none"
     columns["grad_norm"] = 0.4 * (1 + 60 * change(100, 50, "step"))
     assert of("gradient_spikes", diagnose(rows(columns, rise(100)))).step == 50
 
