@@ -244,7 +244,7 @@ def test_a_trouble_that_is_over_is_not_told():
 
 
 def test_lengths_alone_tell_only_where_they_change_grossly():
-    for factor, wanted in ((0.4, set()), (3.0, set()), (0.1, {"length_collapse"}), (8.0, {"length_explosion"})):
+    for factor, wanted in ((0.4, set()), (2.5, set()), (0.1, {"length_collapse"}), (8.0, {"length_explosion"})):
         assert kinds(diagnose(rows({"completions/mean_length": 300 * factor ** change(80, 40, "ramp")}))) == wanted
 
 
@@ -304,6 +304,36 @@ def test_a_reward_that_rises_while_evaluation_falls_excuses_nothing():
     columns["completions/mean_length"] = 300 * (1 - 0.8 * change(200, 80, "ramp"))
     assert {"reward_hacking", "length_collapse"} <= kinds(diagnose(rows(columns, tested)))
     assert diagnose(rows(columns, rise(200))) == []
+
+
+def test_a_reward_that_stays_high_while_evaluation_falls_is_hacked_and_one_that_falls_too_is_not():
+    tested = 0.6 - 0.35 * change(120, 60, "ramp")
+    reward = flat_then(0.5, 120, 0.9)
+    assert abs(of("reward_hacking", diagnose(rows({"reward/mean": reward}, tested))).step - 60) <= 10
+    for other in (reward - 0.5 * change(120, 60, "ramp"), np.full(120, 0.9)):
+        assert of("reward_hacking", diagnose(rows({"reward/mean": other}, tested))) is None
+    both = rows({"reward/mean": reward}, tested)
+    for row in both:
+        if "eval/sums/pass@1" in row:
+            row["eval/others/pass@1"] = 0.2 + 0.005 * row["step"]
+    assert of("reward_hacking", diagnose(both)) is None, "another task is learned meanwhile"
+
+
+def test_what_was_learned_before_a_trouble_excuses_nothing_and_rare_evaluations_tell_enough():
+    reward = np.minimum(0.02 * np.arange(1, 101), 0.7) - 0.1
+    lengths = 300 * (1 - 0.8 * change(100, 36, "step"))
+    columns = {"completions/mean_length": lengths, "reward/mean": reward}
+    assert of("length_collapse", diagnose(rows(columns))).step == 36, "the reward rose up to that step"
+    tested = np.clip(0.01 * np.arange(1, 41), 0, 0.6)
+    shrinking = {"completions/mean_length": 300 * 0.3 ** np.linspace(0, 1, 40)}
+    assert diagnose(rows(shrinking, tested, 20)) == [], "from 0 to 0.4 in three evaluations"
+
+
+def test_noise_is_no_stall():
+    rng = np.random.default_rng(3)
+    for steps in (24, 40):
+        reward = 0.3 + 0.1 * np.arange(steps) / steps + 0.2 * rng.normal(size=steps)
+        assert diagnose(rows({"reward/mean": reward})) == [], "it may rise as well"
 
 
 def test_texts_have_no_reward_and_their_loss_excuses_a_low_entropy():

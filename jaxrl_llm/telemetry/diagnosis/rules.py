@@ -80,7 +80,7 @@ def length_collapse(run: History) -> Finding | None:
     """Half of what they were or less, while nothing is learned."""
     lengths = run["completions/mean_length"]
     found = departure(lengths, lambda past: 0.55 * past, False)
-    if found is None or not _tells(run, found, found.after < 0.25 * found.before):
+    if found is None or not _tells(run, found, found.after < found.before / 3):
         return None
     return None if improved(run, found.step) or learned(run) else words.length_collapse(found, run)
 
@@ -89,7 +89,7 @@ def length_explosion(run: History) -> Finding | None:
     """Nearly twice what they were or more, while nothing is learned."""
     lengths = run["completions/mean_length"]
     found = departure(lengths, Above(0.0, 1.8), True, relative=True)
-    if found is None or not _tells(run, found, found.after > 4 * found.before):
+    if found is None or not _tells(run, found, found.after > 3 * found.before):
         return None
     excused = improved(run, found.step) or (learned(run) and found.after < 4 * found.before)
     return None if excused else words.length_explosion(found, run)
@@ -97,14 +97,14 @@ def length_explosion(run: History) -> Finding | None:
 
 def truncation(run: History) -> Finding | None:
     """Many completions are cut off, and more than before or from the start without end."""
-    found = _grown(run, "completions/truncated_fraction", Above(0.2, more=0.15), Above(0.35, more=0.25))
+    found = _grown(run, "completions/truncated_fraction", Above(0.2, more=0.15), Above(0.3, more=0.2))
     found = found or _always(run, "completions/truncated_fraction", 0.5)
     return words.truncation(found) if found else None
 
 
 def repetition(run: History) -> Finding | None:
     """Many completions repeat themselves, and more than before or from the start without end."""
-    found = _grown(run, "completions/repetition_fraction", Above(0.15, more=0.12), Above(0.3, more=0.2))
+    found = _grown(run, "completions/repetition_fraction", Above(0.15, more=0.12), Above(0.25, more=0.15))
     found = found or _always(run, "completions/repetition_fraction", 0.4)
     return words.repetition(found) if found else None
 
@@ -125,7 +125,7 @@ def no_signal(run: History) -> Finding | None:
 
 def kl_runaway(run: History) -> Finding | None:
     """Many times what it was, and large in itself; less large where nothing is learned."""
-    found = _grown(run, "kl", Above(0.2, 5.0), Above(0.6, 5.0), relative=True)
+    found = _grown(run, "kl", Above(0.2, 5.0), Above(0.4, 8.0), relative=True)
     return words.kl_runaway(found) if found else None
 
 
@@ -138,7 +138,7 @@ def clip_saturation(run: History) -> Finding | None:
 
 def sampler_mismatch(run: History) -> Finding | None:
     """Sampler and learner disagree on the tokens that were just sampled."""
-    found = departure(run["sampler/logp_abs_diff_mean"], Above(0.03, 5.0, always=0.1), True, relative=True)
+    found = departure(run["sampler/logp_abs_diff_mean"], Above(0.02, 5.0, always=0.1), True, relative=True)
     found = found or departure(run["sampler/logp_abs_diff_max"], Above(1.5, 8.0, always=5.0), True, relative=True)
     return words.sampler_mismatch(found) if found else None
 
@@ -159,7 +159,7 @@ def gradient_spikes(run: History) -> Finding | None:
     usual = np.maximum(smoothed(values, 15, 0.35), np.quantile(values, 0.35))
     heights = np.log(np.maximum(values, 1e-12) / np.maximum(usual, 1e-12))
     spread = (np.quantile(heights, 0.35) - np.quantile(heights, 0.1)) / 0.9
-    spikes = np.flatnonzero((heights > max(np.log(5.0), 6 * spread)) & (values > SMALL))
+    spikes = np.flatnonzero((heights > max(np.log(4.0), 6 * spread)) & (values > SMALL))
     if len(spikes) < (2 if len(spikes) and heights[spikes].max() > np.log(10.0) else 3):
         return None
     return words.gradient_spikes(gradients, spikes, usual)

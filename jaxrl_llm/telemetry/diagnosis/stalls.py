@@ -14,6 +14,7 @@ from jaxrl_llm.telemetry.diagnosis.progress import (
     SURE,
     SURELY_PERFECT,
     UNKNOWN,
+    fallen,
     learned,
     level,
     line,
@@ -136,7 +137,7 @@ class Parting:
 
 
 def parting(run: History) -> Parting | None:
-    """Where the training reward goes on rising while an evaluation falls, and no other one rises."""
+    """Where an evaluation falls while the training reward rises, or stays where it rose to; and no other one rises."""
     rewards = run["reward/mean"]
     for task, test in run.evaluations.items():
         at = _peak(test)
@@ -144,7 +145,8 @@ def parting(run: History) -> Parting | None:
             continue
         step = int(test.steps[at])
         others = (other for name, other in run.evaluations.items() if name != task)
-        if not risen(rewards, step + 1) or any(risen(other, step + 1) for other in others):
+        stays = len(rewards) > 0 and risen(rewards, int(rewards.steps[0])) and not fallen(rewards, step + 1)
+        if not (stays or risen(rewards, step + 1)) or any(risen(other, step + 1) for other in others):
             continue
         before = rewards.before(step + 1).values
         width = recent(len(rewards))
@@ -154,7 +156,7 @@ def parting(run: History) -> Parting | None:
 
 
 def _peak(test: Series) -> int | None:
-    """Where an evaluation was best that has fallen since, surely and by a tenth; None if it has not.
+    """Where an evaluation was best for the last time that has fallen since, surely and by a tenth; None if it has not.
 
     Levels are means of some: the best of many noisy values is no level.
     """
@@ -164,11 +166,13 @@ def _peak(test: Series) -> int | None:
         return None
     width = 3 if count >= FEW else 2 if count > 4 else 1
     means = np.convolve(values, np.ones(width) / width, "valid")
-    highest = int(np.argmax(means))
-    drop = float(means[highest] - means[-1])
+    best = float(means.max())
+    drop = best - float(means[-1])
     error = noise(values) * math.sqrt(2 / width) if count > 4 else 0.0
     # Of few values it cannot be told what is noise.
     least = {1: 0.2, 2: 0.14, 3: 0.05}[width]
-    if drop <= max((2 if count < FEW else 4) * error, least, 0.1 * means[highest]):
+    if drop <= max((2 if count < FEW else 4) * error, least, 0.1 * best):
         return None
-    return highest + int(np.argmax(values[highest : highest + width]))
+    # It may have been as good for long: the fall begins where it was for the last time.
+    last = int(np.flatnonzero(means >= best - max(error, 0.1 * drop))[-1])
+    return last + width - 1 - int(np.argmax(values[last : last + width][::-1]))
