@@ -11,6 +11,11 @@ def rise(steps, low=0.2, high=0.9):
     return low + (high - low) * np.arange(1, steps + 1) / steps
 
 
+def flat_then(share, steps, high):
+    """A reward that has reached ``high`` after a share of the run."""
+    return np.minimum(0.2 + (high - 0.2) * np.arange(1, steps + 1) / (share * steps), high)
+
+
 def change(steps, began, shape):
     """0 before a step, 1 in the end: at once, along a ramp, or ever more slowly."""
     after = np.arange(1, steps + 1) - began + 1

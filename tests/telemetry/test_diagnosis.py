@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from histories import change, healthy, rise, rows, sick
+from histories import change, flat_then, healthy, rise, rows, sick
 
 from jaxrl_llm import config, learner, recipes, rewards, rollout
 from jaxrl_llm.algorithms import surrogates
@@ -82,95 +82,6 @@ def test_a_slow_drift_began_with_the_run(kind):
     assert found is not None and found.step <= 60
 
 
-def flat_then(share, steps, high):
-    """A reward that has reached ``high`` after a share of the run."""
-    return np.minimum(0.2 + (high - 0.2) * np.arange(1, steps + 1) / (share * steps), high)
-
-
-def converged(steps, noise, seed):
-    reward = flat_then(0.3, steps, 0.93)
-    columns = healthy(steps, min(noise, 0.05), seed, reward)
-    return columns | {
-        "entropy": 0.8 * np.exp(-5 * np.minimum(np.arange(steps) / (0.3 * steps), 1)),
-        "reward/zero_std_fraction": np.clip(reward, 0, 0.9),
-    }, reward
-
-
-def perfect(steps, noise, seed):
-    columns = healthy(steps, noise, seed, np.ones(steps))
-    columns["reward/mean"] = np.ones(steps)
-    columns |= {"reward/zero_std_fraction": np.ones(steps), "entropy": np.full(steps, 0.01)}
-    return columns | {"grad_norm": np.where(np.arange(steps) % 7, 0.0, 0.05)}, np.ones(steps)
-
-
-def changing_lengths(factor):
-    def made(steps, noise, seed):
-        columns = healthy(steps, noise, seed)
-        columns["completions/mean_length"] = 300 * factor ** np.linspace(0, 1, steps)
-        return columns, rise(steps)
-
-    return made
-
-
-def learning(steps, noise, seed):
-    return healthy(steps, noise, seed), rise(steps)
-
-
-def sure_of_itself(steps, noise, seed):
-    """Entropy falls to next to nothing while reward and evaluation rise to the end."""
-    return healthy(steps, noise, seed) | {"entropy": 0.9 * np.exp(-5 * np.linspace(0, 1, steps))}, rise(steps)
-
-
-def unsteady(steps, noise, seed):
-    """A setback that the run recovers from, and a single odd gradient."""
-    dent = 0.25 * np.exp(-(((np.arange(steps) - 0.5 * steps) / (0.05 * steps)) ** 2))
-    columns = healthy(steps, noise, seed, rise(steps) - dent)
-    columns["grad_norm"][steps // 3] *= 4
-    return columns, rise(steps) - dent
-
-
-def held_out_only(steps, noise, seed):
-    """The training reward stays, since its problems grow harder; evaluation rises."""
-    return healthy(steps, noise, seed) | {"reward/mean": np.full(steps, 0.5)}, rise(steps)
-
-
-HEALTHY = (learning, sure_of_itself, converged, perfect, changing_lengths(0.2), changing_lengths(8.0), unsteady,
-           held_out_only)  # fmt: skip
-
-
-@pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__qualname__.split(".")[0])
-@pytest.mark.parametrize("steps", [5, 12, 30, 100, 1000])
-def test_healthy_runs_are_left_alone(make, steps):
-    for noise in (0.0, 0.03, 0.06):
-        for seed in range(3):
-            columns, tested = make(steps, noise, seed)
-            assert diagnose(rows(columns, tested, (1, 10, 50)[seed], noise, seed)) == [], f"noise {noise}, seed {seed}"
-
-
-@pytest.mark.parametrize("make", [learning, sure_of_itself, converged, perfect, changing_lengths(0.2)])
-def test_a_healthy_run_is_left_alone_from_its_first_step_to_its_last(make):
-    columns, tested = make(120, 0.03, 0)
-    every = rows(columns, tested, 10, 0.03)
-    for end in range(0, 121, 3):
-        assert diagnose(every[:end]) == [], f"after {end} rows"
-
-
-@pytest.mark.parametrize(("factor", "shift"), [(100, 0), (2, -1), (1000, 0), (1, -1), (40, -40), (0.01, 0)])
-def test_rewards_have_any_scale(factor, shift):
-    # What the best reward is cannot be known where it is 0.01.
-    for make in (learning, converged) if factor >= 1 else (learning,):
-        columns, _ = make(150, 0.02, 1)
-        columns["reward/mean"] = factor * columns["reward/mean"] + shift
-        assert diagnose(rows(columns)) == []
-    for kind in ("stalled", "entropy_collapse", "length_collapse", "length_explosion", "no_signal"):
-        columns, _ = sick(kind, 150, 60, "step", 0.02)
-        columns["reward/mean"] = factor * columns["reward/mean"] + shift
-        assert kind in kinds(diagnose(rows(columns))), kind
-    columns, tested = sick("reward_hacking", 150, 60)
-    columns["reward/mean"] = factor * columns["reward/mean"] + shift
-    assert "reward_hacking" in kinds(diagnose(rows(columns, tested)))
-
-
 def test_what_was_not_measured_is_no_trouble():
     columns, tested = sick("kl_runaway", 100, 50)
     whole = rows(columns, tested)
@@ -180,8 +91,8 @@ def test_what_was_not_measured_is_no_trouble():
         holes = {"entropy": None, "kl": None if place % 9 == 4 else row.get("kl"), "grad_norm": math.nan}
         holes |= {"loss": "none", "reward/mean": math.inf, "clip_fraction/low": True, "event/resumed": True}
         torn.append(row | holes)
-    found = of("kl_runaway", diagnose([*torn, {}, {"step": None}, {"kl": 0.1}]))
-    assert found.step == pytest.approx(wanted.step, abs=1)
+    (found,) = diagnose([*torn, {}, {"step": None}, {"kl": 0.1}])
+    assert found.kind == "kl_runaway" and abs(found.step - wanted.step) <= 1
     for few in ([], [{"step": 0}], whole[:1], whole[:2], [{}, {"step": 1, "kl": None}]):
         assert diagnose(few) == []
 
@@ -235,6 +146,25 @@ def test_the_pass_rate_of_many_answers_stands_in_for_that_of_one():
             for row in rows(columns, tested)
         ]
         assert "reward_hacking" in kinds(diagnose(renamed))
+
+
+def test_of_several_pass_rates_that_of_the_fewest_answers_tells():
+    columns, tested = sick("reward_hacking", 100, 50)
+    both = [row | {"eval/sums/pass@1": 0.2 + 0.003 * row["step"]} for row in rows(columns)]
+    for row in both[9::10]:
+        row["eval/sums/pass@8"] = tested[row["step"] - 1]
+    assert "reward_hacking" not in kinds(diagnose(both))
+
+
+def test_a_stall_lasts_half_of_the_run_of_all_that_is_evaluated():
+    steps = np.arange(1, 101)
+    reward = np.where(steps <= 60, 0.2 + steps / 150, 0.6 - 0.3 * (steps - 60) / 40)
+    assert "stalled" not in kinds(diagnose(rows({"reward/mean": reward})))
+    early, late = np.minimum(0.2 + 0.02 * steps, 0.4), np.minimum(0.1 + 0.01 * steps, 0.5)
+    both = rows({"lr": np.ones(100)}, early, 5)
+    for row in both[5::5]:
+        row["eval/late/pass@1"] = late[row["step"] - 1]
+    assert abs(of("stalled", diagnose(both)).step - 40) <= 5
 
 
 def test_a_trouble_that_is_over_is_not_told():
@@ -334,6 +264,12 @@ def test_noise_is_no_stall():
     for steps in (24, 40):
         reward = 0.3 + 0.1 * np.arange(steps) / steps + 0.2 * rng.normal(size=steps)
         assert diagnose(rows({"reward/mean": reward})) == [], "it may rise as well"
+
+
+def test_an_evaluation_that_falls_by_less_than_a_tenth_is_no_hacking():
+    for lost, wanted in ((0.07, set()), (0.2, {"reward_hacking"})):
+        tested = 0.95 - lost * change(200, 100, "ramp")
+        assert kinds(diagnose(rows({"reward/mean": rise(200)}, tested))) == wanted
 
 
 def test_texts_have_no_reward_and_their_loss_excuses_a_low_entropy():
