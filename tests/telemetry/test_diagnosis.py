@@ -238,7 +238,7 @@ def test_a_reward_that_rises_while_evaluation_falls_excuses_nothing():
 
 def test_a_reward_that_stays_high_while_evaluation_falls_is_hacked_and_one_that_falls_too_is_not():
     tested = 0.6 - 0.35 * change(120, 60, "ramp")
-    reward = flat_then(0.5, 120, 0.9)
+    reward = flat_then(0.3, 120, 0.9)
     assert abs(of("reward_hacking", diagnose(rows({"reward/mean": reward}, tested))).step - 60) <= 10
     for other in (reward - 0.5 * change(120, 60, "ramp"), np.full(120, 0.9)):
         assert of("reward_hacking", diagnose(rows({"reward/mean": other}, tested))) is None
@@ -254,9 +254,10 @@ def test_what_was_learned_before_a_trouble_excuses_nothing_and_rare_evaluations_
     lengths = 300 * (1 - 0.8 * change(100, 36, "step"))
     columns = {"completions/mean_length": lengths, "reward/mean": reward}
     assert of("length_collapse", diagnose(rows(columns))).step == 36, "the reward rose up to that step"
-    tested = np.clip(0.01 * np.arange(1, 41), 0, 0.6)
-    shrinking = {"completions/mean_length": 300 * 0.3 ** np.linspace(0, 1, 40)}
-    assert diagnose(rows(shrinking, tested, 20)) == [], "from 0 to 0.4 in three evaluations"
+    tested = np.minimum(0.2 + 0.02 * np.arange(1, 41), 0.6)
+    shrinking = {"completions/mean_length": 300 * 0.2 ** np.linspace(0, 1, 40)}
+    assert diagnose(rows(shrinking, tested, 20)) == [], "evaluated three times: 0.22, 0.6, 0.6"
+    assert kinds(diagnose(rows(shrinking, np.full(40, 0.6), 20))) == {"length_collapse"}
 
 
 def test_noise_is_no_stall():

@@ -90,9 +90,10 @@ def _level_at(series: Series, later: Series, since: int) -> tuple[Change, np.nda
 
 
 def _spread(series: Series) -> float:
-    """The noise of one measurement; of few ones it cannot be told well, and is taken to be no less than noticeable."""
-    least = NOTICEABLE * scale(series) if len(series) < FEW else 0.0
-    return max(noise(series.values), least)
+    """The noise of one measurement; of few it cannot be told, and is taken to be noticeable, or twice that at most."""
+    found = noise(series.values)
+    least = NOTICEABLE * scale(series)
+    return found if len(series) >= FEW else min(max(found, least), 2 * least)
 
 
 def recent(count: int) -> int:
