@@ -13,6 +13,8 @@ WIDEST = 100
 """Measurements that what a series was is the median of, at most."""
 ALIKE = 0.05
 """The share of a change that it has made where it counts as begun."""
+KNEE = 0.15
+"""How far below the line from first to last, as a share of its rise, growth must have stayed to have begun later."""
 Limit = Callable[[np.ndarray], np.ndarray]
 """What a series was -> from where on it is bad."""
 
@@ -23,6 +25,7 @@ class Departure:
 
     Attributes:
       step: where it began: the first one whose value was not like those before.
+      steep: where it became fast: as ``step``, unless a slow change came first.
       reached: the first step that was bad.
       before: what the series was.
       after: its median since it was bad.
@@ -30,6 +33,7 @@ class Departure:
     """
 
     step: int
+    steep: int
     reached: int
     before: float
     after: float
@@ -89,8 +93,11 @@ def departure(series: Series, limit: Limit, up: bool, relative: bool = False) ->
     after = float(np.median(values[start:]))
     before = float(past[start])
     began = _began(values[: start + 1], before, after, window(count), relative)
+    steep = began + _knee(np.log(np.maximum(level[began : start + 1], 1e-12))) if relative else began
     steps = series.steps
-    return Departure(int(steps[began]), int(steps[start]), sign * before, sign * after, count - start)
+    return Departure(
+        int(steps[began]), int(steps[steep]), int(steps[start]), sign * before, sign * after, count - start
+    )
 
 
 def _to_the_end(bad: np.ndarray) -> int | None:
@@ -112,3 +119,13 @@ def _began(values: np.ndarray, before: float, after: float, width: int, relative
     most = before + max(ALIKE * (after - before), 3.5 * noise(values) / width**0.5)
     alike = np.flatnonzero(smoothed(values, width)[:-1] <= most)
     return int(alike[-1]) + 1 if len(alike) else 0
+
+
+def _knee(level: np.ndarray) -> int:
+    """Where slow growth turns into fast growth: the point furthest below the line from first to last.
+
+    0 where none is far below it.
+    """
+    below = np.linspace(level[0], level[-1], len(level)) - level
+    furthest = int(np.argmax(below))
+    return furthest if below[furthest] > KNEE * (level[-1] - level[0]) else 0

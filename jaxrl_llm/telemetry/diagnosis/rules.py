@@ -14,7 +14,7 @@ from jaxrl_llm.telemetry.diagnosis import stalls, words
 from jaxrl_llm.telemetry.diagnosis.departure import Departure, Limit, departure, lasting, smoothed
 from jaxrl_llm.telemetry.diagnosis.finding import Finding
 from jaxrl_llm.telemetry.diagnosis.history import History, Series, history, total
-from jaxrl_llm.telemetry.diagnosis.progress import fallen, improved, learned, recent
+from jaxrl_llm.telemetry.diagnosis.progress import fallen, improved, learned, recent, risen
 
 SMALL = 0.1
 """Gradients below are no spikes: a run that has converged has next to none."""
@@ -116,11 +116,16 @@ def reward_hacking(run: History) -> Finding | None:
 
 
 def no_signal(run: History) -> Finding | None:
-    """Nearly all groups have equal rewards, though they are not all solved, and reward and evaluation stand still."""
+    """Nearly all groups have equal rewards, though they are not all solved, and reward and evaluation stand still.
+
+    Where next to no group teaches, an evaluation that still rises does not excuse a reward that does not.
+    """
     found = departure(run["reward/zero_std_fraction"], Above(0.8), True)
-    if found is None or learned(run) or improved(run, found.step):
+    if found is None or learned(run):
         return None
-    return words.no_signal(found, run)
+    rewards = run["reward/mean"]
+    none_left = found.after > 0.95 and len(rewards) and not risen(rewards, found.step)
+    return words.no_signal(found, run) if none_left or not improved(run, found.step) else None
 
 
 def kl_runaway(run: History) -> Finding | None:

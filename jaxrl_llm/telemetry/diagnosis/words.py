@@ -29,8 +29,8 @@ def entropy_explosion(found: Departure, run: History) -> Finding:
     """Words for it."""
     return Finding(
         "entropy_explosion",
-        found.step,
-        f"entropy rose from {short(found.before)} to {short(found.after)} nats{_beside(run, found.step)}",
+        found.steep,
+        f"entropy rose from {short(found.before)} to {short(found.after)} nats{_beside(run, found.steep)}",
         "The policy dissolves towards random tokens: updates are too large, or an entropy bonus outweighs the reward.",
         f"a lower {RATE}, --recipe.algorithm.entropy_coef 0, a lower --rollout.temperature",
     )
@@ -53,8 +53,8 @@ def length_explosion(found: Departure, run: History) -> Finding:
     """Words for it."""
     return Finding(
         "length_explosion",
-        found.step,
-        f"completions grew from {short(found.before)} to {short(found.after)} tokens{_beside(run, found.step)}",
+        found.steep,
+        f"completions grew from {short(found.before)} to {short(found.after)} tokens{_beside(run, found.steep)}",
         "Tokens are added that bring no reward: long wrong answers are punished too little for each token, or the end "
         "of an answer is no longer learned.",
         "--recipe.overlong_share 0.2, a LengthPenalty among scoring.rewards, or a smaller --rollout.max_new_tokens",
@@ -118,7 +118,7 @@ def kl_runaway(found: Departure) -> Finding:
     """Words for it."""
     return Finding(
         "kl_runaway",
-        found.step,
+        found.steep,
         f"the KL to the reference rose from {short(found.before)} to {short(found.after)} nats per token",
         "The policy runs away from its reference faster than the penalty holds it, commonly on its way to nonsense.",
         f"a larger --recipe.algorithm.kl_coef, a lower {RATE}; where the policy is still good, "
