@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
@@ -15,6 +15,7 @@ from rich.text import Text
 from jaxrl_llm.telemetry import columns
 from jaxrl_llm.telemetry.compiling import Compiling
 from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Pace, Schedule, time_left
+from jaxrl_llm.telemetry.panel import BLOCKS, PLAIN, Panel
 from jaxrl_llm.telemetry.watch import Watch
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
@@ -53,8 +54,9 @@ class Progress:
         self._block = contextlib.ExitStack()
         self._compiling = Compiling()
         self.pace = Pace(lambda: self._compiling.seconds)
+        self._panel = Panel()
         live = console.is_terminal and not console.is_dumb_terminal
-        self._screen = _Terminal(console, self.describe) if live else _LogFile(console, self)
+        self._screen = _Terminal(console, self.describe, self._panel) if live else _LogFile(console, self)
 
     def __enter__(self) -> "Progress":
         self._block.enter_context(self._compiling)
@@ -82,6 +84,7 @@ class Progress:
         step = int(metrics["step"])
         left = time_left(self.pace.durations, self._schedule.ahead(step))
         shown = f"{step}/{self._schedule.steps}", columns.seconds(left or 0.0), metrics
+        self._panel.step(metrics)
         self._screen.row(*shown)
         log.info("%s", columns.plain(*shown))
         self._next_step = step + 1
@@ -90,6 +93,7 @@ class Progress:
     def tested(self, step: int, metrics: dict[str, Any]) -> None:
         """Keep one line for what the evaluation after ``step`` has found."""
         self.pace.took(EVALUATION)
+        self._panel.tested(metrics)
         if found := columns.evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")
 
@@ -98,7 +102,9 @@ class Progress:
         for event in columns.events(metrics):
             self.note(f"step {step}: {event}")
         for found in self._watch.see(metrics) if self._watch else ():
-            self.note(f"step {step}: {found.kind.replace('_', ' ')} since step {found.step}: {found.what}")
+            told = f"{found.kind.replace('_', ' ')} since step {found.step}: {found.what}"
+            self._panel.found(told)
+            self.note(f"step {step}: {told}")
             self.note(f"  {found.why} Try {found.remedy}")
 
     def note(self, text: str) -> None:
@@ -132,12 +138,15 @@ def _phase(status: str) -> str:
 
 
 class _Terminal:
-    """Finished steps scroll by as a table; below them one live line says what is being done."""
+    """Finished steps scroll by as a table; below them live lines show how it goes, and say what is being done."""
 
-    def __init__(self, console: Console, describe: Callable[[], str]):
+    def __init__(self, console: Console, describe: Callable[[], str], panel: Panel):
         self._console = console
         self._describe = describe
-        self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
+        self._panel = panel
+        wide = console.encoding.lower().startswith("utf")
+        self._spinner = Spinner("dots" if wide else "line")
+        self._blocks = BLOCKS if wide else PLAIN
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
         self._rows = 0
 
@@ -147,9 +156,9 @@ class _Terminal:
     def stop(self) -> None:
         self._live.stop()
 
-    def _render(self) -> Spinner:
+    def _render(self) -> Group:
         self._spinner.update(text=Text(self._describe(), style="dim", overflow="ellipsis", no_wrap=True))
-        return self._spinner
+        return Group(*self._panel.lines(self._console.width, self._blocks), self._spinner)
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
         layout = columns.columns_for(self._console.width, metrics)

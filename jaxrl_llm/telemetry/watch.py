@@ -1,11 +1,14 @@
 """Findings while a run goes on: each kind is told once, when it begins to be found."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.telemetry.diagnosis import Finding, diagnose
 from jaxrl_llm.telemetry.diagnosis.history import MEASURED, TESTED
 from jaxrl_llm.telemetry.rows import jsonable
+
+log = logging.getLogger(__name__)
 
 EVERY = 10
 """Steps between two looks at the history, or a twentieth of all so far: a look takes longer the longer that is."""
@@ -32,7 +35,11 @@ class Watch:
         if step < self._next and not any(TESTED.fullmatch(name) for name in row):
             return []
         self._next = step + max(EVERY, step // 20)
-        new = [finding for finding in self._found() if finding.kind not in self._told]
+        try:
+            new = [finding for finding in self._found() if finding.kind not in self._told]
+        except Exception:
+            log.exception("what goes wrong could not be told")  # no run ends for its diagnosis
+            return []
         self._told |= {finding.kind for finding in new}
         return new
 
