@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +19,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "configs": "configs.md"}
 LINK = re.compile(r"(?<=\]\()([^():#\s]+)(?=[)#])")
 INDENTED = re.compile(r"(?:^    \S.*\n?)+", re.MULTILINE)
+TEX = re.compile(r"(\$\$?)(\S.*?)\1", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -50,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def turned(link: str, source: str, place: str) -> str:
-    """A link from ``source`` of the repository as one from ``place`` of the site; what is not there stays, and fails."""
+    """A link from ``source`` of the repository as one from ``place`` of the site; what is not there stays."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     if target.startswith("docs/"):
         target = target.removeprefix("docs/")
@@ -72,9 +74,8 @@ def configurations() -> str:
         rest = code.split('"""', 2)[2].strip()
         folded = "\n".join(f"    {line}".rstrip() for line in ["```python", *rest.splitlines(), "```"])
         sections.append(f'## {path.stem}\n\n{spoken(words)}\n\n??? "configs/{path.name}"\n\n{folded}\n')
-    return "# Configurations\n\nOne file per run; each says its command, its hardware and what to expect.\n\n" + "\n".join(
-        sections
-    )
+    about = "One file per run; each says its command, its hardware and what to expect."
+    return "\n".join([f"# Configurations\n\n{about}\n", *sections])
 
 
 def spoken(docstring: str) -> str:
@@ -88,9 +89,14 @@ def notebook(path: Path) -> str:
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        parts.append(formulas(text) if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         parts += [shown(output) for output in cell.get("outputs", ())]
     return "\n\n".join(parts) + "\n"
+
+
+def formulas(text: str) -> str:
+    """TeX between dollars as MathML, which browsers draw without a script."""
+    return TEX.sub(lambda found: convert(found[2], display="block" if found[1] == "$$" else "inline"), text)
 
 
 def shown(output: dict[str, Any]) -> str:
