@@ -1,5 +1,6 @@
 """The pages build without a warning or a network, and what they say of the code is so."""
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -15,8 +16,10 @@ import pytest
 from test_resume import documented
 
 import jaxrl_llm
-from jaxrl_llm.config import load_config
+from jaxrl_llm.cli import COMMANDS
+from jaxrl_llm.config import config_names, load_config
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.telemetry.diagnosis.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -157,6 +160,43 @@ def test_curves_that_are_explained_are_measured():
     assert not [
         name for name in names if not any(re.fullmatch(pattern, name.replace("<task>", "x")) for pattern in known)
     ]
+
+
+def test_every_kind_of_trouble_is_explained():
+    page = (DOCS / "reading_a_run.md").read_text()
+    kinds = re.findall(r"^\| `(\w+)` \|", page[page.index("## Sick runs") :], re.MULTILINE)
+    assert sorted(kinds) == sorted(rule.__name__ for rule in RULES)
+
+
+def configured():
+    """Runs that have every part that a setting may be of."""
+    runs = [load_config(name)[1] for name in config_names()]
+    return runs + [dataclasses.replace(load_config("smoke")[1], recipe=recipe) for recipe in RECIPES.values()]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+def test_settings_and_commands_that_are_named_are_there(path):
+    text = path.read_text()
+    if path.stem == "from_verl":
+        text = re.sub(r"^\|[^|]*\|", "", text, flags=re.MULTILINE)  # verl's own names
+    runs = configured()
+    parts = {name for run in runs for name in vars(run)}
+    dotted = re.findall(r"(?:--|`)([a-z]+(?:\.[a-z]\w*)+)(?=[ `=)])", text)
+    for name in [name for name in dotted if name.split(".")[0] in parts]:
+        assert any(has(run, name.split(".")) for run in runs), name
+    commands = {
+        word for line in re.findall(r"^(?:\$ )?jaxrl-llm (.*)$", text, re.MULTILINE) for word in line.split()[:1]
+    }
+    assert commands <= COMMANDS.keys()
+
+
+def has(value, parts):
+    """Whether a value has an attribute, by its way there."""
+    for part in parts:
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
 
 
 @pytest.mark.parametrize("page", ["from_trl", "from_verl"])
