@@ -218,7 +218,7 @@ def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
             found = reader.metadata(Path(step_directory).absolute() / "state").item_metadata.tree
             return {name: tuple(meta.shape) for name, meta in found.items()}
         except (OSError, ValueError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = "it holds no state" if isinstance(error, AttributeError) else str(error).splitlines()[0]
             raise InputError(
                 f"{step_directory} cannot be read ({reason}): remove it to go back to the step before"
             ) from None

@@ -84,6 +84,7 @@ def train(run: configs.Configuration, name: str = "run", fresh: bool = False, st
     from jaxrl_llm.trained import find_run
 
     prepare_libraries()
+    configs.check_types(run)
     settings = configs.resolved(run)
     configs.validate(settings)
     find_run(settings.model)

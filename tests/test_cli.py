@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, assert_refused, command, commands, environment
+from commands import MAIN, ROOT, assert_refused, command, commands, environment
 
 MODELS = ROOT / "tests" / "fixtures" / "models"
 TABLE = """
@@ -53,9 +53,9 @@ REFUSED = {
     "eval tiny-random --max_completion_length 9": ["did you mean --max_new_tokens?"],
     "train smoke --steps x": ["--steps: expected INT, got 'x'"],
     "train smoke --learner.optimiser.learning_rate fast": ["learning-rate: expected FLOAT, got 'fast'"],
-    "train smoke --learner.optimiser.learning_rate": ["Missing value", "learning-rate"],
+    "train smoke --learner.optimiser.learning_rate": ["--learner.optimiser.learning-rate needs a value"],
     "train smoke --learner.optimiser.schedule cosine": ["learner.optimiser.decay must be two counts", "above warmup"],
-    "train smoke surplus": ["Unrecognized options: surplus"],
+    "train smoke surplus": ["surplus belongs to no option", "write --option value"],
     "train smoke --recipe gpso": ["no recipe 'gpso'", "did you mean gspo?"],
     "train smoke --recipe": ["--recipe needs a value"],
     "train smoke --rollout.group 1": ["rollout.group 1", "at least 2 completions"],
@@ -81,7 +81,7 @@ REFUSED = {
     "train smoke --from begun": ["begun has no checkpoint yet", "(tiny-random)"],
     "train smoke --from kept@3": ["kept has no checkpoint of step 3: it keeps 2, 4"],
     "eval kept@5": ["kept has no checkpoint of step 5: it keeps 2, 4"],
-    "export nowhere@5 --out out": ["no such model: nowhere@5"],
+    "export nowhere@5 --out out": ["nowhere@5 is no run"],
     "eval own": ["own/config.json: it names os:system, which is no configuration class of this version"],
     "train smoke --run_dir good.jsonl": ["good.jsonl is a file: give a folder with --run_dir"],
     "train smoke --run_dir good.jsonl/run": [
@@ -211,4 +211,14 @@ def test_list_names_what_there_is(tmp_path):
     assert "tiny-random" in models.out and "qwen3" in models.out
     for answer in (configurations, recipes, models):
         assert answer.code == 0 and answer.out.strip() in everything.out
-    assert max(len(line) for line in everything.out.splitlines()) <= 140
+
+
+def test_list_fits_a_narrow_terminal_and_a_pipe(tmp_path):
+    lines = ["list", "list configs", "list tasks", "list recipes", "list models"]
+    for answer in commands(lines, tmp_path, COLUMNS="80"):
+        assert max(len(line) for line in answer.out.splitlines()) <= 80
+    bare = {name: value for name, value in environment().items() if name != "COLUMNS"}
+    piped = subprocess.run(
+        [sys.executable, "-c", MAIN, "list"], cwd=tmp_path, env=bare, capture_output=True, text=True, check=True
+    )
+    assert max(len(line) for line in piped.stdout.splitlines()) <= 80

@@ -84,7 +84,7 @@ REFUSED = {
     "train one.py --data.holdout 0.01": ["one has no row left to train on: 1 from the source, 1 held out"],
     "train mute.py": ["mute has no tokenizer"],
     "train sharp.py": ["DPO.beta must be above 0", "correct the configuration"],
-    "train other_kind.py": ["data of a Preference is Pairs, got Texts"],
+    "train other_kind.py": ["other_kind.py: data is Texts(...): give Pairs(...)"],
     "train no_kind.py": ["no_kind.py"],
     "train torn.py": ["torn.jsonl:2: the row has the columns prompt, chosen; a row has prompt, chosen, rejected"],
     "train unlabelled.py": ["unlabelled.jsonl:2", "labels"],

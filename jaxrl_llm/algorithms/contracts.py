@@ -1,5 +1,6 @@
 """What every function here asks of its arrays; wrong rank, shape or dtype is refused with the name of the argument."""
 
+import math
 from typing import Any
 
 import jax
@@ -133,6 +134,17 @@ def nonnegative(owner: Any, *names: str) -> None:
     for name in names:
         if not getattr(owner, name) >= 0:
             raise ValueError(f"{type(owner).__name__}.{name} must be at least 0, got {getattr(owner, name)}")
+
+
+def finite(owner: Any, *names: str) -> None:
+    """Refuse a value whose fields of these names are infinite.
+
+    Raises:
+      ValueError: names class, field and value.
+    """
+    for name in names:
+        if math.isinf(getattr(owner, name)):
+            raise ValueError(f"{type(owner).__name__}.{name} must be finite, got {getattr(owner, name)}")
 
 
 def ordered(owner: Any, low: str, high: str) -> None:

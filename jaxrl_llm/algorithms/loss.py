@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import reduce as reducers
 from jaxrl_llm.algorithms.advantages import KLInReward
-from jaxrl_llm.algorithms.contracts import count, floating, nonnegative, one_of, ranked, shaped
+from jaxrl_llm.algorithms.contracts import count, finite, floating, nonnegative, one_of, ranked, shaped
 from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, clean_tokens, sampled
 from jaxrl_llm.types import PolicyBatch
 
@@ -52,6 +52,7 @@ class Algorithm:
         _check_pieces(self)
         one_of(self, "kl_in", ("loss", "reward"))
         nonnegative(self, "kl_coef", "entropy_coef")
+        finite(self, "kl_coef", "entropy_coef")
         estimator = self.advantage.estimator if isinstance(self.advantage, KLInReward) else self.advantage
         _check_mix(self, estimator)
         penalised = self.kl_in == "reward" and self.kl_coef

@@ -107,7 +107,7 @@ def refuse(message: str) -> int:
 
 def dispatch(arguments: list[str]) -> int:
     """Find the command and hand it the rest."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return DONE
     name = arguments[0]

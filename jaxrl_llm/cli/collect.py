@@ -94,8 +94,7 @@ def check(name: str, out: str | None, options: Options) -> Path:
     check_collected(options.data, options.kind, "--")
     for field in ("max_new_tokens", "slots"):
         configs.require(getattr(options, field) >= 1, f"--{field} must be at least 1, got {getattr(options, field)}")
-    in_range = 0 <= options.seed < configs.MAX_SEED
-    configs.require(in_range, f"--seed must be from 0 to {configs.MAX_SEED - 1}, got {options.seed}")
+    configs.check_seed("--seed", options.seed)
     return path
 
 
@@ -113,10 +112,10 @@ def answer(
     with Progress(Schedule(1)) as progress:
         progress.status(f"reading task {data.task.label}")
         loaded = load(data.task)
-        for note in loaded.notes:
-            progress.note(note)
         problems = loaded.train[: data.limit or None]
         with asking(name, trained, settings, data.task, problems, options, progress.status) as desk:
+            for note in loaded.notes:
+                progress.note(note)
             by = Answerer(desk.engine, desk.model, desk.policy.tokenizer, desk.scorer)
             asked = Asked(desk.prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
             found = collect(by, asked, path, status=progress.status)

@@ -102,6 +102,7 @@ def check_out(out: str | None) -> None:
     """Refuse a file that cannot hold the answers, before anything is sampled."""
     if out is not None:
         configs.require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
+        configs.require(not Path(out).is_dir(), f"--out {out} is a folder: give a file in it")
         folder = Path(out).absolute().parent
         configs.require(folder.is_dir(), f"--out {out}: there is no folder {folder}; make it first")
 
@@ -130,6 +131,7 @@ def check(options: Options, settings: configs.Run) -> None:
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
     for name in ("samples", "slots"):
         configs.require(getattr(options, name) >= 1, f"--{name} must be at least 1, got {getattr(options, name)}")
+    configs.check_seed("--seed", options.seed)
     configs.require(options.limit >= 0, f"--limit must be at least 0 (0 is all), got {options.limit}")
     configs.require(
         options.samples == 1 or options.temperature > 0,

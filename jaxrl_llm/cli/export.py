@@ -33,7 +33,7 @@ def export(arguments: list[str]) -> int:
     if out is None:
         raise InputError(f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     prepare_libraries()
-    trained = find_run(name)
+    trained = find_run(name) if configs.split_step(name)[0].is_dir() else None
     if trained is None:
         raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")
     target = Path(out)

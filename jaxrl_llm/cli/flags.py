@@ -77,6 +77,15 @@ def flatten(box: str) -> str:
     if choice:
         known = choice[3].replace("'", "")
         return f"{choice[2]}: expected one of {known}, got {choice[1]}"
+    lacking = re.search(r"Missing value for argument '(--\S+)'", text)
+    if lacking:
+        return f"{lacking[1]} needs a value"
+    surplus = re.search(r"Unrecognized options: ([^,\s]+)", text)
+    if surplus:
+        return f"{surplus[1]} belongs to no option: write --option value, and a switch as --option or --no-option"
+    refused = re.search(r"Error parsing [\w.]+: (\w+\.\w+ .*)", text)
+    if refused:
+        return refused[1]
     value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)
     if value is None:
         return re.sub(r" Argument helptext:.*", "", text)

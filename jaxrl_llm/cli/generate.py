@@ -53,6 +53,7 @@ def generate(arguments: list[str]) -> int:
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     if options.prompt is not None and not options.prompt.strip():
         raise InputError("--prompt is empty: give it some text")
+    configs.check_seed("--seed", options.seed)
     # Wrong numbers are refused here, before the model is loaded.
     sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, min_p=options.min_p)
     run = find_run(name)

@@ -12,11 +12,20 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 
 LONGEST_NOTE = 110
-KINDS_OF_TASK = """\
---task.source.name NAME   where the configuration's source is ReasoningGym or HubDataset: another of its kind
-Table("file.jsonl")       your own problems: one JSON object a line with "prompt" and "answer"; .parquet too
-HubDataset("openai/gsm8k", subset="main", answer_extractor="last_number")   a data set of the Hugging Face hub
-ReasoningGym("NAME", {"option": value})   generated problems with verifiers of their own"""
+INDENT = "  "
+KINDS_OF_TASK = [
+    ("--task.source.name NAME", "where the source is ReasoningGym or HubDataset: another of its kind"),
+    ('Table("file.jsonl")', 'your own problems: one JSON object a line with "prompt" and "answer"; .parquet too'),
+    (
+        "HubDataset(NAME, ...)",
+        'a data set of the Hugging Face hub: HubDataset("openai/gsm8k", subset="main", answer_extractor="last_number")',
+    ),
+    (
+        "ReasoningGym(NAME, ...)",
+        'generated problems with verifiers of their own: ReasoningGym(NAME, {"option": value})',
+    ),
+]
+"""What may stand in a configuration, and what it is."""
 
 
 def list_names(arguments: list[str]) -> int:
@@ -36,7 +45,11 @@ def list_names(arguments: list[str]) -> int:
         raise InputError(f"list does not know {arguments[0]!r}: {suggest(arguments[0], list(topics))}")
     prepare_libraries()
     chosen = arguments or list(topics)
-    print("\n\n".join("\n".join([name, *(f"  {line}" for line in topics[name](bool(arguments)))]) for name in chosen))
+    print(
+        "\n\n".join(
+            "\n".join([name, *(f"{INDENT}{line}" for line in topics[name](bool(arguments)))]) for name in chosen
+        )
+    )
     return 0
 
 
@@ -55,10 +68,10 @@ def first_line(path: Path) -> str:
 def tasks(whole: bool) -> list[str]:
     """How tasks are named; with ``whole`` every name that reasoning-gym has."""
     if not whole:
-        return [*KINDS_OF_TASK.splitlines(), "jaxrl-llm list tasks names all of reasoning-gym's"]
+        return [*_table(KINDS_OF_TASK), "jaxrl-llm list tasks names all of reasoning-gym's"]
     from reasoning_gym.factory import DATASETS
 
-    return [*KINDS_OF_TASK.splitlines(), "", *_wrapped(sorted(DATASETS))]
+    return [*_table(KINDS_OF_TASK), "", *_wrapped(" ".join(sorted(DATASETS)), _columns())]
 
 
 def recipes(whole: bool) -> list[str]:
@@ -86,18 +99,23 @@ def models(whole: bool) -> list[str]:
         ("OWNER/MODEL", "a model of the hub"),
     ]
     rows = _table([(name, builtin.description) for name, builtin in BUILTIN.items()] + paths)
-    return [*rows, *_wrapped(["families:", *sorted(FAMILIES)])]
+    return [*rows, *_wrapped(f"families: {' '.join(sorted(FAMILIES))}", _columns())]
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
+    """Names, and beside them what they are, in as many lines as it takes."""
     width = max(len(name) for name, _ in rows) + 2
-    return [f"{name:<{width}}{text}".rstrip() for name, text in rows]
+    lines = []
+    for name, text in rows:
+        first, *others = _wrapped(text, _columns() - width) or [""]
+        lines += [f"{name:<{width}}{first}".rstrip(), *(" " * width + line for line in others)]
+    return lines
 
 
-def _wrapped(words: list[str]) -> list[str]:
-    return textwrap.wrap(
-        " ".join(words),
-        max(40, shutil.get_terminal_size((100, 24)).columns - 4),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _columns() -> int:
+    """Of the terminal, without the indent; 80 where there is none, and at least 60."""
+    return max(60, shutil.get_terminal_size((80, 24)).columns) - len(INDENT)
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)

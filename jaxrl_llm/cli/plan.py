@@ -24,7 +24,7 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --largest          also how many microbatch_rows fit, which compiles the update once more
 --loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
 --json FILE        all numbers, in bytes and seconds
---plot FILE        a picture of the memory (.svg or .png; needs matplotlib)
+--plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
 jaxrl-llm train CONFIG --help lists the fields."""
 MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
@@ -33,6 +33,8 @@ HELP = (
     "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --json, --plot and --recipe: "
     "jaxrl-llm plan --help."
 )
+PICTURES = (".svg", ".png", ".pdf")
+"""Endings of a picture's file."""
 FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
@@ -96,9 +98,20 @@ def options(arguments: list[str]) -> dict[str, Any]:
         if text is not None and not (text.isdigit() and int(text)):
             raise InputError(f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
+    for flag in ("--json", "--plot"):
+        if found[flag]:
+            check_file(flag, Path(found[flag]))
     if found["--loops"] and (found["--quick"] or found["--search"]):
         raise InputError("--loops reads the compiled programs of one plan: leave --quick and --search out")
     return found
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Refuse a file that could not be written, before anything is compiled."""
+    configs.require(not path.is_dir(), f"{flag} {path} is a folder: give a file in it")
+    configs.require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if flag == "--plot":
+        configs.require(path.suffix in PICTURES, f"--plot {path}: end it in {' or '.join(PICTURES)}")
 
 
 def settings(given: str, arguments: list[str], slices: int) -> Any:

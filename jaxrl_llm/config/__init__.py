@@ -3,6 +3,7 @@
 from jaxrl_llm.config.answers import check_answers, refuse_readers, verifies
 from jaxrl_llm.config.check_texts import check_start
 from jaxrl_llm.config.code import own_modules
+from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.files import (
     Found,
     config_folder,
@@ -14,7 +15,7 @@ from jaxrl_llm.config.files import (
 )
 from jaxrl_llm.config.kinds import KINDS, validate
 from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.numbers import MAX_SEED
+from jaxrl_llm.config.numbers import MAX_SEED, check_seed
 from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.parts import dated, day_of
 from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, resolved
@@ -66,7 +67,9 @@ __all__ = [
     "bases",
     "changes",
     "check_answers",
+    "check_seed",
     "check_start",
+    "check_types",
     "config_folder",
     "config_names",
     "dated",

@@ -6,13 +6,10 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config.learning import check_learner
 from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
 from jaxrl_llm.config.run import Configuration, Evaluation
-from jaxrl_llm.config.texts import FromData, Preference, RewardModel, Supervised
+from jaxrl_llm.config.texts import FromData, Preference, RewardModel
 from jaxrl_llm.errors import require
-from jaxrl_llm.tasks import Collected, Pairs, Steps, Texts
+from jaxrl_llm.tasks import Collected, Pairs
 from jaxrl_llm.tasks.collected import KINDS
-
-FORMS = {Supervised: (Texts,), Preference: (Pairs,), RewardModel: (Pairs, Steps)}
-"""The data that each kind of run learns from."""
 
 
 def check_from_data(run: FromData) -> None:
@@ -43,12 +40,6 @@ def _check_counts(run: FromData) -> None:
 
 
 def _check_data(run: FromData) -> None:
-    forms = FORMS[type(run)]
-    require(
-        isinstance(run.data, forms),
-        f"data of a {type(run).__name__} is {' or '.join(form.__name__ for form in forms)}, got "
-        f"{type(run.data).__name__}",
-    )
     require(0 <= run.data.holdout < 1, f"data.holdout is a share from 0 to below 1, got {run.data.holdout}")
     if isinstance(run, RewardModel):
         require(0 <= run.centre < math.inf, f"centre must be at least 0, and finite, got {run.centre}")

@@ -3,12 +3,12 @@
 import dataclasses
 import difflib
 import importlib
-import json
 import os
 from pathlib import Path
 
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.config.code import execute
+from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.kinds import KINDS
 from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.run import Configuration, Run
@@ -84,6 +84,10 @@ def find_config(name: str) -> Found:
     module = execute(path)
     others = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
     require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){others}")
+    try:
+        check_types(module.config)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
 
 
@@ -96,11 +100,11 @@ def find_start(name: str) -> Start:
     directory, step = split_step(name)
     path = directory / "config.json"
     require(is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
+    model = read(path, own=False).run.model
     steps = steps_in(directory / "checkpoints")
     if not steps:
         raise InputError(
-            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself "
-            f"({json.loads(path.read_text()).get('model')})"
+            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({model})"
         )
     kept = ", ".join(map(str, steps))
     require(step is None or step in steps, f"{directory} has no checkpoint of step {step}: it keeps {kept}")

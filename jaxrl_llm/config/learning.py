@@ -1,5 +1,7 @@
 """What is refused of how a run learns: numbers of the learner, of optimisers, of adapters and of a critic."""
 
+import math
+
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner.settings import MUON_RMS, Learner, Optimiser
 from jaxrl_llm.models.config import ADAPTABLE, Lora
@@ -57,16 +59,16 @@ def check_learner(learner: Learner, groups: tuple[str, int], longest: int) -> No
 def check_optimiser(field: str, optimiser: Optimiser) -> None:
     """Refuse an optimiser's numbers; ``field`` is where it stands in the configuration."""
     rules = {
-        "learning_rate": (optimiser.learning_rate > 0, "above 0"),
+        "learning_rate": (0 < optimiser.learning_rate < math.inf, "above 0, and finite"),
         "warmup": (optimiser.warmup >= 0, "at least 0"),
         "name": (optimiser.name in ("adamw", "adafactor", "muon"), "adamw, adafactor or muon"),
         "schedule": (optimiser.schedule in ("constant", "cosine", "linear"), "constant, cosine or linear"),
         "momentum_dtype": (optimiser.momentum_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
         "b1": (0 <= optimiser.b1 < 1, "from 0 to below 1"),
         "b2": (0 <= optimiser.b2 < 1, "from 0 to below 1"),
-        "eps": (optimiser.eps > 0, "above 0"),
-        "weight_decay": (optimiser.weight_decay >= 0, "at least 0"),
-        "clip_norm": (optimiser.clip_norm >= 0, "at least 0 (0 does not clip)"),
+        "eps": (0 < optimiser.eps < math.inf, "above 0, and finite"),
+        "weight_decay": (0 <= optimiser.weight_decay < math.inf, "at least 0, and finite"),
+        "clip_norm": (0 <= optimiser.clip_norm < math.inf, "at least 0 (0 does not clip), and finite"),
         "decay": (
             optimiser.decay == (0, 0)
             if optimiser.schedule == "constant"

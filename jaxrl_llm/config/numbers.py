@@ -1,5 +1,6 @@
 """Numbers that every kind of run has, and what is refused of them."""
 
+import math
 from collections.abc import Mapping
 
 from jaxrl_llm.config.run import Configuration, Evaluation
@@ -40,11 +41,17 @@ def check_numbers(run: Configuration, counts: Mapping[str, int], others: Mapping
     for least, values in ((1, counts), (0, others)):
         for name, value in values.items():
             require(value >= least, f"{name} must be at least {least}, got {value}")
-    require(0 <= run.seed < MAX_SEED, f"seed must be from 0 to {MAX_SEED - 1}, got {run.seed}")
+    check_seed("seed", run.seed)
+    require(run.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
     require(
         bool(run.model),
         "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN",
     )
+
+
+def check_seed(name: str, seed: int) -> None:
+    """InputError where a seed cannot be told from another; ``name`` is its field or flag."""
+    require(0 <= seed < MAX_SEED, f"{name} must be from 0 to {MAX_SEED - 1}, got {seed}")
 
 
 def check_answers_asked(evaluation: Evaluation) -> None:
@@ -53,7 +60,10 @@ def check_answers_asked(evaluation: Evaluation) -> None:
     Raises:
       InputError: names field, value and remedy.
     """
-    require(evaluation.temperature >= 0, f"evaluation.temperature must be at least 0, got {evaluation.temperature}")
+    require(
+        0 <= evaluation.temperature < math.inf,
+        f"evaluation.temperature must be at least 0 (0 is greedy), and finite, got {evaluation.temperature}",
+    )
     require(0 < evaluation.top_p <= 1, f"evaluation.top_p must be above 0 and at most 1, got {evaluation.top_p}")
     require(
         evaluation.samples == 1 or evaluation.temperature > 0,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.code import find_class, make_findable, own_modules, why_not_found
+from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.kinds import KINDS
 from jaxrl_llm.config.origin import Origin, origin_of
 from jaxrl_llm.config.parts import parts_of
@@ -186,20 +187,32 @@ def read(path: Path, own: bool = True) -> Saved:
             for folder in origin.places():
                 make_findable(folder)
         run = rebuilt(data, origin if own else None)
+        if is_whole(run) and isinstance(run, KINDS):
+            check_types(run)
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is no whole JSON ({error}): put the file back as the run wrote it") from None
     except (ValueError, TypeError, ImportError) as error:
-        raise InputError(f"{path} does not describe a run of this version: {error}") from None
+        raise InputError(
+            f"{path} does not describe a run of this version ({error}): take the version of jaxrl_llm that wrote it, "
+            "or begin a new run"
+        ) from None
     require(isinstance(run, KINDS), f"{path} does not describe a run")
     return Saved(run, origin)
 
 
 def is_run(path: Path) -> bool:
-    """Whether a file is a run's config.json; a model's directory has a file of that name too."""
+    """Whether a file is a run's config.json; a model's directory has a file of that name too.
+
+    One that cannot be read is a run's where checkpoints lie beside it.
+    """
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except OSError:
         return False
+    except ValueError:
+        return (path.parent / "checkpoints").is_dir()
     return isinstance(data, dict) and data.get("type") in RUNS
 
 

@@ -74,7 +74,8 @@ def _check_counts(run: Run) -> None:
 def _check_rollout(run: Run) -> None:
     rollout = run.rollout
     require(
-        rollout.temperature > 0, f"rollout.temperature must be above 0 to learn from samples, got {rollout.temperature}"
+        0 < rollout.temperature < math.inf,
+        f"rollout.temperature must be above 0 to learn from samples, and finite, got {rollout.temperature}",
     )
     _check_group(run)
     require(0 < rollout.top_p <= 1, f"rollout.top_p must be above 0 and at most 1, got {rollout.top_p}")

@@ -1,6 +1,7 @@
 """What is sampled, and when a completion ends: values without arrays, quick to import."""
 
 import dataclasses
+import math
 
 from jaxrl_llm.errors import InputError
 
@@ -75,7 +76,7 @@ class Sampling:
         _refuse_wrong(
             self,
             {
-                "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+                "temperature": (0 <= self.temperature < math.inf, "at least 0 (0 is greedy), and finite"),
                 "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
                 "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
                 "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),

@@ -107,7 +107,7 @@ class Read:
 def read(
     run: FromData, model: Any, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
 ) -> Read:
-    """Collect the data or read it; what was dropped is told. The arguments are those of a stage's ``prepare``.
+    """Collect the data or read it. The arguments are those of a stage's ``prepare``.
 
     Raises:
       InputError: a model without a tokenizer or too short, a row that cannot be used, or one that is too long.
@@ -118,8 +118,6 @@ def read(
     data = gathered(run, exam, problems, model, resources, progress.status)
     progress.status(f"reading {data.label}")
     loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos)
-    for note in loaded.notes:
-        progress.note(note)
     length, where = tasks.longest((*loaded.train, *loaded.held_out))
     configs.require(
         length <= run.batch.max_tokens,
@@ -156,7 +154,7 @@ def made(
         label=data.label,
         problems=data.prints,
         rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
-        notes=[size_line(run, data.loaded, what)],
+        notes=[*data.loaded.notes, size_line(run, data.loaded, what)],
         rows=data.loaded.train,
         held_out=data.loaded.held_out[: run.evaluation.limit or None],
         count=run.batch.rows,

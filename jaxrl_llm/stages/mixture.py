@@ -61,8 +61,8 @@ class Mixture:
 
 def mixture_of(
     run: Run, tokenizer: Any, stops: Sequence[int], forward: Forward, objectives: Sequence[str], progress: Progress
-) -> tuple[Mixture | None, Fingerprints]:
-    """The texts of a run and their fingerprints; None for a run without any.
+) -> tuple[Mixture | None, Fingerprints, Sequence[str]]:
+    """The texts of a run, their fingerprints, and lines that say what was dropped; None for a run without any.
 
     Args:
       run: with its settings resolved.
@@ -77,11 +77,9 @@ def mixture_of(
     """
     ptx = run.rollout.collect.ptx
     if ptx is None:
-        return None, {}
+        return None, {}, ()
     progress.status(f"reading {ptx.texts.label}")
     loaded = tasks.load_texts(ptx.texts, tokenizer, stops)
-    for note in loaded.notes:
-        progress.note(note)
     layout = forward.layout
     parts = [
         [piece for text in texts for piece in pieces(text, layout.row_tokens, layout.completion_tokens)]
@@ -90,7 +88,7 @@ def mixture_of(
     others = tuple(name for name in objectives if name != TEXT)
     plain = dataclasses.replace(forward, temperature=1.0)
     prints = {"text": tasks.fingerprint(loaded.train), "held-out text": tasks.fingerprint(loaded.held_out)}
-    return Mixture(parts[0], parts[1], ptx.rows, run.seed, others, plain, progress.status), prints
+    return Mixture(parts[0], parts[1], ptx.rows, run.seed, others, plain, progress.status), prints, loaded.notes
 
 
 def pieces(text: Text, row_tokens: int, tokens: int) -> list[Text]:

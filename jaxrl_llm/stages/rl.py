@@ -162,7 +162,7 @@ def prepare(
     """
     check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config)
-    loaded, test_task, problems = read_problems(run, progress)
+    loaded, test_task, problems, left_out = read_problems(run, progress)
     prints = problems_of(run, loaded, problems)
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
     problems = problems[: run.evaluation.limit or None]
@@ -179,7 +179,7 @@ def prepare(
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
     stream = tasks.Shuffled(loaded.train, run.seed)
     names = [objective.name for one in programs.training for objective in one.objectives]
-    mixture, texts = mixture_of(run, tokenizer, stops, programs.forward, names, progress)
+    mixture, texts, dropped = mixture_of(run, tokenizer, stops, programs.forward, names, progress)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
     answers = answering(run, stops)
 
@@ -197,7 +197,7 @@ def prepare(
         reference=run.recipe.algorithm.needs_reference,
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[size_of(run, len(loaded.train), len(problems)), *configs.notes(run)],
+        notes=[*left_out, *dropped, size_of(run, len(loaded.train), len(problems)), *configs.notes(run)],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.controller is not None,
@@ -247,8 +247,10 @@ def rules_for(run: Run) -> dict[str, Rule]:
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
 
 
-def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Task, tuple[Problem, ...]]:
-    """The task, the one that is tested on, and that one's problems; what was dropped is told.
+def read_problems(
+    run: Run, progress: Progress
+) -> tuple[tasks.Loaded, tasks.Task, tuple[Problem, ...], tuple[str, ...]]:
+    """The task, the one that is tested on, and that one's problems; and lines that say what was dropped.
 
     Raises:
       InputError: there is no answer where something of the run reads which answers are right.
@@ -260,9 +262,8 @@ def read_problems(run: Run, progress: Progress) -> tuple[tasks.Loaded, tasks.Tas
     for found in (loaded, tested):
         if not found.verified:
             configs.refuse_readers(run, f"task {found.train[0].task} without reference answers")
-    for note in dict.fromkeys((*loaded.notes, *tested.notes)):
-        progress.note(note)
-    return loaded, run.evaluation.task or run.task, tested.train if run.evaluation.task else loaded.held_out
+    notes = tuple(dict.fromkeys((*loaded.notes, *tested.notes)))
+    return loaded, run.evaluation.task or run.task, tested.train if run.evaluation.task else loaded.held_out, notes
 
 
 def problems_of(run: Run, loaded: tasks.Loaded, tested: tuple[Problem, ...]) -> Fingerprints:

@@ -18,6 +18,8 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.signals import run_child
 
+NAMED = "jaxrl-llm list tasks names those that it has"
+
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from jaxrl_llm.tasks.generate import main; sys.exit(main(*json.loads(sys.argv[2])))"
@@ -88,15 +90,17 @@ def _check_names(name: str, options: dict[str, Any]) -> None:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        raise InputError(f"reasoning-gym has no data set {name!r}; {_suggest(name, DATASETS)}")
+        raise InputError(f"reasoning-gym has no data set {name!r}; {_nearest(name, DATASETS) or NAMED}")
     fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for option in options:
         if option in ("size", "seed"):
             raise InputError(f"{option} is no option of {name}: set the source's own field {option}")
         if option not in fields:
-            raise InputError(f"reasoning-gym's {name} has no option {option!r}; {_suggest(option, fields)}")
+            has = f"it has {', '.join(sorted(fields))}"
+            raise InputError(f"reasoning-gym's {name} has no option {option!r}; {_nearest(option, fields) or has}")
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The nearest known name as a question; empty where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
+    return f"did you mean {near[0]}?" if near else ""

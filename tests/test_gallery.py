@@ -1,0 +1,231 @@
+"""Wrong uses as strangers make them: each is one line that names the thing and the remedy, at once, and leaves nothing.
+
+Beside these stand those of ``test_cli.py``, ``test_data_errors.py`` and the tests of each command.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import ROOT, assert_refused, commands
+
+MODELS = ROOT / "tests/fixtures/models"
+HEAD = """
+import dataclasses
+from jaxrl_llm.config import *
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rewards import *
+from jaxrl_llm.tasks import *
+base = load_config("smoke")[1]
+def run(**changes): return dataclasses.replace(base, **changes)
+def task(**changes): return run(task=dataclasses.replace(base.task, source=Table("good.jsonl"), **changes))
+def scored(*rewards): return dataclasses.replace(task(), scoring=Scoring(rewards))
+config = """
+OWN_REWARDS = """
+def greedy(a, b, c, d): return 1.0
+def wordy(prompt, completion, **row): return "good"
+number = 3
+"""
+CONFIGS = {
+    "unset": ("None", "unset.py must set config = Run(...)"),
+    "klass": ("Run", "klass.py must set config = Run(...)"),
+    "open": ("Run(", "open.py, line 11: SyntaxError: '(' was never closed"),
+    "misnamed": ('Runn("tiny-random")', "misnamed.py, line 11: NameError: name 'Runn' is not defined"),
+    "bare": ("Run()", "missing 2 required positional arguments: 'model' and 'task'"),
+    "mistyped": ("run(stepss=4)", "unexpected keyword argument 'stepss'; correct the configuration"),
+    "absent": ("__import__('nothing_like_it')", "No module named 'nothing_like_it'; correct the configuration"),
+    "recipe_key": ('run(recipe=RECIPES["gpro"])', "recipe_key.py, line 11: KeyError: 'gpro'"),
+    "recipe_name": ('run(recipe="grpo")', "recipe_name.py: recipe is 'grpo': give Recipe(...)"),
+    "task_name": ('run(task="gsm8k")', "task_name.py: task is 'gsm8k': give Task(...)"),
+    "rollout_number": ("run(rollout=3)", "rollout is 3: give Rollout(...)"),
+    "learner_none": ("run(learner=None)", "learner is None: give Learner(...)"),
+    "evaluation_number": ("run(evaluation=10)", "evaluation is 10: give Evaluation(...)"),
+    "steps_text": ('run(steps="many")', "steps is 'many': give a whole number"),
+    "epochs_half": (
+        "run(learner=dataclasses.replace(base.learner, epochs=1.5))",
+        "learner.epochs is 1.5: give a whole",
+    ),
+    "suffix_number": ("task(suffix=3)", "task.suffix is 3: give text"),
+    "scoring_reward": ("run(scoring=Accuracy())", "scoring is Accuracy(...): give Scoring(...)"),
+    "task_pairs": ('run(task=Pairs(Table("good.jsonl")))', "task is Pairs(...): give Task(...)"),
+    "data_task": ('Supervised("tiny-random", base.task)', "data is Task(...): give Texts(...)"),
+    "loss_name": (
+        'Preference("tiny-random", Pairs(Table("good.jsonl")), "dpo")',
+        "loss is 'dpo': give DPO(...) or IPO",
+    ),
+    "source_path": ('run(task=Task("good.jsonl"))', "a task's source is a str: give a list of dictionaries"),
+    "weight_text": ('scored(Accuracy("x"))', "scoring.rewards[0].weight is 'x': give a number"),
+    "weight_nan": ('scored(Accuracy(float("nan")))', "reward accuracy has the weight nan; give a finite number"),
+    "reward_class": ("scored(Accuracy)", "which is no reward: give a function, or one such as Accuracy()"),
+    "reward_name": ('scored("accuracy")', "scoring.rewards holds 'accuracy', which is no reward"),
+    "reward_short": ("scored(lambda text: 1)", "cannot be a reward: write it as f(problem, completion)"),
+    "reward_module": ('scored(Function("nowhere:score"))', "nowhere:score cannot be imported"),
+    "reward_typo": ('scored(Function("own_rewards:wrdy"))', "own_rewards has no wrdy; did you mean wordy?"),
+    "reward_file": ('scored(Function("own_rewards.py"))', "names no function; write module:function"),
+    "reward_number": ('scored(Function("own_rewards:number"))', "own_rewards:number is a int; name a function"),
+    "format_open": ('scored(Format("(("))', "format pattern '((' is no regular expression"),
+    "filter_name": ('task(keep="own_rewards:nobody")', "own_rewards has no nobody; check the spelling"),
+}
+"""What a configuration of one's own sets ``config`` to, and a part of the answer."""
+AT_ONCE = {
+    "Train smoke": ["no command 'Train'", "did you mean train?"],
+    "--verbose": ["no command '--verbose': there are train, eval"],
+    "train --steps 3 smoke": ["train needs a configuration: jaxrl-llm train quickstart"],
+    "train quickstart.yaml": ["no configuration 'quickstart.yaml': did you mean quickstart?"],
+    "train afolder": ["no configuration 'afolder'", "or give a .py file or a run"],
+    "train smoke -steps 3": ["-steps belongs to no option: write --option value"],
+    "train smoke steps=3": ["steps=3 belongs to no option"],
+    "train smoke --steps": ["--steps needs a value"],
+    "train smoke --steps 1.5": ["--steps: expected INT, got '1.5'"],
+    "train smoke --output.tensorboard maybe": ["maybe belongs to no option", "a switch as --option or --no-option"],
+    "train smoke --reward accuracy": ["no option --reward: see jaxrl-llm train smoke --help"],
+    "train smoke --seed -1": ["seed must be from 0 to 16777215, got -1"],
+    "train smoke --model=": ["model is empty: give a Hugging Face directory"],
+    "train smoke --run_dir=": ["run_dir is empty: give a folder, or leave it out"],
+    "train smoke --learner.optimiser.learning_rate inf": ["learning_rate must be above 0, and finite, got inf"],
+    "train smoke --learner.optimiser.weight_decay inf": ["weight_decay must be at least 0, and finite, got inf"],
+    "train smoke --learner.optimiser.betas 0.9 0.99": ["no option --learner.optimiser.betas"],
+    "train smoke --learner.attention flash": ["learner.attention 'flash' is unknown: auto, xla, splash or cudnn"],
+    "train smoke --learner.lora.targets attn/x": ["learner.lora.targets must be some of attn/q"],
+    "train smoke --rollout.temperature inf": ["rollout.temperature must be above 0", "and finite, got inf"],
+    "train smoke --rollout.top_p 0.9": ["rollout.top_k 0 and top_p 0.9", "set learner.keep_sampling_mask True"],
+    "train smoke --evaluation.temperature inf": ["evaluation.temperature must be at least 0", "finite, got inf"],
+    "train smoke --recipe.algorithm.kl_coef -1": ["Algorithm.kl_coef must be at least 0, got -1.0"],
+    "train smoke --recipe.algorithm.kl_coef inf": ["Algorithm.kl_coef must be finite, got inf"],
+    "train smoke --recipe.filter_groups maybe": ["--recipe.filter-groups: expected one of", "got 'maybe'"],
+    "train smoke --mesh.data 0": ["mesh sizes must be positive, one of them may be -1"],
+    "train smoke --distributed.processes 2": ["--distributed.processes needs --distributed.coordinator"],
+    "train smoke --from older": ["older/config.json", "'shiny'", "take the version of jaxrl_llm that wrote it"],
+    "train older": ["older/config.json does not describe a run of this version", "or begin a new run"],
+    "train torn": ["torn/config.json is no whole JSON", "put the file back as the run wrote it"],
+    "train odd": ["odd/config.json", "steps is 'x': give a whole number"],
+    "eval torn": ["torn/config.json is no whole JSON"],
+    "eval smoke": ["no such model: smoke", "give a directory, a .gguf file or OWNER/MODEL"],
+    "eval runs/smoke": ["runs/smoke is not there yet: jaxrl-llm train smoke makes it"],
+    "eval tiny-random --samples 0": ["--samples must be at least 1, got 0"],
+    "eval tiny-random --temperature inf": ["temperature must be at least 0 (0 is greedy), and finite, got inf"],
+    "eval tiny-random --seed -1": ["--seed must be from 0 to 16777215, got -1"],
+    "eval tiny-random --out taken.jsonl": ["--out taken.jsonl is a folder: give a file in it"],
+    "eval tiny-random --out nowhere/a.jsonl": ["there is no folder", "make it first"],
+    "eval tiny-random --config sft_quickstart": ["a Supervised run, which asks no problems", "with --config"],
+    "eval tiny-random --rerank_by best": ["expected one of score, product, minimum, last, got 'best'"],
+    "collect tiny-random": ["collect needs a file to write: jaxrl-llm collect tiny-random --out answers.jsonl"],
+    "collect tiny-random --out a.txt": ["--out a.txt is written as JSON lines: give it the ending .jsonl"],
+    "collect tiny-random --out a.jsonl --kind pair": ["expected one of texts, pairs, steps, got 'pair'"],
+    "collect tiny-random --out a.jsonl --samples 0": ["--samples must be at least 1 to collect texts, got 0"],
+    "generate tiny-random hello": ["hello belongs to no option"],
+    "generate tiny-random --promt a": ["no option --promt: did you mean --prompt?"],
+    "generate tiny-random --prompt": ["--prompt needs a value"],
+    "generate tiny-random --prompt a --seed -1": ["--seed must be from 0 to 16777215, got -1"],
+    "export smoke --out x": ["smoke is no run: give the folder that holds its config.json and checkpoints"],
+    "export torn --out x": ["torn/config.json is no whole JSON"],
+    "export hollow@9 --out x": ["hollow has no checkpoint of step 9: it keeps 2"],
+    "export hollow --out full": ["full exists and is not empty; give a new directory, or remove it first"],
+    "plan smoke": ["plan needs a machine: --topology v5e:4x4"],
+    "plan smoke --topology v9:2x2": ["no topology 'v9:2x2': there are v4:2x2x4"],
+    "plan smoke --topology h100:0": ["topology 'h100:0': h100 takes a number of devices", "as in h100:8"],
+    "plan smoke --topology h100:1 --slices two": ["--slices must be a positive number, got two"],
+    "plan smoke --topology h100:1 --json nowhere/a.json": ["--json nowhere/a.json: there is no folder nowhere"],
+    "plan smoke --topology h100:1 --plot a.txt": ["--plot a.txt: end it in .svg or .png or .pdf"],
+    "report": ["report needs a run: jaxrl-llm report runs/quickstart"],
+    "report nowhere": ["nowhere is no run: give the folder that holds its metrics.jsonl"],
+    "report afolder": ["afolder is no run to report on"],
+    "report hollow --format pdf": ["report does not know --format"],
+    "report hollow --out nowhere/a.html": ["there is no folder nowhere; give a file in a folder that exists"],
+    "list runs": ["list does not know 'runs': there are configs, tasks, recipes, models"],
+} | {f"train {name}.py": [words] for name, (_, words) in CONFIGS.items()}  # fmt: skip
+"""Needs neither a model nor a data set."""
+LOADED = {
+    "train smoke --task.source.name gsm8k": ["no data set 'gsm8k'; jaxrl-llm list tasks names"],
+    "train smoke --rollout.max_new_tokens 100000 --learner.row_tokens 0": ["the model was made for 1024: lower one"],
+    "train smoke --model hollow": ["hollow/checkpoints/2 cannot be read (it holds no state)"],
+    "train smoke --model half.gguf": ["half.gguf is not a whole GGUF file", "fetch it again"],
+    "train smoke --model weightless": ["weightless holds no model.safetensors", "fetch the weights"],
+    "train smoke --model speechless": ["speechless: the tokenizer cannot be read", "fetch its files again"],
+    "train greedy.py": ["own_rewards.py:2: LookupError: it wants", "and the row has only"],
+    "train wordy.py": ["own_rewards.py:3: TypeError: returned 'good', which is no number"],
+    "train judged.py": ["no such model: nowhere"],
+    "train unscored.py": ["tiny-random is a language model, which gives no score: train a RewardModel"],
+    "train column.py": ["good.jsonl:1 has no prompt in field 'question' (it has prompt, answer); set prompt_field"],
+    "train latin.py": ["latin.jsonl:1 is no JSON", "write one object on each line, in UTF-8"],
+    "train listed.py": ["listed.jsonl:2 is a list; a row is an object with fields"],
+    "train csv.py": ["good.csv has the suffix '.csv'; tables are .jsonl or .parquet files"],
+    "train parquet.py": ["broken.parquet is no Parquet file", "write it again"],
+    "train texts.py": ["good.jsonl:1: the row has the columns prompt, answer; a row has messages"],
+    "generate bert --prompt a": ["model_type 'bert' is not supported; supported are llama"],
+    "collect hollow --out a.jsonl --config good.py": ["hollow/checkpoints/2 cannot be read (it holds no state)"],
+    "generate half.gguf --prompt a": ["half.gguf is not a whole GGUF file"],
+}
+SOURCES = {
+    "greedy": 'scored(Function("own_rewards:greedy"))',
+    "wordy": 'scored(Function("own_rewards:wordy"))',
+    "judged": 'scored(ModelReward("nowhere"))',
+    "unscored": 'scored(ModelReward("tiny-random"))',
+    "good": "task()",
+    "column": 'run(task=dataclasses.replace(base.task, source=Table("good.jsonl", prompt_field="question")))',
+    "latin": 'run(task=dataclasses.replace(base.task, source=Table("latin.jsonl")))',
+    "listed": 'run(task=dataclasses.replace(base.task, source=Table("listed.jsonl")))',
+    "csv": 'run(task=dataclasses.replace(base.task, source=Table("good.csv")))',
+    "parquet": 'run(task=dataclasses.replace(base.task, source=Table("broken.parquet")))',
+    "texts": 'Supervised("tiny-random", Texts(Table("good.jsonl"), template="plain"))',
+}
+"""The configurations of those."""
+
+
+def fill(folder: Path) -> None:
+    """Data, configurations, runs and models to stumble over."""
+    for name, source in (SOURCES | {name: source for name, (source, _) in CONFIGS.items()}).items():
+        (folder / f"{name}.py").write_text(f"{HEAD}{source}\n")
+    row = '{"prompt": "1 + 1 =", "answer": 2}\n'
+    files = {"good.jsonl": row + row.replace("1", "3"), "listed.jsonl": f"{row}[1]\n", "good.csv": "prompt\n"}
+    files["own_rewards.py"] = OWN_REWARDS
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "latin.jsonl").write_bytes('{"prompt": "é", "answer": 2}\n'.encode("latin-1"))
+    (folder / "broken.parquet").write_bytes(b"PAR1")
+    (folder / "half.gguf").write_bytes((MODELS / "llama.gguf").read_bytes()[:5000])
+    for name in ("afolder", "taken.jsonl", "full/inside", "bert"):
+        (folder / name).mkdir(parents=True)
+    (folder / "bert/config.json").write_text('{"model_type": "bert"}')
+    for name, file in (("weightless", "model.safetensors"), ("speechless", "")):
+        shutil.copytree(MODELS / "qwen2", folder / name, ignore=lambda *_, left_out=file: [left_out])
+    (folder / "speechless/tokenizer.json").write_text("{")
+    from jaxrl_llm import config as configs
+
+    saved = configs.to_json(configs.load_config("smoke")[1])
+    texts = {"older": saved | {"shiny": 3}, "odd": saved | {"steps": "x"}, "hollow": saved}
+    texts = {name: json.dumps(value) for name, value in texts.items()}
+    for name, text in (texts | {"torn": texts["hollow"][:200]}).items():
+        (folder / name / "checkpoints/2").mkdir(parents=True)
+        (folder / name / "config.json").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory):
+    """(folder, what was in it before, the answer to each line); the first line pays for JAX."""
+    folder = tmp_path_factory.mktemp("gallery")
+    fill(folder)
+    before = sorted(folder.rglob("*"))
+    lines = [*AT_ONCE, *LOADED]
+    _, *answers = commands(["eval nowhere", *lines], folder)
+    return folder, before, dict(zip(lines, answers, strict=True))
+
+
+@pytest.mark.parametrize("line", [*AT_ONCE, *LOADED])
+def test_wrong_use_is_one_line_that_names_the_thing_and_the_remedy(gallery, line):
+    assert_refused(gallery[2][line], *(AT_ONCE | LOADED)[line])
+
+
+@pytest.mark.parametrize("line", AT_ONCE)
+def test_it_is_answered_at_once(gallery, line):
+    assert gallery[2][line].seconds < 1.0
+
+
+def test_nothing_is_left_behind(gallery):
+    folder, before, _ = gallery
+    assert [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+def test_the_gallery_is_large():
+    assert len(AT_ONCE | LOADED) >= 60
