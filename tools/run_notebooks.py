@@ -33,8 +33,14 @@ def executed(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             cell.update(outputs=[], execution_count=None)
     with tempfile.TemporaryDirectory() as scratch:
+        # A cell's prints are one text: into how many parts they come is a matter of time.
         client = nbclient.NotebookClient(
-            fresh, timeout=300, kernel_name="python3", record_timing=False, resources={"metadata": {"path": scratch}}
+            fresh,
+            timeout=300,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": scratch}},
         )
         # What a notebook says must not depend on devices, or on whether the kernel has widgets for progress bars.
         quiet = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
