@@ -28,8 +28,13 @@ LINES = {
     "export": "export runs/smoke --out model",
     "export again": "export runs/smoke --out model",
     "export nowhere": "export runs/smoke --out /proc/nowhere/model",
+    "export gguf": "export runs/smoke --out model.gguf",
+    "export small": "export runs/smoke --out small.gguf --gguf_type q8_0",
+    "export gguf again": "export runs/smoke --out model.gguf",
     "export adapter": "export runs/smoke --out adapter --adapter",
     "eval export": "eval model --config smoke --json",
+    "eval gguf": "eval model.gguf --config smoke --json",
+    "generate gguf": "generate model.gguf --temperature 0 --max_new_tokens 8 --prompt hello --system Speak",
     "generate export": "generate model --temperature 0 --max_new_tokens 8 --prompt hello --system Speak",
 }
 TYPED = {"generate": f"{PROMPT}\n\n{PROMPT}\n"}
@@ -182,6 +187,16 @@ def test_a_run_of_one_device_answers_on_eight(folder, answers):
     assert sharded.out.splitlines() == answers["generate"].out.splitlines()[:1]
 
 
+def test_a_gguf_file_is_the_runs_policy_too(folder, answers):
+    assert "runs/smoke, step 8, is written to model.gguf (f32)" in answers["export gguf"].out
+    assert answers["export small"].code == 0
+    assert (folder / "small.gguf").stat().st_size < 0.4 * (folder / "model.gguf").stat().st_size
+    ours, theirs = (json.loads(answers[name].out) for name in ("eval export", "eval gguf"))
+    assert theirs | {"model": "model"} == ours
+    assert answers["generate gguf"].out == answers["generate export"].out
+    assert_refused(answers["export gguf again"], "model.gguf exists: give a new file, or remove it first")
+
+
 def test_what_trained_no_adapter_exports_none(answers):
     refused = "runs/smoke trained the whole model (learner.lora.rank is 0): export it without --adapter"
     assert_refused(answers["export adapter"], refused)
@@ -194,4 +209,5 @@ def test_an_export_to_a_full_disk_leaves_nothing(folder, answers):
 
 def test_nothing_unfinished_is_left(folder, answers):
     assert not [path for path in folder.rglob("*") if path.name.startswith(".") or "tmp" in path.name]
-    assert {path.name for path in folder.iterdir()} == {"runs", "model", "answers.jsonl"}
+    expected = {"runs", "model", "model.gguf", "small.gguf", "answers.jsonl"}
+    assert {path.name for path in folder.iterdir()} == expected

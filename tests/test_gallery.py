@@ -3,6 +3,7 @@
 Beside these stand those of ``test_cli.py``, ``test_data_errors.py`` and the tests of each command.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -122,6 +123,10 @@ AT_ONCE = {
     "export torn --out x": ["torn/config.json is no whole JSON"],
     "export hollow@9 --out x": ["hollow has no checkpoint of step 9: it keeps 2"],
     "export hollow --out full": ["full exists and is not empty; give a new directory, or remove it first"],
+    "export hollow --out nowhere/a.gguf": ["--out nowhere/a.gguf: there is no folder nowhere; make it first"],
+    "export hollow --out a.gguf --gguf_type q4": ["--gguf_type q4 is not written here: take one of f32, f16"],
+    "export hollow --out a.gguf --adapter": ["--adapter writes a folder for PEFT", "give a folder"],
+    "export hollow --out x --gguf_type f16": ["--gguf_type f16 is of a file: give --out FILE.gguf"],
     "plan smoke": ["plan needs a machine: --topology v5e:4x4"],
     "plan smoke --topology v9:2x2": ["no topology 'v9:2x2': there are v4:2x2x4"],
     "plan smoke --topology h100:0": ["topology 'h100:0': h100 takes a number of devices", "as in h100:8"],
@@ -225,6 +230,18 @@ def test_it_is_answered_at_once(gallery, line):
 def test_nothing_is_left_behind(gallery):
     folder, before, _ = gallery
     assert [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+@pytest.mark.parametrize("changes", [{"recipe": "grpo"}, {"steps": "many"}, {"rollout": 3}, {"steps": 0}])
+def test_from_python_the_same_is_refused(changes, tmp_path, capsys):
+    from jaxrl_llm import config as configs
+    from jaxrl_llm import train
+    from jaxrl_llm.errors import InputError
+
+    run = dataclasses.replace(configs.load_config("smoke")[1], run_dir=str(tmp_path / "run"), **changes)
+    with pytest.raises(InputError, match=next(iter(changes))):
+        train(run)
+    assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
 def test_the_gallery_is_large():

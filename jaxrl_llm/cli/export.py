@@ -1,4 +1,4 @@
-"""``jaxrl-llm export``: a run's policy as a directory that transformers loads, or its adapter as PEFT does."""
+"""``jaxrl-llm export``: a run's policy as a directory for transformers or as a GGUF file, or its adapter alone."""
 
 import shlex
 from pathlib import Path
@@ -12,14 +12,16 @@ from jaxrl_llm.folders import prepare_libraries, writable
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
+       jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
 
 Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
 README.md that says what was trained and what tests found. --adapter writes a run's adapter alone, as PEFT loads it. DIR
-must not exist, or be empty."""
+must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
+tokenizer and chat template."""
 
 
 def export(arguments: list[str]) -> int:
-    """``export RUN[@STEP] --out DIR [--adapter]``; returns the exit code."""
+    """``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; returns the exit code."""
     name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model")
     if name is None:
         return 0
@@ -28,6 +30,7 @@ def export(arguments: list[str]) -> int:
         return 0
     out = take(arguments, "--out", True)
     adapter = bool(take(arguments, "--adapter", False))
+    gguf_type = take(arguments, "--gguf-type", True)
     if arguments:
         raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN --out DIR")
     if out is None:
@@ -37,6 +40,10 @@ def export(arguments: list[str]) -> int:
     if trained is None:
         raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")
     target = Path(out)
+    if target.suffix == ".gguf":
+        return export_gguf(name, trained, target, gguf_type, adapter)
+    if gguf_type is not None:
+        raise InputError(f"--gguf_type {gguf_type} is of a file: give --out FILE.gguf, or leave it out")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{out} exists and is not empty; give a new directory, or remove it first")
     card = model_card(name, trained, out, adapter)
@@ -53,6 +60,36 @@ def export(arguments: list[str]) -> int:
     shown = shlex.quote(out)
     print(f"{name}, step {trained.step}, is written to {out}; transformers loads it. Try next:")
     print(f'  jaxrl-llm generate {shown} --prompt "What is 3 + 5?"')
+    return 0
+
+
+def export_gguf(name: str, trained: Trained, target: Path, gguf_type: str | None, adapter: bool) -> int:
+    """Write the whole model as one file; returns the exit code.
+
+    Raises:
+      InputError: the file is there already, or cannot hold what the run has trained.
+    """
+    from jaxrl_llm.models.gguf_writing import KINDS, save_gguf
+
+    kind = gguf_type or "f32"
+    if kind not in KINDS:
+        raise InputError(f"--gguf_type {kind} is not written here: take one of {', '.join(KINDS)}")
+    if adapter:
+        raise InputError(f"--adapter writes a folder for PEFT, and --out {target} is a file: give a folder")
+    if isinstance(trained.run, configs.RewardModel):
+        raise InputError(f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
+    if target.exists():
+        raise InputError(f"{target} exists: give a new file, or remove it first")
+    if not target.absolute().parent.is_dir():
+        raise InputError(f"--out {target}: there is no folder {target.parent}; make it first")
+    status(f"loading {name}")
+    policy = load_policy(name, trained)
+    status(f"writing {target}")
+    with writable(target, "--out"):
+        save_gguf(policy.model, policy.tokenizer, target, kind)
+    status("")
+    print(f"{name}, step {trained.step}, is written to {target} ({kind}), for llama.cpp and its like. Try next:")
+    print(f'  jaxrl-llm generate {shlex.quote(str(target))} --prompt "What is 3 + 5?"')
     return 0
 
 

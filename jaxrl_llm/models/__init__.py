@@ -10,10 +10,11 @@ HOMES = {
     "load_pretrained": "pretrained",
     "load_scalar": "pretrained",
     "logits": "decoder",
+    "save_gguf": "gguf_writing",
     "save_pretrained": "hf",
     "scores": "heads",
 }
 
-__all__ = ["load_pretrained", "load_scalar", "logits", "save_pretrained", "scores"]
+__all__ = ["load_pretrained", "load_scalar", "logits", "save_gguf", "save_pretrained", "scores"]
 
 __getattr__ = lazy.attach(__name__, HOMES)

@@ -9,13 +9,14 @@ import dataclasses
 import os
 import re
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import Llama3Rope
 from jaxrl_llm.models.families import Family, family_of
 from jaxrl_llm.models.weights import StoredTensor
 
@@ -59,6 +60,10 @@ PATHS = types.MappingProxyType({
 EMBEDDING, LLAMA3_ROPE = "token_embd.weight", "rope_freqs.weight"
 CONTROL, USER_DEFINED = 3, 4
 """Token types of llama.cpp that are cut out of the text whole."""
+ENDS = ("eos", "eot", "eom")
+"""Metadata keys, between ``tokenizer.ggml.`` and ``_token_id``, of tokens that end an answer."""
+NAMED = types.MappingProxyType({"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"})
+"""transformers' names of special tokens -> such keys."""
 
 _LARGEST = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the one size of each family whose scores are scaled by D / N rather than by H (27B)."""
@@ -122,21 +127,38 @@ def _as_input_error(path: Path) -> Generator[None]:
 
 
 def _attributes(file: _File) -> dict[str, Any]:
-    architecture = file.value("general.architecture")
+    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in file.reader.tensors}
+    tables = [np.asarray(tensor.data).ravel() for tensor in file.reader.tensors if tensor.name == LLAMA3_ROPE]
+    return attributes_of(file.value, shapes, tables[0] if tables else None)
+
+
+def attributes_of(
+    value: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], table: np.ndarray | None
+) -> dict[str, Any]:
+    """config.json's attributes of what a file says.
+
+    Args:
+      value: its metadata, by key; None, or the second argument, where a key is not there.
+      shapes: of its tensors, in NumPy's order.
+      table: its divisors of the rotary frequencies, where it has some.
+
+    Raises:
+      InputError: it is of no architecture that is known here, or not whole.
+    """
+    architecture = value("general.architecture")
     if architecture not in ARCHITECTURES:
         raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
                          f"{', '.join(ARCHITECTURES)}")  # fmt: skip
     family = family_of(ARCHITECTURES[architecture])
-    shapes = {tensor.name: tensor.shape for tensor in file.reader.tensors}
     attributes = {"model_type": family.model_type, "architectures": [family.architecture], "torch_dtype": "float32"}
     for key, name in ATTRIBUTES.items():
-        value = file.value(f"{architecture}.{key}")
-        if value is not None:
-            attributes[name] = _decimal(value)
+        found = value(f"{architecture}.{key}")
+        if found is not None:
+            attributes[name] = _decimal(found)
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
-    attributes |= {"vocab_size": int(shapes[EMBEDDING][1]), "tie_word_embeddings": "output.weight" not in shapes}
-    attributes |= _rope_scaling(file, architecture) | _token_ids(file)
+    attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
+    attributes |= _rope_scaling(value, architecture, table) | _token_ids(value)
     if "query_pre_attn_scalar" in family.defaults:
         width = attributes["hidden_size"]
         heads = attributes["num_attention_heads"]
@@ -150,28 +172,33 @@ def _decimal(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _token_ids(file: _File) -> dict[str, Any]:
-    keys = {name: file.value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    ends = list(dict.fromkeys(keys[name] for name in ("eos", "eot") if keys[name] is not None))
+def _token_ids(value: Callable[..., Any]) -> dict[str, Any]:
+    keys = {name: value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *ENDS, "padding")}
+    ends = list(dict.fromkeys(keys[name] for name in ENDS if keys[name] is not None))
     return {"bos_token_id": keys["bos"], "eos_token_id": ends, "pad_token_id": keys["padding"]}
 
 
-def _rope_scaling(file: _File, architecture: str) -> dict[str, Any]:
-    tables = [tensor for tensor in file.reader.tensors if tensor.name == LLAMA3_ROPE]
-    kind = file.value(f"{architecture}.rope.scaling.type", "none")
-    if tables:
-        base = file.value(f"{architecture}.rope.freq_base", 10000.0)
-        return {"rope_scaling": _llama3_rope(np.asarray(tables[0].data, np.float64).ravel(), base)}
-    factor = file.value(f"{architecture}.rope.scaling.factor")
+def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarray | None) -> dict[str, Any]:
+    kind = value(f"{architecture}.rope.scaling.type", "none")
+    if table is not None:
+        base = value(f"{architecture}.rope.freq_base", 10000.0)
+        return {"rope_scaling": _llama3_rope(table.astype(np.float64), base)}
+    factor = value(f"{architecture}.rope.scaling.factor")
     return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": _decimal(factor)}}
+
+
+def llama3_table(rope: Llama3Rope, base: float, count: int) -> np.ndarray:
+    """What each of so many rotary frequencies is divided by: float64[count], from 1 (fast ones) to the factor."""
+    turns = rope.original_positions * base ** -(np.arange(count) / count) / (2 * np.pi)
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / rope.factor + smooth)
 
 
 def _llama3_rope(table: np.ndarray, base: float) -> dict[str, Any]:
     """The published Llama 3 rescaling (3.1: factor 8, 3.2: 32) whose divisors the file lists, one a frequency."""
-    frequencies = base ** -(np.arange(len(table)) / len(table))
     for factor in (8.0, 32.0):
-        smooth = np.clip((8192 * frequencies / (2 * np.pi) - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), table, rtol=1e-4):
+        if np.allclose(llama3_table(Llama3Rope(factor, 1.0, 4.0, 8192), base, len(table)), table, rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                     "original_max_position_embeddings": 8192}  # fmt: skip
     raise InputError(
@@ -182,6 +209,7 @@ def _llama3_rope(table: np.ndarray, base: float) -> dict[str, Any]:
 def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]:
     family = family_of(attributes["model_type"])
     names = {tensor.path: tensor.name for tensor in family.tensors}
+    head_dim = attributes.get("head_dim", attributes["hidden_size"] // attributes["num_attention_heads"])
     stored = {}
     for tensor in file.reader.tensors:
         if tensor.name == LLAMA3_ROPE:
@@ -193,7 +221,7 @@ def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]
                              "load the model from a Hugging Face directory")  # fmt: skip
         shape = tuple(int(size) for size in reversed(tensor.shape))
         name = names[path].format(match[1]) if match else names[path]
-        stored[name] = StoredTensor(shape, _reader(tensor, _undo(family, path, attributes)))
+        stored[name] = StoredTensor(shape, _reader(tensor, change_of(family, path, head_dim).undo))
     return stored
 
 
@@ -215,17 +243,38 @@ def _reader(tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[
     return read
 
 
-def _undo(family: Family, path: str, attributes: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
-    """What takes llama.cpp's change to some whole heads, or to part of a norm, back.
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What llama.cpp changes of a tensor; each takes an array and returns one.
 
-    Rows of queries and keys are paired for interleaved rotary; norms have 1 added.
+    Attributes:
+      do: as a file stores it.
+      undo: as Hugging Face does; ``do`` of some whole heads, or of a part of a norm, is undone too.
     """
+
+    do: Callable[[np.ndarray], np.ndarray]
+    undo: Callable[[np.ndarray], np.ndarray]
+
+
+def change_of(family: Family, path: str, head_dim: int) -> Change:
+    """Rows of a llama's queries and keys are paired for interleaved rotary; norms that are stored as their difference
+    from 1 have 1 added.
+
+    Args:
+      family: that the file's architecture names.
+      path: of our parameter.
+      head_dim: H.
+    """
+
+    def swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:
+        return rows.reshape(-1, first, second, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+    half = head_dim // 2
     if family.model_type == "llama" and path in ("blocks.attn.q", "blocks.attn.k"):
-        half = attributes.get("head_dim", attributes["hidden_size"] // attributes["num_attention_heads"]) // 2
-        return lambda rows: rows.reshape(-1, half, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        return Change(lambda rows: swapped(rows, 2, half), lambda rows: swapped(rows, half, 2))
     if family.constants.get("norm.plus_one") and "norm" in path:
-        return lambda weight: weight - np.float32(1.0)
-    return lambda array: array
+        return Change(lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0))
+    return Change(lambda array: array, lambda array: array)
 
 
 def _tokenizer(file: _File, max_length: int) -> Any | None:
@@ -241,11 +290,10 @@ def _tokenizer(file: _File, max_length: int) -> Any | None:
     tokens = file.value("tokenizer.ggml.tokens")
     kinds = file.value("tokenizer.ggml.token_type")
     pre = file.value("tokenizer.ggml.pre", "gpt-2")
-    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in
-           (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))}  # fmt: skip
+    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in NAMED.items()}
     return build_tokenizer(BytePairs(
         tokens=tuple(tokens),
-        merges=tuple(tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges")),
+        merges=tuple(tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges", [])),
         special=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL),
         added=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED),
         pre=pre,

@@ -96,11 +96,16 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
         written["query_pre_attn_scalar"] = _integer_if_whole(config.attention.scale**-2)
     written |= _write_windows(config, family) | _write_rope(config.attention) | write_token_ids(config.tokens)
-    again = _flatten(read_config(written))
-    lost = [name for name, value in values.items() if again[name] != value]
+    lost = differences(config, read_config(written))
     if lost:
         raise InputError(f"a {config.family} config.json cannot express {lost[0]}={values[lost[0]]!r}; set it back")
     return written
+
+
+def differences(config: ModelConfig, other: ModelConfig) -> list[str]:
+    """Fields of which the other has another value, dotted."""
+    values = _flatten(other)
+    return [name for name, value in _flatten(config).items() if values[name] != value]
 
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+PRE_TOKENIZERS = ("none", "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
+PROBE = "Don't  stop: 12345 + 6 = 日本, naïve\n\n\tÀ bientôt!  "
+"""Text on which two tokenizers that cut it differently would differ."""
 LLAMA3_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 
 
@@ -115,6 +119,36 @@ def build_tokenizer(pairs: BytePairs) -> Any:
     return fast
 
 
+def byte_pairs_of(tokenizer: Any) -> BytePairs:
+    """The inverse of ``build_tokenizer``; an id between others that has no token stands for nothing.
+
+    Raises:
+      InputError: it is no byte-level BPE, or cuts text in a way that has no name here.
+    """
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    pre = _name_of(described)
+    if described["model"].get("type") != "BPE" or pre is None:
+        raise InputError("the tokenizer is no byte-level BPE that GGUF files have a name for: write a directory")
+    texts = {index: text for text, index in tokenizer.get_vocab().items()}
+    added = described["added_tokens"]
+    first = tokenizer(PROBE)["input_ids"][0]
+    named = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+    found = BytePairs(
+        tokens=tuple(texts.get(index, f"[PAD{index}]") for index in range(max(texts) + 1)),
+        merges=tuple(tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in described["model"]["merges"]),
+        special=tuple(token["content"] for token in added if token["special"]),
+        added=tuple(token["content"] for token in added if not token["special"]),
+        pre=pre,
+        begin=tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id,
+        chat_template=tokenizer.chat_template,
+        named=tuple((name, text) for name, text in named.items() if text is not None),
+        max_length=tokenizer.model_max_length,
+    )
+    if build_tokenizer(found)(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+        raise InputError("the tokenizer does more than byte-level BPE, which GGUF files cannot say: write a directory")
+    return found
+
+
 def byte_alphabet() -> tuple[str, ...]:
     """The character that stands for each of the 256 bytes in byte-level BPE (GPT-2): printable ones for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -129,6 +163,26 @@ def quiet_transformers() -> Any:
     import transformers
 
     return transformers
+
+
+def _name_of(described: dict[str, Any]) -> str | None:
+    """The name of the way in which a tokenizer, as its JSON describes it, cuts text; None where it has none here."""
+    from tokenizers import Tokenizer, models
+
+    for name in PRE_TOKENIZERS:
+        like = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
+        normalizer, like.pre_tokenizer = _pre_tokenizer(name)
+        if normalizer is not None:
+            like.normalizer = normalizer
+        if _cuts(json.loads(like.to_str())) == _cuts(described):
+            return name
+    return None
+
+
+def _cuts(described: dict[str, Any]) -> str:
+    """What decides how text is cut; offsets, which ``trim_offsets`` is about, are not used."""
+    parts = (described["normalizer"], described["pre_tokenizer"], bool(described["model"].get("ignore_merges")))
+    return json.dumps(parts, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 
 def _pre_tokenizer(pre: str) -> tuple[Any, Any]:

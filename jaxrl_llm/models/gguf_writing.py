@@ -1,0 +1,243 @@
+"""Write a model as one GGUF file, as llama.cpp's converter lays it out, by the tables that ``gguf`` reads with."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import types
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.config import Llama3Rope, ModelConfig, TokenIds
+from jaxrl_llm.models.families import family_of, tensors_of
+from jaxrl_llm.models.gguf import (
+    ARCHITECTURES,
+    ATTRIBUTES,
+    CONTROL,
+    ENDS,
+    LLAMA3_ROPE,
+    NAMED,
+    PATHS,
+    USER_DEFINED,
+    attributes_of,
+    change_of,
+    llama3_table,
+)
+from jaxrl_llm.models.hf_config import differences, read_config, write_config
+from jaxrl_llm.models.weights import StoredTensor, to_stored
+from jaxrl_llm.signals import farewell
+
+KINDS = types.MappingProxyType({"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"})
+"""What matrices may be stored as -> llama.cpp's name of such a file."""
+NORMAL, UNUSED = 1, 5
+"""Token types of llama.cpp: text, and ids that stand for nothing."""
+SAME = types.MappingProxyType({"mistral": "llama"})
+"""model_type -> the architecture that means it too, for families that have none of their own."""
+
+
+def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: str = "f32") -> None:
+    """Write a decoder and its tokenizer.
+
+    Matrices are stored as ``kind``; norms and biases always in float32, and a matrix whose rows Q8_0's blocks of 32 do
+    not divide in float16. The file appears whole or not at all.
+
+    Args:
+      model: its arrays are addressable by this process.
+      tokenizer: byte-level BPE, or None.
+      path: of the file, which is replaced if it is there.
+      kind: of ``KINDS``.
+
+    Raises:
+      InputError: a reward model, or something that such a file has no words for.
+    """
+    import gguf
+
+    from jaxrl_llm.models.decoder import to_parameters
+    from jaxrl_llm.models.heads import ScalarModel
+
+    require(kind in KINDS, f"{kind!r} is no type of a GGUF file that is written here: take one of {', '.join(KINDS)}")
+    require(not isinstance(model, ScalarModel), "a GGUF file holds no reward model: write a directory")
+    config = model.config
+    metadata = _metadata(config, tokenizer, Path(path).stem)
+    tensors = _tensors(config, metadata["general.architecture"], to_stored(config, to_parameters(model)))
+    _check(config, metadata, tensors)
+    metadata["general.file_type"] = int(gguf.LlamaFileType[KINDS[kind]])
+    metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    with _new_file(Path(path)) as part:
+        _write(part, metadata, tensors, kind)
+
+
+def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str, Any]:
+    """What the file says beside the tensors, by key; floats as float32 holds them."""
+    known = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()} | dict(SAME)
+    require(
+        config.family in known,
+        f"the family {config.family} has no name in GGUF files that is known here: write a directory",
+    )
+    prefix = known[config.family]
+    attributes = write_config(config, "float32")
+    found = {key: attributes[attribute] for key, attribute in ATTRIBUTES.items() if attributes.get(attribute)}
+    scaling = config.attention.rope_scaling
+    if isinstance(scaling, float):
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling}
+    found |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
+    found["rope.dimension_count"] = config.attention.head_dim
+    metadata = {"general.architecture": prefix, "general.name": name}
+    metadata |= {f"{prefix}.{key}": float(np.float32(v)) if isinstance(v, float) else v for key, v in found.items()}
+    return metadata | _token_ids(config.tokens, tokenizer) | _tokenizer(tokenizer, config.vocab_size)
+
+
+def _token_ids(tokens: TokenIds, tokenizer: Any | None) -> dict[str, Any]:
+    """The tokenizer's own end is the first."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    ends = sorted(tokens.eos, key=lambda index: index != own)
+    ids = dict(zip(ENDS, ends, strict=False)) | {NAMED["bos"]: tokens.bos, NAMED["pad"]: tokens.pad}
+    return {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
+
+
+def _tokenizer(tokenizer: Any | None, size: int) -> dict[str, Any]:
+    """Tokens, merges and template; ids of the model that the tokenizer has no token for are unused ones."""
+    from jaxrl_llm.models.tokenizer import byte_pairs_of
+
+    if tokenizer is None:
+        return {}
+    pairs = byte_pairs_of(tokenizer)
+    require(
+        len(pairs.tokens) <= size,
+        f"the tokenizer has {len(pairs.tokens)} tokens and the model {size}: write a directory",
+    )
+    kinds = dict.fromkeys(pairs.tokens, NORMAL) | dict.fromkeys(pairs.special, CONTROL)
+    kinds |= dict.fromkeys(pairs.added, USER_DEFINED)
+    unused = [f"[PAD{index}]" for index in range(len(pairs.tokens), size)]
+    found = {
+        "model": "gpt2",
+        "pre": pairs.pre,
+        "tokens": [*pairs.tokens, *unused],
+        "token_type": [*(kinds[token] for token in pairs.tokens), *(UNUSED for _ in unused)],
+        "merges": [" ".join(merge) for merge in pairs.merges],
+        "add_bos_token": pairs.begin,
+    }
+    if tokenizer.unk_token_id is not None:
+        found[f"{NAMED['unk']}_token_id"] = tokenizer.unk_token_id
+    # The format has no empty arrays; a tokenizer of single bytes has no merges.
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in found.items() if value != []}
+    return metadata | ({} if pairs.chat_template is None else {"tokenizer.chat_template": pairs.chat_template})
+
+
+def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of the file, float32 when read, by its names."""
+    family = family_of(ARCHITECTURES[architecture])
+    names = {path: name for name, path in PATHS.items()}
+    found = {}
+    for tensor in tensors_of(config):
+        do = change_of(family, tensor.path, config.attention.head_dim).do
+        for layer in range(config.layers) if tensor.layered else (0,):
+            prefix = f"blk.{layer}." if tensor.layered else ""
+            found[prefix + names[tensor.path]] = _changed(stored[tensor.name.format(layer)], do)
+    attention = config.attention
+    if isinstance(attention.rope_scaling, Llama3Rope):
+        table = llama3_table(attention.rope_scaling, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
+        found[LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
+    return found
+
+
+def _changed(tensor: StoredTensor, do: Any) -> StoredTensor:
+    return StoredTensor(tensor.shape, lambda place: do(tensor.part(place).astype(np.float32)))
+
+
+def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
+    """Refuse a model that would be another one when it is read again."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    table = tensors[LLAMA3_ROPE].read() if LLAMA3_ROPE in tensors else None
+    try:
+        again = read_config(attributes_of(metadata.get, shapes, table))
+    except InputError:
+        raise InputError(
+            f"a GGUF file of {metadata['general.architecture']} cannot express this model's attention (its windows, or "
+            "a rescaling of rotary positions that was not published): write a directory"
+        ) from None
+    lost = [name for name in differences(_ordered(config), _ordered(again)) if name != "family"]
+    if lost:
+        field = lost[0].rpartition(".")[2]
+        value = getattr(config.attention if lost[0].startswith("attention.") else config, field, None)
+        raise InputError(
+            f"a GGUF file of {metadata['general.architecture']} cannot express {lost[0]}={value!r}: write a directory"
+        )
+
+
+def _ordered(config: ModelConfig) -> ModelConfig:
+    """The same, with its ends in order: any of them ends an answer."""
+    return dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, eos=tuple(sorted(config.tokens.eos))))
+
+
+@contextlib.contextmanager
+def _new_file(target: Path) -> Generator[Path]:
+    """A file beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
+    part = target.with_name(f".{target.name}.part")
+
+    def remove(*reason: object) -> None:
+        part.unlink(missing_ok=True)
+
+    try:
+        with farewell(remove):
+            yield part
+            os.replace(part, target)
+    finally:
+        remove()
+
+
+def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor], kind: str) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    try:
+        for key, value in metadata.items():
+            if key != "general.architecture":  # the writer has said it
+                _add(writer, key, value)
+        types_of = {name: _type_of(tensor.shape, kind) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            shape = gguf.quant_shape_to_byte_shape(tensor.shape, types_of[name])
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), types_of[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tensors.items():
+            writer.write_tensor_data(_quantised(name, tensor.read(), types_of[name]))
+    finally:
+        writer.close()
+
+
+def _type_of(shape: tuple[int, ...], kind: str) -> Any:
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    if len(shape) == 1:
+        return kinds.F32
+    wanted = kinds[kind.upper()]
+    return wanted if shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else kinds.F16
+
+
+def _quantised(name: str, values: np.ndarray, kind: Any) -> np.ndarray:
+    import gguf
+
+    with np.errstate(over="ignore"):
+        found = np.ascontiguousarray(gguf.quantize(np.ascontiguousarray(values), kind))
+    if found.dtype == np.float16 and not np.isfinite(found).all():
+        raise InputError(f"{name} holds values that float16 cannot: take bf16 or f32")
+    return found
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    import gguf
+
+    kinds = gguf.GGUFValueType
+    if isinstance(value, list):
+        of = kinds.STRING if isinstance(value[0], str) else kinds.INT32
+        writer.add_key_value(key, value, kinds.ARRAY, of)
+        return
+    scalars = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    writer.add_key_value(key, value, scalars[type(value)])
