@@ -32,7 +32,7 @@ def export(arguments: list[str]) -> int:
     adapter = bool(take(arguments, "--adapter", False))
     gguf_type = take(arguments, "--gguf-type", True)
     if arguments:
-        raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN --out DIR")
+        raise InputError(f"export does not know {arguments[0]}: jaxrl-llm export RUN[@STEP] --out DIR")
     if out is None:
         raise InputError(f"export needs a folder to write: jaxrl-llm export {shlex.quote(name)} --out DIR")
     prepare_libraries()

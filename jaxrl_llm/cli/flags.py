@@ -82,10 +82,11 @@ def flatten(box: str) -> str:
         return f"{lacking[1]} needs a value"
     surplus = re.search(r"Unrecognized options: ([^,\s]+)", text)
     if surplus:
-        return f"{surplus[1]} belongs to no option: write --option value, and a switch as --option or --no-option"
-    refused = re.search(r"Error parsing [\w.]+: (\w+\.\w+ .*)", text)
+        return f"{surplus[1]} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
+    refused = re.search(r"Error parsing (\w[\w.]*): (.*)", text)
     if refused:
-        return refused[1]
+        named = re.match(r"[A-Z]\w*\.", refused[2])  # the class's own name stands before the field
+        return refused[2] if named else f"{refused[1]}.{refused[2]}"
     value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)
     if value is None:
         return re.sub(r" Argument helptext:.*", "", text)
@@ -106,9 +107,9 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
         del arguments[index]
         if not value:
             return True
-        if equals:
+        if inline:
             return inline
-        if index == len(arguments) or arguments[index].startswith("--"):
+        if equals or index == len(arguments) or arguments[index].startswith("--"):
             raise InputError(f"{flag} needs a value")
         return arguments.pop(index)
     return None if value else False

@@ -121,6 +121,8 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def _unknown(name: str) -> str:
+    if "://" in name:
+        return f"no such model: {name}; one of the hub is named OWNER/MODEL, without the address"
     if os.sep in name or name.startswith((".", "~")):
         return f"no such model directory: {name}"
     near = difflib.get_close_matches(name, BUILTIN, n=1)

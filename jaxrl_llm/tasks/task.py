@@ -13,6 +13,7 @@ from jaxrl_llm.tasks.rows import messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table
 from jaxrl_llm.types import Problem
 
+TEMPLATES = ("tokenizer", "chatml", "plain")
 VERIFIERS = ("match", "integer", "math", "reasoning_gym", "none")
 
 TABLES = (Table, HubDataset, Rows)
@@ -86,8 +87,8 @@ def check(task: Task) -> None:
     """Refuses a task that cannot work, before anything is loaded.
 
     Raises:
-      InputError: unknown extractor or verifier, a holdout outside [0, 1), a bad date, a ``keep`` that names no
-        function.
+      InputError: unknown extractor, verifier or template, a holdout outside [0, 1), a bad date, a ``keep`` that names
+        no function.
     """
     extract("", task.extractor)
     if task.verifier not in VERIFIERS:
@@ -96,7 +97,14 @@ def check(task: Task) -> None:
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")
     if task.keep is not None:
         resolve(task.keep)
+    check_template(task.template)
     check_split(task.holdout, task.date)
+
+
+def check_template(template: str) -> None:
+    """InputError for a template that is neither the name of one nor Jinja."""
+    if template not in TEMPLATES and "{" not in template:
+        raise InputError(f"template {template!r} is unknown; choose {', '.join(TEMPLATES)} or give a Jinja text")
 
 
 def check_split(holdout: float, date: str | None) -> None:

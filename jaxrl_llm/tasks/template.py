@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.tasks.task import Task, check_template
 from jaxrl_llm.types import Message, Problem
 
 CHATML = (
@@ -136,10 +136,7 @@ def _template(wording: Wording, tokenizer: Any) -> str:
         return tokenizer.get_chat_template()
     if wording.template == "chatml":
         return CHATML
-    if "{" not in wording.template:
-        raise InputError(
-            f"template {wording.template!r} is unknown; choose tokenizer, chatml, plain or give a Jinja text"
-        )
+    check_template(wording.template)
     return wording.template
 
 

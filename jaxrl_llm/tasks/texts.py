@@ -28,7 +28,7 @@ from jaxrl_llm.tasks.fingerprint import content
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text
 from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
-from jaxrl_llm.tasks.task import check_split, held_out_keys
+from jaxrl_llm.tasks.task import check_split, check_template, held_out_keys
 from jaxrl_llm.tasks.turns import Writer
 
 Row = TypeVar("Row", bound=Learned, covariant=True)
@@ -228,13 +228,14 @@ def check_texts(data: Data[Any]) -> None:
     """Refuses data of a supervised stage that cannot work, before anything is loaded.
 
     Raises:
-      InputError: a source that has no rows, a holdout outside [0, 1), a bad date.
+      InputError: a source that has no rows, an unknown template, a holdout outside [0, 1), a bad date.
     """
     if not hasattr(data.source, "read"):
         raise InputError(
             f"a {type(data.source).__name__} makes problems, and {type(data).__name__} needs rows: give a Table, a "
             "HubDataset, rows in memory, or a dataclass with read()"
         )
+    check_template(data.template)
     check_split(data.holdout, data.date)
 
 
