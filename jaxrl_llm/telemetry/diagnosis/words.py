@@ -160,11 +160,12 @@ def gradient_growth(found: Departure) -> Finding:
 
 def gradient_spikes(gradients: Series, spikes: np.ndarray, usual: np.ndarray) -> Finding:
     """Words for single gradients; ``spikes``: where they are in the series, ``usual``: what they are measured by."""
-    times = gradients.values[spikes] / np.maximum(usual[spikes], 1e-12)
+    times = float(np.max(gradients.values[spikes] / np.maximum(usual[spikes], 1e-12)))
+    often = f"{times:.0f}" if times < 1000 else "more than 1000"  # where most are next to nothing
     return _gradients(
         int(gradients.steps[spikes[0]]),
         f"the gradient's norm spiked {len(spikes)} times, up to {short(float(gradients.values[spikes].max()))}, "
-        f"{times.max():.0f} times what is usual",
+        f"{often} times what is usual",
     )
 
 
