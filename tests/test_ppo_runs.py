@@ -194,7 +194,9 @@ REFUSED = {
     "set recipe.critic.model None, or recipe.critic.adapter False": with_learner(
         with_critic(adapter=True, model="tiny-random"), lora=Lora(2)
     ),
-    "recipe.critic.optimiser.learning_rate must be above 0, got 0": with_critic(optimiser=Optimiser(learning_rate=0.0)),
+    "recipe.critic.optimiser.learning_rate must be above 0, and finite, got 0": with_critic(
+        optimiser=Optimiser(learning_rate=0.0)
+    ),
     "rounds away steps of 1e-05 .recipe.critic.optimiser.learning_rate": with_learner(
         with_critic(optimiser=Optimiser(learning_rate=1e-5)), dtype="bfloat16"
     ),

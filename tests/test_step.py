@@ -76,7 +76,7 @@ def with_rows(train, test=None, **changes):
 
 def prints(run):
     with Progress(1, console=Console(quiet=True)) as progress:
-        loaded, _, tested = read_problems(run, progress)
+        loaded, _, tested, _ = read_problems(run, progress)
     return json.loads(json.dumps(problems_of(run, loaded, tested)))
 
 
