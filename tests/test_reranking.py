@@ -127,10 +127,16 @@ def test_the_best_answer_is_the_one_whose_own_score_is_highest(folder, by):
     assert 0 < found.best.mean() < 1 and not np.array_equal(found.best, found.correct[:, 0])
 
 
+@pytest.fixture(scope="module")
+def by_last(folder):
+    """An evaluation in which nothing is ended, and the score of each step of its answers."""
+    found, task = evaluated(folder, "last")
+    return found, by_hand(folder, found, task, "last")
+
+
 @pytest.mark.parametrize("chunk", [2, 16])
-def test_an_answer_ends_with_the_step_at_which_its_score_has_fallen(folder, chunk):
-    whole, task = evaluated(folder, "last")
-    values = by_hand(folder, whole, task, "last")
+def test_an_answer_ends_with_the_step_at_which_its_score_has_fallen(folder, by_last, chunk):
+    whole, values = by_last
     found, _ = evaluated(folder, "last", 1, chunk)
     ended = 0
     for n, (row, cut_row) in enumerate(zip(whole.completions, found.completions, strict=True)):
@@ -184,8 +190,8 @@ def test_what_has_no_hope_is_not_sampled_on():
         assert other.text.startswith(one.text)
 
 
-def test_what_was_ended_has_no_vote_and_is_never_chosen(folder):
-    found, _ = evaluated(folder, "last")
+def test_what_was_ended_has_no_vote_and_is_never_chosen(by_last):
+    found, _ = by_last
     said = dataclasses.replace(found.completions[0][0], text="7", finish_reason="stop")
     votes = [said, *[dataclasses.replace(said, text="8", finish_reason="aborted")] * 3]
     right = np.array([True, False, False, False])
