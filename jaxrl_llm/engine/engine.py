@@ -6,9 +6,7 @@ its random numbers are folded from (seed, position), and chunks begin where it b
 
 import collections
 import dataclasses
-import itertools
 import logging
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,12 +20,10 @@ from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, Scheduler
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import Emitted
+from jaxrl_llm.engine.weight_transfer import KnownWeights
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Completion
-
-LOOK_AHEAD = 32
-"""Waiting requests, for each sequence of a call, among which prompts are looked for that may be computed with it."""
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +79,7 @@ class Engine:
         dtype = jax.tree.leaves(model)[0].dtype
         sharing = 1 if strict else min(group, slots)
         self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing)
-        self._structure = _structure(model)
+        self._weights = KnownWeights(model)
         self.shapes: list[str] = []
         self.start(Sampling())
 
@@ -92,7 +88,7 @@ class Engine:
         self._sampling = sampling
         self._scheduler = Scheduler(self._build, sampling)
         self._flight: Flight | None = None
-        self._weights: list[weakref.ref] = []
+        self._weights.forget()
         self._prefix_cache = PrefixCache(self.max_length, self._build.mesh)
         self._queue: collections.deque[Request] = collections.deque()
         self._finished: list[tuple[int, Completion]] = []
@@ -152,9 +148,9 @@ class Engine:
         return bool(self._queue or self._scheduler.running)
 
     @property
-    def queued(self) -> int:
-        """Requests that wait for a slot."""
-        return len(self._queue)
+    def running(self) -> list[tuple[int, Completion]]:
+        """What requests in slots have so far, by handle; the chunk that the device computes now is not in it."""
+        return [(request.handle, request.completion("aborted")) for request in self._scheduler.running.values()]
 
     def step(self, model: Decoder, version: int = 0) -> int:
         """Send one chunk with these weights to the device; returns how many tokens were read meanwhile.
@@ -162,25 +158,22 @@ class Engine:
         What the chunk samples is read by the next call, or before it where free slots have to be found.
         """
         with _on(self._build.mesh):
-            self._accept(model)
+            if self._weights.changed(model):
+                self._prefix_cache.clear()
+                self._scheduler.keep_none()
             count = self._read() if self._queue else 0
-            self._refill(model)
-            before = self._flight
-            self._flight = Flight(self._scheduler.run(model), dict(self._scheduler.running), version)
-            return count + (self._take(before) if before else 0)
-
-    @property
-    def running(self) -> list[tuple[int, Completion]]:
-        """What requests in slots have so far, by handle; the chunk that the device computes now is not in it."""
-        return [(request.handle, request.completion("aborted")) for request in self._scheduler.running.values()]
+            self._scheduler.refill(model, self._queue, self._prefix_cache, self._flight is not None)
+            self.prompts_prefilled = self._prefix_cache.count
+            _tell(self.shapes, [*(str(shape) for shape in self._prefix_cache.shapes), str(self._scheduler)])
+            return count + self._read(Flight(self._scheduler.run(model), dict(self._scheduler.running), version))
 
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests now: ``collect`` returns what they have, if anything, with the reason "aborted"."""
         ending = set(handles)
         with _on(self._build.mesh):
             self._read()
-            for request in self._scheduler.stop(ending):
-                self._end(request, "aborted")
+            for request in self._scheduler.stop(ending, self._prefix_cache):
+                self._finished.append((request.handle, request.completion("aborted")))
         waiting = [request for request in self._queue if request.handle in ending]
         self._finished += [(request.handle, request.completion("aborted")) for request in waiting]
         self._queue = collections.deque(request for request in self._queue if request.handle not in ending)
@@ -206,27 +199,15 @@ class Engine:
         done = dict(self.collect())
         return [done[handle] for handle in handles]
 
-    def _accept(self, model: Decoder) -> None:
-        """Refuse a model of another shape; what other weights computed of prompts is no good for these."""
-        if _structure(model) != self._structure:
-            raise InputError(
-                "the engine was built for a model of another structure, shape or dtype: build a new Engine"
-            )
-        leaves = jax.tree.leaves(model)
-        if not _all_same(self._weights, leaves):
-            self._prefix_cache.clear()
-            # A NumPy array may change in place: with one among them, weights are never known again.
-            self._weights = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-            for request in self._scheduler.running.values():  # what these have in the cache is of other weights
-                request.keep = False
+    def _read(self, after: Flight | None = None) -> int:
+        """Read the chunk that was sent last, if one is unread; ``after`` takes its place.
 
-    def _read(self) -> int:
+        Its tokens are given to their requests, and those that are done end. Returns the tokens sampled.
+        """
         flight = self._flight
-        self._flight = None
-        return self._take(flight) if flight else 0
-
-    def _take(self, flight: Flight) -> int:
-        """Read a chunk: give its tokens to their requests, and end those that are done; returns the tokens sampled."""
+        self._flight = after
+        if flight is None:
+            return 0
         out, active = jax.device_get(flight.told)
         counts = out.real.sum(axis=0)
         steps = int(counts.max(initial=0))
@@ -241,32 +222,10 @@ class Engine:
             logp = out.logp[:count, slot]
             request.add(tokens, logp, {name: out.extras[name][:count, slot] for name in names}, flight.version)
             if not active[slot]:
-                self._end(request, _reason(tokens[-1], self._sampling.stop_ids, out.repeats[count - 1, slot]))
+                self._scheduler.release(request, self._prefix_cache)
+                reason = _reason(tokens[-1], self._sampling.stop_ids, out.repeats[count - 1, slot])
+                self._finished.append((request.handle, request.completion(reason)))
         return int(counts.sum())
-
-    def _end(self, request: Request, reason: str) -> None:
-        self._scheduler.release(request, self._prefix_cache)
-        self._finished.append((request.handle, request.completion(reason)))
-
-    def _refill(self, model: Decoder) -> None:
-        """Give waiting requests to free slots, in a batch of the size that all of them need."""
-        room = self.slots - len(self._scheduler.running)
-        taken = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
-        near = itertools.islice(self._queue, LOOK_AHEAD * self._prefix_cache.rows)
-        upcoming = (request.given for request in near if request.begun is None)
-        self._prefix_cache.prepare(model, [r.given for r in taken], [r.begun is not None for r in taken], upcoming)
-        self.prompts_prefilled = self._prefix_cache.count
-        self._scheduler.begin(taken, self._prefix_cache, self._flight is not None)
-        prefills = [
-            f"prompts: {x.calls} x {x.piece} tokens{', going on' if x.continues else ''}"
-            for x in self._prefix_cache.shapes
-        ]
-        for text in [*prefills, str(self._scheduler)]:
-            if text not in self.shapes:
-                self.shapes.append(text)
-                log.info("compiling %s", text)
-        if taken:
-            self._prefix_cache.release(request.given for request in self._queue)
 
 
 def _on(mesh: Mesh | None) -> AbstractContextManager:
@@ -280,14 +239,9 @@ def _reason(last: int, stop_ids: Sequence[int], repeats: bool) -> str:
     return "repetition" if repeats else "length"
 
 
-def _all_same(known: Sequence[weakref.ref], leaves: Sequence[Any]) -> bool:
-    """Whether these are the arrays known, every one of them.
-
-    One that is gone is like no other, whatever took its place.
-    """
-    return len(known) == len(leaves) and all(ref() is leaf for ref, leaf in zip(known, leaves, strict=True))
-
-
-def _structure(model: Decoder) -> tuple:
-    leaves, structure = jax.tree.flatten(model)
-    return structure, tuple((x.shape, np.dtype(x.dtype)) for x in leaves)
+def _tell(known: list[str], shapes: Sequence[str]) -> None:
+    """Log each shape that is not known yet, and know it."""
+    for text in shapes:
+        if text not in known:
+            known.append(text)
+            log.info("compiling %s", text)

@@ -49,6 +49,10 @@ class PrefillShape(NamedTuple):
     calls: int
     columns: int
 
+    def __str__(self) -> str:
+        """In words."""
+        return f"prompts: {self.calls} x {self.piece} tokens{', going on' if self.continues else ''}"
+
 
 class Entry(NamedTuple):
     """Where the keys and values of a sequence are: all its tokens but the last are valid.

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +52,8 @@ The last: of both, with so few slots.
 """
 MANY_COLUMNS, LANES = 1024, 128
 """From the first number on a cache has a multiple of the second."""
+LOOK_AHEAD = 32
+"""Waiting requests, for each sequence of a call, among which prompts are looked for that may be computed with it."""
 WORTH_SHRINKING = 4
 """Chunks that some request may still take for a smaller batch to be worth compiling."""
 
@@ -104,7 +107,53 @@ class Scheduler:
             f"{self._build.chunk} steps"
         )
 
-    def begin(self, taken: list[Request], prefixes: PrefixCache, unread: bool) -> None:
+    def refill(self, model: Decoder, queue: collections.deque[Request], prefixes: PrefixCache, unread: bool) -> None:
+        """Give waiting requests to free slots, first come first served; what their prompts need is computed.
+
+        ``unread``: whether the chunk before this one is still to be read.
+        """
+        free = self._build.slots - len(self.running)
+        taken = [queue.popleft() for _ in range(min(free, len(queue)))]
+        near = itertools.islice(queue, LOOK_AHEAD * prefixes.rows)
+        upcoming = (request.given for request in near if request.begun is None)
+        prefixes.prepare(model, [r.given for r in taken], [r.begun is not None for r in taken], upcoming)
+        self._begin(taken, prefixes, unread)
+        if taken:
+            prefixes.release(request.given for request in queue)
+
+    def run(self, model: Decoder) -> tuple[Emitted, jax.Array]:
+        """Send a chunk to the device; returns what it samples, and which slots go on after it."""
+        build = self._build
+        rules = asked(self._sampling)
+        columns = self._held.columns
+        self._state, told = run_chunk(
+            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, columns
+        )
+        return told
+
+    def keep_none(self) -> None:
+        """Keep nothing of the requests that run when they end: what they have so far is of other weights."""
+        for request in self.running.values():
+            request.keep = False
+
+    def stop(self, handles: set[int], prefixes: PrefixCache) -> list[Request]:
+        """Those of these requests that run; their slots sample no more and are free."""
+        gone = {slot: request for slot, request in self.running.items() if request.handle in handles}
+        if gone:
+            idle = np.zeros(self._held.rows, bool)
+            idle[list(gone)] = True
+            self._state = stop_slots(self._state, idle)
+        for request in gone.values():
+            self.release(request, prefixes)
+        return list(gone.values())
+
+    def release(self, request: Request, prefixes: PrefixCache) -> None:
+        """Free the slot of a request that has ended; what it asked to keep goes to the prefixes."""
+        del self.running[request.slot]
+        if request.keep:
+            prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
+
+    def _begin(self, taken: list[Request], prefixes: PrefixCache, unread: bool) -> None:
         """Seat requests whose tokens are prepared, in a batch of the size that all of them need.
 
         ``unread``: whether the chunk before this one is still to be read.
@@ -119,31 +168,6 @@ class Scheduler:
         self._resize_blocks(shape)
         for cache, begun in _admissions(taken, self.running, shape, prefixes, self._sampling.repetition):
             self._state = fill_slots(self._state, cache, begun, build.mesh)
-
-    def run(self, model: Decoder) -> tuple[Emitted, jax.Array]:
-        """Send a chunk to the device; returns what it samples, and which slots go on after it."""
-        build = self._build
-        rules = asked(self._sampling)
-        columns = self._held.columns
-        self._state, told = run_chunk(
-            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, columns
-        )
-        return told
-
-    def stop(self, handles: set[int]) -> list[Request]:
-        """Those of these requests that run, whose slots sample no more."""
-        gone = {slot: request for slot, request in self.running.items() if request.handle in handles}
-        if gone:
-            idle = np.zeros(self._held.rows, bool)
-            idle[list(gone)] = True
-            self._state = stop_slots(self._state, idle)
-        return list(gone.values())
-
-    def release(self, request: Request, prefixes: PrefixCache) -> None:
-        """Free the slot of a request that has ended; what it asked to keep goes to the prefixes."""
-        del self.running[request.slot]
-        if request.keep:
-            prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
 
     def _resize_slots(self, shape: SlotShape) -> None:
         """Bring the slots to this number, and the running requests with them."""

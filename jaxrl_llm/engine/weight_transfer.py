@@ -1,13 +1,16 @@
-"""The learner's weights as the sampler wants them: in the dtype that it computes in, and where it samples."""
+"""The learner's weights as the sampler wants them, where it samples; and whether they are those that it had."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import Decoder, by_layer, cast
 from jaxrl_llm.models.lora import merge
 from jaxrl_llm.sharding import platform_of, sampling_shardings
@@ -47,3 +50,43 @@ def weights_for_sampling(
         return jax.device_put(arranged(policy), layout)
 
     return moved if apart else arranged  # ty: ignore[invalid-explicit-return]  a compiled function is a function
+
+
+class KnownWeights:
+    """Which weights an engine sampled from last; it holds none of them.
+
+    Args:
+      model: gives structure, shapes and dtypes.
+    """
+
+    def __init__(self, model: Decoder):
+        self._structure = _structure(model)
+        self._leaves: list[weakref.ref] = []
+
+    def changed(self, model: Decoder) -> bool:
+        """Whether these are others than the last ones, any array of them; from now on they are the last.
+
+        Raises:
+          InputError: a model of another structure, shape or dtype.
+        """
+        if _structure(model) != self._structure:
+            raise InputError(
+                "the engine was built for a model of another structure, shape or dtype: build a new Engine"
+            )
+        leaves = jax.tree.leaves(model)
+        # An array that is gone is like no other, whatever took its place.
+        known = len(self._leaves) == len(leaves)
+        if known and all(ref() is leaf for ref, leaf in zip(self._leaves, leaves, strict=True)):
+            return False
+        # A NumPy array may change in place: with one among them, weights are never known again.
+        self._leaves = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+        return True
+
+    def forget(self) -> None:
+        """The next ones are others, whatever they are."""
+        self._leaves = []
+
+
+def _structure(model: Decoder) -> tuple:
+    leaves, structure = jax.tree.flatten(model)
+    return structure, tuple((x.shape, np.dtype(x.dtype)) for x in leaves)

@@ -180,7 +180,8 @@ class GroupTracker:
         """End all groups, or only those of which nothing has run yet; the groups that have come back."""
         ending = list(self._owner)
         if not running:
-            queued = list(self._owner.items())[len(self._owner) - self._engine.queued :]
+            seated = {handle for handle, _ in self._engine.running}
+            queued = [(handle, owner) for handle, owner in self._owner.items() if handle not in seated]
             waiting = collections.Counter(number for _, (number, _) in queued)
             ending = [handle for handle, (number, _) in queued if waiting[number] == self._asked[number]]
         if ending:

@@ -50,7 +50,7 @@ class ToyEngine:
         self.slots, self.chunk, self.length = slots, chunk, length
 
     def start(self, sampling):
-        self.sampling, self.waiting, self.running, self.finished = sampling, {}, {}, []
+        self.sampling, self.waiting, self.seated, self.finished = sampling, {}, {}, []
         self.handles = self.slot_steps = 0
 
     def submit(self, prompts, seeds, limits=None, begun=None):
@@ -66,17 +66,17 @@ class ToyEngine:
 
     @property
     def busy(self):
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.seated)
 
     @property
-    def queued(self):
-        return len(self.waiting)
+    def running(self):
+        return [(handle, request.completion("aborted")) for handle, request in self.seated.items()]
 
     def step(self, model, version=0):
-        for handle in list(self.waiting)[: self.slots - len(self.running)]:
-            self.running[handle] = self.waiting.pop(handle)
+        for handle in list(self.waiting)[: self.slots - len(self.seated)]:
+            self.seated[handle] = self.waiting.pop(handle)
         sampled, longest = 0, 0
-        for handle, request in list(self.running.items()):
+        for handle, request in list(self.seated.items()):
             done, end = len(request.tokens), min(request.limit, self.length(request.seed))
             new = min(self.chunk, end - done)
             request.tokens += [(request.seed + 7 * position) % 1000 for position in range(done, done + new)]
@@ -84,13 +84,13 @@ class ToyEngine:
             sampled, longest = sampled + new, max(longest, new)
             if done + new == end:
                 reason = "stop" if end == self.length(request.seed) else "length"
-                self.finished.append((handle, self.running.pop(handle).completion(reason)))
+                self.finished.append((handle, self.seated.pop(handle).completion(reason)))
         self.slot_steps += longest * self.slots
         return sampled
 
     def abort(self, handles):
         for handle in handles:
-            request = self.running.pop(handle, None) or self.waiting.pop(handle)
+            request = self.seated.pop(handle, None) or self.waiting.pop(handle)
             self.finished.append((handle, request.completion("aborted")))
 
     def collect(self):
