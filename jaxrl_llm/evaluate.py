@@ -73,15 +73,17 @@ class Evaluated:
         found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
         return found
 
+    def worth(self, problem: int, sample: int) -> dict[str, bool | float]:
+        """Whether an answer is ``correct``, or its ``reward`` where nothing is verified."""
+        if self.correct is None:
+            return {"reward": float(self.rewards[problem, sample])}
+        return {"correct": bool(self.correct[problem, sample])}
+
     def rows(self) -> list[dict[str, Any]]:
         """One for each completion, for a file: what was asked, what was said, and what it is worth."""
         found = []
         for i, (problem, completions) in enumerate(zip(self.problems, self.completions, strict=True)):
             for j, completion in enumerate(completions):
-                if self.correct is None:
-                    worth = {"reward": float(self.rewards[i, j])}
-                else:
-                    worth = {"correct": bool(self.correct[i, j])}
                 found.append(
                     {
                         "problem": problem.id,
@@ -89,7 +91,7 @@ class Evaluated:
                         "messages": list(problem.prompt),
                         "answer": problem.answer,
                         "completion": completion.text,
-                        **worth,
+                        **self.worth(i, j),
                         "finish_reason": completion.finish_reason,
                         "tokens": len(completion.tokens),
                     }
@@ -171,11 +173,16 @@ def evaluate(
     if problems[0].verifier == "none":
         rewards = scorer.score(items).reward.reshape(len(problems), samples)
         return Evaluated(task.label, tuple(problems), rows, None, None, rewards)
-    complete_ones = np.asarray([c.finish_reason != "aborted" for c in done])
-    correct = ((scorer.verify(items) >= 1) & complete_ones).reshape(len(problems), samples)
+    whole = np.asarray([is_whole(c) for c in done])
+    correct = ((scorer.verify(items) >= 1) & whole).reshape(len(problems), samples)
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
-    given_up = None if watch is None else 1.0 - float(complete_ones.mean())
+    given_up = None if watch is None else 1.0 - float(whole.mean())
     return Evaluated(task.label, tuple(problems), rows, correct, maj, given_up=given_up)
+
+
+def is_whole(completion: Completion) -> bool:
+    """Whether it went on to its own end, or to its limit; what was ended before is no answer."""
+    return completion.finish_reason != "aborted"
 
 
 def pass_at(correct: np.ndarray, k: int) -> np.ndarray:
@@ -195,7 +202,7 @@ def majority(
 
     With ``weights``, float[k], the one for which they add up to most. What was ended early has no answer.
     """
-    answers = [None if c.finish_reason == "aborted" else extract(c.text, problem.extractor) for c in completions]
+    answers = [extract(c.text, problem.extractor) if is_whole(c) else None for c in completions]
     sums: dict[str, float] = collections.defaultdict(float)
     for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
         if answer is not None:
@@ -213,7 +220,7 @@ def reranked(found: Evaluated, scores: np.ndarray, weights: np.ndarray) -> Evalu
       scores: float64[n, k], the higher the better; of equal ones the first counts. What was ended early is the last.
       weights: float64[n, k], at least 0: of each answer's vote.
     """
-    whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in found.completions])
+    whole = np.asarray([[is_whole(c) for c in row] for row in found.completions])
     first = np.argmax(np.where(whole, scores, -np.inf), axis=1)
     best = np.take_along_axis(found.correct, first[:, None], axis=1)[:, 0]
     rows = zip(found.problems, found.completions, found.correct, weights, strict=True)

@@ -88,7 +88,6 @@ class Engine:
         self._sampling = sampling
         self._scheduler = Scheduler(self._build, sampling)
         self._flight: Flight | None = None
-        self._weights.forget()
         self._prefix_cache = PrefixCache(self.max_length, self._build.mesh)
         self._queue: collections.deque[Request] = collections.deque()
         self._finished: list[tuple[int, Completion]] = []

@@ -82,10 +82,6 @@ class KnownWeights:
         self._leaves = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
         return True
 
-    def forget(self) -> None:
-        """The next ones are others, whatever they are."""
-        self._leaves = []
-
 
 def _structure(model: Decoder) -> tuple:
     leaves, structure = jax.tree.flatten(model)
