@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.telemetry.columns import short
 from jaxrl_llm.telemetry.diagnosis import stalls, words
 from jaxrl_llm.telemetry.diagnosis.departure import Departure, Limit, departure, lasting, smoothed
 from jaxrl_llm.telemetry.diagnosis.finding import Finding
 from jaxrl_llm.telemetry.diagnosis.history import History, Series, history, total
 from jaxrl_llm.telemetry.diagnosis.progress import fallen, improved, learned, recent, risen
+from jaxrl_llm.telemetry.diagnosis.words import percent
 
 SMALL = 0.1
 """Gradients below are no spikes: a run that has converged has next to none."""
@@ -54,10 +56,7 @@ class Above:
 
 def entropy_collapse(run: History) -> Finding | None:
     """Near 0, while neither reward nor evaluation rises: far below its own past, and small in itself."""
-    entropy = run["entropy"]
-    found = departure(
-        entropy, lambda past: np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.03, 0.5 * past)), False
-    )
+    found = departure(run["entropy"], _near_zero, False)
     if found is None or learned(run):
         return None
     step = found.step
@@ -67,13 +66,13 @@ def entropy_collapse(run: History) -> Finding | None:
         if run.last - late < run.last / 3:
             return None
         step = found.reached
-    return words.entropy_collapse(step, found, run)
+    return words.of_change("entropy_collapse", step, found, run)
 
 
 def entropy_explosion(run: History) -> Finding | None:
     """Far above its own past; less far where nothing is learned meanwhile."""
     found = _grown(run, "entropy", Above(0.5, 2.0, 0.4), Above(1.5, 3.0, 1.2), relative=True)
-    return words.entropy_explosion(found, run) if found else None
+    return words.of_change("entropy_explosion", found.steep, found, run) if found else None
 
 
 def length_collapse(run: History) -> Finding | None:
@@ -82,7 +81,7 @@ def length_collapse(run: History) -> Finding | None:
     found = departure(lengths, lambda past: 0.55 * past, False)
     if found is None or not _tells(run, found, found.after < found.before / 3):
         return None
-    return None if improved(run, found.step) or learned(run) else words.length_collapse(found, run)
+    return None if _excused(run, found) else words.of_change("length_collapse", found.step, found, run)
 
 
 def length_explosion(run: History) -> Finding | None:
@@ -92,27 +91,37 @@ def length_explosion(run: History) -> Finding | None:
     if found is None or not _tells(run, found, found.after > 3 * found.before):
         return None
     excused = improved(run, found.step) or (learned(run) and found.after < 4 * found.before)
-    return None if excused else words.length_explosion(found, run)
+    return None if excused else words.of_change("length_explosion", found.steep, found, run)
 
 
 def truncation(run: History) -> Finding | None:
     """Many completions are cut off, and more than before or from the start without end."""
     found = _grown(run, "completions/truncated_fraction", Above(0.2, more=0.15), Above(0.3, more=0.2))
     found = found or _always(run, "completions/truncated_fraction", 0.5)
-    return words.truncation(found) if found else None
+    return words.of_change("truncation", found.step, found, run) if found else None
 
 
 def repetition(run: History) -> Finding | None:
     """Many completions repeat themselves, and more than before or from the start without end."""
     found = _grown(run, "completions/repetition_fraction", Above(0.15, more=0.12), Above(0.25, more=0.15))
     found = found or _always(run, "completions/repetition_fraction", 0.4)
-    return words.repetition(found) if found else None
+    return words.of_change("repetition", found.step, found, run) if found else None
 
 
 def reward_hacking(run: History) -> Finding | None:
     """The training reward rises, evaluation falls."""
     found = stalls.parting(run)
-    return words.reward_hacking(found) if found else None
+    if found is None:
+        return None
+    return words.finding(
+        "reward_hacking",
+        found.step,
+        task=found.task,
+        best=percent(found.best),
+        now=percent(found.now),
+        reward_then=short(found.reward_then),
+        reward_now=short(found.reward_now),
+    )
 
 
 def no_signal(run: History) -> Finding | None:
@@ -125,27 +134,29 @@ def no_signal(run: History) -> Finding | None:
         return None
     rewards = run["reward/mean"]
     none_left = found.after > 0.95 and len(rewards) and not risen(rewards, found.step)
-    return words.no_signal(found, run) if none_left or not improved(run, found.step) else None
+    if not none_left and improved(run, found.step):
+        return None
+    return words.of_change("no_signal", found.step, found, run)
 
 
 def kl_runaway(run: History) -> Finding | None:
     """Many times what it was, and large in itself; less large where nothing is learned."""
     found = _grown(run, "kl", Above(0.2, 5.0), Above(0.4, 8.0), relative=True)
-    return words.kl_runaway(found) if found else None
+    return words.of_change("kl_runaway", found.steep, found, run) if found else None
 
 
 def clip_saturation(run: History) -> Finding | None:
     """The gradient of many tokens is cut; a clip on whole sequences cuts about one in seven in good runs."""
     clipped = total(run["clip_fraction/low"], run["clip_fraction/high"])
     found = departure(clipped, Above(0.2, 4.0, 0.1, always=0.3), True)
-    return words.clip_saturation(found) if found else None
+    return words.of_change("clip_saturation", found.step, found, run) if found else None
 
 
 def sampler_mismatch(run: History) -> Finding | None:
     """Sampler and learner disagree on the tokens that were just sampled."""
     found = departure(run["sampler/logp_abs_diff_mean"], Above(0.02, 5.0, always=0.1), True, relative=True)
     found = found or departure(run["sampler/logp_abs_diff_max"], Above(1.5, 8.0, always=5.0), True, relative=True)
-    return words.sampler_mismatch(found) if found else None
+    return words.of_change("sampler_mismatch", found.step, found, run) if found else None
 
 
 def gradient_spikes(run: History) -> Finding | None:
@@ -158,22 +169,29 @@ def gradient_spikes(run: History) -> Finding | None:
     if found := departure(gradients, Above(SMALL, 10.0), True, relative=True):
         start = np.median(gradients.values[: recent(len(gradients))])
         if found.after > 5 * start:
-            return words.gradient_growth(found)
+            changed = f"grew from {short(found.before)} to {short(found.after)} and stays there"
+            return words.finding("gradient_spikes", found.step, changed=changed)
     values = gradients.values
     # Of every second gradient that is a spike, the median is one, too.
     usual = np.maximum(smoothed(values, 15, 0.35), np.quantile(values, 0.35))
     heights = np.log(np.maximum(values, 1e-12) / np.maximum(usual, 1e-12))
     spread = (np.quantile(heights, 0.35) - np.quantile(heights, 0.1)) / 0.9
     spikes = np.flatnonzero((heights > max(np.log(4.0), 6 * spread)) & (values > SMALL))
-    if len(spikes) < (2 if len(spikes) and heights[spikes].max() > np.log(10.0) else 3):
+    if len(spikes) < (2 if heights[spikes].max(initial=0.0) > np.log(10.0) else 3):
         return None
-    return words.gradient_spikes(gradients, spikes, usual)
+    times = float(np.max(values[spikes] / np.maximum(usual[spikes], 1e-12)))
+    often = f"{times:.0f}" if times < 1000 else "more than 1000"  # where most are next to nothing
+    highest = short(float(values[spikes].max()))
+    changed = f"spiked {len(spikes)} times, up to {highest}, {often} times what is usual"
+    return words.finding("gradient_spikes", int(gradients.steps[spikes[0]]), changed=changed)
 
 
 def stalled(run: History) -> Finding | None:
     """Neither reward nor evaluation has risen for at least half of the run, and it is far from perfect."""
     found = stalls.stalled(run)
-    return words.stalled(found, run) if found else None
+    if found is None:
+        return None
+    return words.finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
 
 
 RULES = (
@@ -189,9 +207,7 @@ def _near_zero(past: np.ndarray) -> np.ndarray:
 
 def _learns(run: History, since: int) -> bool:
     """Whether reward or evaluation has risen; of texts, which have no reward, whether the loss has fallen."""
-    if len(run["reward/mean"]) or run.evaluations:
-        return improved(run, since)
-    return fallen(run["loss"], since)
+    return improved(run, since) if _scored(run) else fallen(run["loss"], since)
 
 
 def _grown(run: History, name: str, idle: Limit, learning: Limit, relative: bool = False) -> Departure | None:
@@ -202,7 +218,7 @@ def _grown(run: History, name: str, idle: Limit, learning: Limit, relative: bool
     found = departure(run[name], idle, True, relative)
     if found is None or not _lasts(found, run[name]):
         return None
-    return None if improved(run, found.step) or learned(run) else found
+    return None if _excused(run, found) else found
 
 
 def _always(run: History, name: str, high: float) -> Departure | None:
@@ -211,13 +227,22 @@ def _always(run: History, name: str, high: float) -> Departure | None:
     found = departure(series, Above(high), True)
     if found is None or found.count < 12 or fallen(series, found.step):
         return None
-    return None if improved(run, found.step) or learned(run) else found
+    return None if _excused(run, found) else found
 
 
 def _tells(run: History, found: Departure, gross: bool) -> bool:
     """Whether a change of lengths is gross, or has lasted in a run of which it is known whether it learns."""
-    known = bool(len(run["reward/mean"]) or run.evaluations)
-    return gross or (known and _lasts(found, run["completions/mean_length"]))
+    return gross or (_scored(run) and _lasts(found, run["completions/mean_length"]))
+
+
+def _scored(run: History) -> bool:
+    """Whether there are rewards or evaluations to tell by."""
+    return bool(len(run["reward/mean"]) or run.evaluations)
+
+
+def _excused(run: History, found: Departure) -> bool:
+    """Whether the run has learned since a change began, or has learned its task."""
+    return improved(run, found.step) or learned(run)
 
 
 def _lasts(found: Departure, series: Series) -> bool:
