@@ -104,3 +104,13 @@ def rows(columns, tested=None, every=10, noise=0.0, seed=0):
             share = tested[max(row["step"] - 1, 0)] + min(noise, 0.03) * rng.normal()
             row["eval/sums/pass@1"] = float(np.clip(share, 0, 1))
     return made
+
+
+def kinds(found):
+    """The kinds of findings."""
+    return {finding.kind for finding in found}
+
+
+def of(kind, found):
+    """The finding of a kind; None where there is none."""
+    return next((finding for finding in found if finding.kind == kind), None)

@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from histories import change, flat_then, healthy, rise, rows, sick
+from histories import change, flat_then, healthy, kinds, of, rise, rows, sick
 
 from jaxrl_llm import config, learner, recipes, rewards, rollout
 from jaxrl_llm.algorithms import surrogates
@@ -35,14 +35,6 @@ MATTERS = {
 """What alone must be there for a kind to be found."""
 AT_ONCE = {"gradient_spikes", "reward_hacking", "stalled"}
 """Kinds whose histories have one shape."""
-
-
-def kinds(found):
-    return {finding.kind for finding in found}
-
-
-def of(kind, found):
-    return next((finding for finding in found if finding.kind == kind), None)
 
 
 def sick_rows(kind, steps, began, shape, noise, seed):

@@ -2,13 +2,9 @@
 
 import numpy as np
 import pytest
-from histories import rows
+from histories import of, rows
 
 from jaxrl_llm.telemetry import diagnose
-
-
-def of(kind, found):
-    return next((finding for finding in found if finding.kind == kind), None)
 
 
 @pytest.mark.parametrize("steps", [60, 200, 1000])
