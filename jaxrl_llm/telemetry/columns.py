@@ -144,8 +144,15 @@ def evaluation(metrics: dict[str, Any]) -> str:
     return "  ".join(told.values())
 
 
+def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """What happened in a step, and what is said of it, if anything is: ``("reference reset", "")``."""
+    there = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
+    return [
+        (name.removeprefix("event/").replace("_", " "), value if isinstance(value, str) else "")
+        for name, value in there
+    ]
+
+
 def events(metrics: dict[str, Any]) -> list[str]:
-    """What happened in a step, one line each: ``reference reset``, ``teaches nothing: all advantages are 0``."""
-    happened = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
-    words = [(name.removeprefix("event/").replace("_", " "), value) for name, value in happened]
-    return [f"{name}: {value}" if isinstance(value, str) else name for name, value in words]
+    """The same, one line each: ``reference reset``, ``teaches nothing: all advantages are 0``."""
+    return [f"{name}: {text}" if text else name for name, text in happened(metrics)]

@@ -1,12 +1,12 @@
 """What a terminal shows of a run below its finished steps: curves of one line, where the time goes, what is wrong."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from jaxrl_llm.telemetry.columns import short
+from jaxrl_llm.telemetry.rows import number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN = "_.-~=+*#"
@@ -68,7 +68,7 @@ class Panel:
     def lines(self, width: int, blocks: str = BLOCKS) -> list[Text]:
         """At most three lines of ``width`` characters."""
         curves = [Curve(name.rpartition("/")[2], values) for name, values in self._tests.items() if len(values) > 1][:1]
-        curves += [curve for curve in self._curves.values() if len(curve.values) > 1 and len(set(curve.values)) > 1]
+        curves += [curve for curve in self._curves.values() if len(set(curve.values)) > 1]
         if width < LEAST_WIDTH or not curves:
             return []
         count = min(MOST_CURVES, width // NARROWEST)
@@ -112,8 +112,8 @@ def evaluation_names(row: Mapping[str, Any]) -> list[str]:
 
 
 def _keep(values: list[float], value: Any) -> None:
-    if isinstance(value, int | float) and math.isfinite(value):
-        values.append(float(value))
+    if (measured := number(value)) is not None:
+        values.append(measured)
 
 
 def _drawn(curve: Curve, width: int, blocks: str) -> str:

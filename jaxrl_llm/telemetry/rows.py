@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,13 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(entry) for entry in value]
     return value
+
+
+def number(value: Any) -> float | None:
+    """A finite number, of Python or NumPy; None for all else, truth values among it."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def encode_row(row: dict[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from commands import command
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.telemetry.report import page, write_report
-from jaxrl_llm.telemetry.report.history import curves_of, flat
+from jaxrl_llm.telemetry.report.files import curves_of, flat
 from jaxrl_llm.telemetry.report.thinning import MOST_COMPLETIONS, choose_lines, thinned
 from jaxrl_llm.telemetry.writers import RunWriter
 

@@ -4,10 +4,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
+
+from jaxrl_llm.telemetry.rows import number
 
 MEASURED = (
     "reward/mean", "reward/zero_std_fraction", "completions/mean_length", "completions/truncated_fraction",
@@ -83,16 +84,9 @@ def history(rows: Iterable[Mapping[str, Any]]) -> History:
                     continue
                 found[name] = {}
             if (measured := number(value)) is not None:
-                found[name][int(at)] = measured
+                found[name][int(at)] = min(max(measured, -LARGEST), LARGEST)
     series = {name: _series(values) for name, values in found.items()}
     return History({name: series[name] for name in MEASURED}, _evaluations(series), last)
-
-
-def number(value: Any) -> float | None:
-    """A finite number; None for all else."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    return min(max(float(value), -LARGEST), LARGEST) if math.isfinite(value) else None
 
 
 def total(one: Series, other: Series) -> Series:

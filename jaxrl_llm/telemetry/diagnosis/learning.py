@@ -14,8 +14,6 @@ NOTICEABLE = 0.03
 """The least change that counts, as a share of the rewards' scale."""
 NEAR_PERFECT = 0.75
 """The share of the way to the best reward, and of right answers, from which on a run has learned its task."""
-
-
 SURELY_PERFECT = 0.85
 """The same where the best is a guess."""
 FEW = 8

@@ -15,7 +15,7 @@ from jaxrl_llm.telemetry.diagnosis import stalls, words
 from jaxrl_llm.telemetry.diagnosis.departure import Departure, Limit, departure, lasting, smoothed
 from jaxrl_llm.telemetry.diagnosis.finding import Finding
 from jaxrl_llm.telemetry.diagnosis.history import History, Series, history, total
-from jaxrl_llm.telemetry.diagnosis.progress import fallen, improved, learned, recent, risen
+from jaxrl_llm.telemetry.diagnosis.learning import fallen, improved, learned, recent, risen
 from jaxrl_llm.telemetry.diagnosis.words import percent
 
 SMALL = 0.1

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
 from jaxrl_llm.telemetry.diagnosis.history import History, Series
-from jaxrl_llm.telemetry.diagnosis.progress import (
+from jaxrl_llm.telemetry.diagnosis.learning import (
     FEW,
     KNOWN,
     NOTICEABLE,

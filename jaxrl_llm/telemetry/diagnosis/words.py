@@ -6,7 +6,7 @@ from jaxrl_llm.telemetry.columns import short
 from jaxrl_llm.telemetry.diagnosis.departure import Departure
 from jaxrl_llm.telemetry.diagnosis.finding import Finding
 from jaxrl_llm.telemetry.diagnosis.history import History
-from jaxrl_llm.telemetry.diagnosis.progress import level
+from jaxrl_llm.telemetry.diagnosis.learning import level
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.telemetry.columns import happened
 from jaxrl_llm.telemetry.diagnosis import diagnose
 from jaxrl_llm.telemetry.report.thinning import Chosen, choose_lines, thinned
-from jaxrl_llm.telemetry.rows import jsonable, read_rows
+from jaxrl_llm.telemetry.rows import number, read_rows
 
 MOST_POINTS = 90_000
 """Points of all curves of a report together: about 600 KB of it."""
 LEAST_POINTS = 100
 SECONDS = ("time/step_s", "time/evaluation_s")
-EVENT = "event/"
 
 
 @dataclasses.dataclass(frozen=True)
-class History:
+class RunFiles:
     """A run's files as they were read.
 
     Attributes:
@@ -34,8 +34,8 @@ class History:
     curves: dict[str, tuple[list[int], list[float]]]
 
 
-def read_history(directory: Path) -> History:
-    """The history of a run that lasts or has ended.
+def read_files(directory: Path) -> RunFiles:
+    """The files of a run that lasts or has ended.
 
     Raises:
       InputError: there is no run, or it has not made a step; a file that is no JSON.
@@ -50,34 +50,34 @@ def read_history(directory: Path) -> History:
         raise InputError(f"{metrics} is empty: wait for the run's first step")
     if any(not isinstance(row.get("step"), int) for row in rows):
         raise InputError(f"{metrics} holds a row without a step: give the folder of a run")
-    return History(directory, _config(directory / "config.json"), rows, curves_of(rows))
+    return RunFiles(directory, _config(directory / "config.json"), rows, curves_of(rows))
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and values of each metric that is a number; null, NaN and infinity are left out."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
-        for name, value in jsonable(row).items():
-            if name != "step" and not isinstance(value, bool) and isinstance(value, int | float):
+        for name, value in row.items():
+            if name != "step" and (measured := number(value)) is not None:
                 steps, values = curves.setdefault(name, ([], []))
                 steps.append(row["step"])
-                values.append(value)
+                values.append(measured)
     return curves
 
 
-def described(histories: list[History], chosen: list[Chosen]) -> dict[str, Any]:
+def described(runs: list[RunFiles], chosen: list[Chosen]) -> dict[str, Any]:
     """What the page reads, as JSON values: of each run settings, curves, events and findings."""
-    count = sum(len(history.curves) + 1 for history in histories)
+    count = sum(len(run.curves) + 1 for run in runs)
     most = max(LEAST_POINTS, MOST_POINTS // max(count, 1))
-    names = [history.directory.resolve().name for history in histories]
+    names = [run.directory.resolve().name for run in runs]
     if len(set(names)) < len(names):
-        names = [str(history.directory) for history in histories]
-    return {"runs": [{"name": name} | _run(*of, most) for name, *of in zip(names, histories, chosen, strict=True)]}
+        names = [str(run.directory) for run in runs]
+    return {"runs": [{"name": name} | _run(*of, most) for name, *of in zip(names, runs, chosen, strict=True)]}
 
 
-def samples_of(histories: list[History]) -> list[Chosen]:
+def samples_of(runs: list[RunFiles]) -> list[Chosen]:
     """The lines of samples.jsonl that the page holds, of each run."""
-    return [choose_lines(history.directory / "samples.jsonl", len(histories)) for history in histories]
+    return [choose_lines(run.directory / "samples.jsonl", len(runs)) for run in runs]
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -99,23 +99,18 @@ def _config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is no JSON: give the folder of a run") from None
 
 
-def _run(history: History, chosen: Chosen, most: int) -> dict[str, Any]:
-    rows = history.rows
-    curves = {name: thinned(*curve, most) for name, curve in history.curves.items()}
-    events = [
-        [row["step"], name.removeprefix(EVENT).replace("_", " "), value if isinstance(value, str) else ""]
-        for row in rows
-        for name, value in row.items()
-        if name.startswith(EVENT) and value
-    ]
+def _run(files: RunFiles, chosen: Chosen, most: int) -> dict[str, Any]:
+    rows = files.rows
+    curves = {name: thinned(*curve, most) for name, curve in files.curves.items()}
+    events = [[row["step"], *event] for row in rows for event in happened(row)]
     return {
-        "directory": str(history.directory),
-        "config": history.config,
+        "directory": str(files.directory),
+        "config": files.config,
         "last": rows[-1]["step"],
         "curves": {name: _compact(*curve) for name, curve in curves.items()},
-        "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in history.curves.items()},
+        "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in files.curves.items()},
         "clock": _compact(*thinned(*_clock(rows), most)),
-        "thinned": [most, max(map(len, (steps for steps, _ in history.curves.values())), default=0)],
+        "thinned": [most, max(map(len, (steps for steps, _ in files.curves.values())), default=0)],
         "events": events,
         "findings": [dataclasses.asdict(finding) for finding in diagnose(rows)],
         "samples": [len(chosen.lines), chosen.there],

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm.telemetry.report.history import described, read_history, samples_of
+from jaxrl_llm.telemetry.report.files import described, read_files, samples_of
 
 HERE = Path(__file__).parent
 SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "completions.js", "begin.js")
@@ -37,9 +37,9 @@ def write_report(directories: Sequence[Path], path: Path) -> None:
 
 def page(directories: Sequence[Path]) -> str:
     """The report of some runs as HTML; what is not of this package is in it as base64 or escaped."""
-    histories = [read_history(directory) for directory in directories]
-    chosen = samples_of(histories)
-    data = described(histories, chosen)
+    runs = [read_files(directory) for directory in directories]
+    chosen = samples_of(runs)
+    data = described(runs, chosen)
     data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
     blobs = [_blob("history", json.dumps(data, allow_nan=False).encode())]
     blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]

@@ -54,8 +54,8 @@ def choose_lines(path: Path, runs: int = 1) -> Chosen:
       InputError: a line that is no JSON object, but for a torn last one.
     """
     batches: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for begin, line, key in _told_apart(path):
-        batches.setdefault(key, []).append((begin, len(line)))
+    for begin, size, key in _told_apart(path):
+        batches.setdefault(key, []).append((begin, size))
     there = sum(map(len, batches.values()))
     kinds = [[batch for (of, _), batch in batches.items() if of == kind] for kind in {of for of, _ in batches}]
     every = 1
@@ -72,8 +72,8 @@ def _every(batches: list[list[tuple[int, int]]], every: int) -> list[list[tuple[
     return batches[::every] + (batches[-1:] if (len(batches) - 1) % every else [])
 
 
-def _told_apart(path: Path) -> Iterator[tuple[int, bytes, tuple[str, int]]]:
-    """Where each line begins, the line, its kind and step."""
+def _told_apart(path: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
+    """Where each line begins, its bytes, its kind and step."""
     if not path.is_file():  # a device is none
         return
     begin = 0
@@ -82,7 +82,7 @@ def _told_apart(path: Path) -> Iterator[tuple[int, bytes, tuple[str, int]]]:
             head = HEAD.match(line) if line.endswith(b"}\n") else None
             key = (head[2].decode(), int(head[1])) if head else _parsed(line)
             if key is not None:
-                yield begin, line, key
+                yield begin, len(line), key
             elif line.endswith(b"\n"):
                 raise InputError(f"{path}: line {number} is no sample; remove that line and run again")
             begin += len(line)
