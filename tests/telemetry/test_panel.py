@@ -41,6 +41,7 @@ def drawn(panel, width=100):
 
 def test_what_was_measured_is_drawn_the_most_telling_first():
     tests = [{"step": 0, "eval/sums/pass@1": 0.5, "eval/sums/problems": 78.0}, {"eval/sums/pass@1": 0.9}]
+    tests = [row | {"eval/other/reward": 1.0} for row in tests]
     (line,) = drawn(panel_of(ROWS, tests))
     assert [word for word in line.split() if word[0].isalpha()] == ["pass@1", "reward", "entropy", "kl"]
     assert line.split()[:3] == ["pass@1", "▁█", "0.900"]

@@ -14,7 +14,7 @@ from commands import command
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.telemetry.report import page, write_report
 from jaxrl_llm.telemetry.report.files import curves_of, flat
-from jaxrl_llm.telemetry.report.thinning import MOST_COMPLETIONS, choose_lines, thinned
+from jaxrl_llm.telemetry.report.thinning import MOST_BYTES, MOST_COMPLETIONS, choose_lines, thinned
 from jaxrl_llm.telemetry.writers import RunWriter
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
@@ -182,6 +182,14 @@ def test_of_many_completions_whole_steps_are_kept_the_first_and_the_last_among_t
     assert choose_lines(tmp_path / "none.jsonl").lines == [] == choose_lines(tmp_path).lines
 
 
+def test_of_long_completions_no_more_is_kept_than_there_is_room_for(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    line = json.dumps(sample(1, completion="x" * (MOST_BYTES // 20))).encode() + b"\n"
+    path.write_bytes(b"".join(line.replace(b'"step": 1', b'"step": %d' % step) for step in range(1, 26)))
+    chosen = choose_lines(path)
+    assert chosen.there == 25 and [json.loads(line)["step"] for line in chosen.lines] == [*range(1, 26, 2)]
+
+
 def test_settings_have_dotted_names():
     assert flat({"a": {"b": [{"c": 1}, {"c": 2}]}, "d": [1, 2], "e": None}) == {
         "a.b.0.c": 1, "a.b.1.c": 2, "d": [1, 2], "e": None
@@ -216,6 +224,15 @@ def test_the_report_takes_its_share_of_a_runs_time_alone(tmp_path):
         writer.report()
         assert (tmp_path / "report.html").stat().st_mtime_ns == first
     assert (tmp_path / "report.html").stat().st_mtime_ns > first
+
+
+def test_a_report_that_holds_all_is_not_written_again(tmp_path):
+    report = tmp_path / "report.html"
+    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+        writer.write(0, {"loss": 0.5})
+        writer.report()
+        report.unlink()
+    assert not report.exists()
 
 
 def test_the_command_writes_a_page_into_the_run_or_where_it_is_told_to(tmp_path):
@@ -255,9 +272,10 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path, arguments, said):
 def test_help_and_a_report_need_no_jax(tmp_path):
     run = a_run(tmp_path / "a", [{"step": 1, "loss": 1.0}])
     began = time.monotonic()
-    told = command("report", "--help", folder=tmp_path)
-    assert told.code == 0 and told.out.startswith("usage: jaxrl-llm report") and time.monotonic() - began < 1
     check = "import atexit, sys; atexit.register(lambda: print(*{'jax', 'transformers'} & set(sys.modules)))"
+    told = command("report", "--help", folder=tmp_path, before=check)
+    assert told.code == 0 and told.out.startswith("usage: jaxrl-llm report") and time.monotonic() - began < 1
+    assert told.out.endswith("end.\n\n")
     answer = command("report", "a", folder=tmp_path, before=check)
     assert answer.code == 0 and answer.out.splitlines()[1:] == [""]
     write_report([run], tmp_path / "again.html")
