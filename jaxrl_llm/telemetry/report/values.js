@@ -60,7 +60,7 @@ const percent = value => (value == null ? "–" : `${(100 * value).toFixed(1)} %
 function duration(seconds) {
   if (seconds < 100) return `${Number(seconds.toPrecision(3))} s`;
   const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+  if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;
   const hours = Math.floor(minutes / 60);
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
