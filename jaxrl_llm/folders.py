@@ -11,7 +11,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.signals import farewell
 
 GPU_SHARE = 0.9
 """Of a GPU's memory, what JAX may take: by itself it takes 0.75. The rest is its libraries'."""
@@ -49,6 +50,32 @@ def writable(place: Path, flag: str) -> Generator[None]:
         raise InputError(
             f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}"
         ) from error
+
+
+def check_file(path: Path, flag: str) -> None:
+    """Refuse a file that could not be written, before anything is computed for it.
+
+    Raises:
+      InputError: it is a folder, or its folder is not there.
+    """
+    require(not path.is_dir(), f"{flag} {path} is a folder: give a file in it")
+    require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Generator[Path]:
+    """A file beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
+    part = target.with_name(f".{target.name}.part")
+
+    def remove(*reason: object) -> None:
+        part.unlink(missing_ok=True)
+
+    try:
+        with farewell(remove):
+            yield part
+            os.replace(part, target)
+    finally:
+        remove()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -17,7 +16,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import InUse, alone, prepare_libraries, writable
+from jaxrl_llm.folders import InUse, alone, new_file, prepare_libraries, writable
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import farewell
@@ -254,9 +253,8 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
             with writable(directory, "--run_dir"):
                 directory.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(alone(directory, "take --fresh for a new folder"))
-                temporary = directory / ".config.json"
-                temporary.write_text(json.dumps(described(found), indent=1))
-                os.replace(temporary, directory / "config.json")
+                with new_file(directory / "config.json") as part:
+                    part.write_text(json.dumps(described(found), indent=1))
             with farewell(lambda *reason: lock.unlink(missing_ok=True)), farewell(remove):
                 yield
         except InUse:

@@ -13,7 +13,7 @@ from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy
 from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.folders import prepare_libraries, writable
+from jaxrl_llm.folders import check_file, prepare_libraries, writable
 from jaxrl_llm.tasks import Task, dated
 from jaxrl_llm.trained import Trained, find_run
 
@@ -102,9 +102,7 @@ def check_out(out: str | None) -> None:
     """Refuse a file that cannot hold the answers, before anything is sampled."""
     if out is not None:
         configs.require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
-        configs.require(not Path(out).is_dir(), f"--out {out} is a folder: give a file in it")
-        folder = Path(out).absolute().parent
-        configs.require(folder.is_dir(), f"--out {out}: there is no folder {folder}; make it first")
+        check_file(Path(out), "--out")
 
 
 def defaults(run: configs.Run) -> Options:

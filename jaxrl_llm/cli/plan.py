@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import prepare_libraries, writable
+from jaxrl_llm.folders import check_file, prepare_libraries, writable
 
 if TYPE_CHECKING:
     from jaxrl_llm.plan.machines import Machine
@@ -98,20 +98,14 @@ def options(arguments: list[str]) -> dict[str, Any]:
         if text is not None and not (text.isdigit() and int(text)):
             raise InputError(f"{flag} must be a positive number, got {text}")
         found[flag] = default if text is None else int(text)
-    for flag in ("--json", "--plot"):
-        if found[flag]:
-            check_file(flag, Path(found[flag]))
+    paths = {flag: Path(found[flag]) for flag in ("--json", "--plot") if found[flag]}
+    for flag, path in paths.items():
+        check_file(path, flag)
+        drawn = flag == "--json" or path.suffix in PICTURES
+        configs.require(drawn, f"--plot {path}: end it in {' or '.join(PICTURES)}")
     if found["--loops"] and (found["--quick"] or found["--search"]):
         raise InputError("--loops reads the compiled programs of one plan: leave --quick and --search out")
     return found
-
-
-def check_file(flag: str, path: Path) -> None:
-    """Refuse a file that could not be written, before anything is compiled."""
-    configs.require(not path.is_dir(), f"{flag} {path} is a folder: give a file in it")
-    configs.require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if flag == "--plot":
-        configs.require(path.suffix in PICTURES, f"--plot {path}: end it in {' or '.join(PICTURES)}")
 
 
 def settings(given: str, arguments: list[str], slices: int) -> Any:

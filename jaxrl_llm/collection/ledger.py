@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from jaxrl_llm.collection.counts import Counts
 from jaxrl_llm.collection.rows import Row
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import HELD, InUse, writable
+from jaxrl_llm.folders import HELD, InUse, new_file, writable
 from jaxrl_llm.telemetry.rows import append_rows, encode_row, read_rows
 
 COLLECTED = "collected.jsonl"
@@ -70,13 +70,11 @@ class Ledger:
 
     def finish(self) -> None:
         """All problems are done: the rows become the file, in one move."""
-        whole = self._path.with_name(f".{self._path.name}")
-        with open(whole, "wb") as file:
+        with new_file(self._path) as whole, open(whole, "wb") as file:
             for line in read_rows(part_of(self._path)):
                 file.write(b"".join(encode_row(row) for row in line.get("rows", ())))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(whole, self._path)
         part_of(self._path).unlink()
 
 

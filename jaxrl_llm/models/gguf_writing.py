@@ -1,17 +1,16 @@
 """Write a model as one GGUF file, as llama.cpp's converter lays it out, by the tables that ``gguf`` reads with."""
 
-import contextlib
 import dataclasses
 import math
 import os
 import types
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.folders import new_file
 from jaxrl_llm.models.config import Llama3Rope, ModelConfig, TokenIds
 from jaxrl_llm.models.families import family_of, tensors_of
 from jaxrl_llm.models.gguf import (
@@ -29,7 +28,6 @@ from jaxrl_llm.models.gguf import (
 )
 from jaxrl_llm.models.hf_config import differences, read_config, write_config
 from jaxrl_llm.models.weights import StoredTensor, to_stored
-from jaxrl_llm.signals import farewell
 
 KINDS = types.MappingProxyType({"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"})
 """What matrices may be stored as -> llama.cpp's name of such a file."""
@@ -67,7 +65,7 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
     _check(config, metadata, tensors)
     metadata["general.file_type"] = int(gguf.LlamaFileType[KINDS[kind]])
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
-    with _new_file(Path(path)) as part:
+    with new_file(Path(path)) as part:
         _write(part, metadata, tensors, kind)
 
 
@@ -172,22 +170,6 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
 def _ordered(config: ModelConfig) -> ModelConfig:
     """The same, with its ends in order: any of them ends an answer."""
     return dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, eos=tuple(sorted(config.tokens.eos))))
-
-
-@contextlib.contextmanager
-def _new_file(target: Path) -> Generator[Path]:
-    """A file beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
-    part = target.with_name(f".{target.name}.part")
-
-    def remove(*reason: object) -> None:
-        part.unlink(missing_ok=True)
-
-    try:
-        with farewell(remove):
-            yield part
-            os.replace(part, target)
-    finally:
-        remove()
 
 
 def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor], kind: str) -> None:

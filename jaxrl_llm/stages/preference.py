@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from jaxrl_llm.config.texts import Preference
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Tested
+from jaxrl_llm.folders import new_file
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.learner.comparisons import PairLoss
 from jaxrl_llm.models.decoder import Decoder
@@ -51,10 +51,8 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
             return {name: file[name] for name in file.files if name != "key"}
     known = compute()
     if peers.leads:
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("wb") as file:
+        with new_file(path) as part, part.open("wb") as file:
             np.savez(file, key=np.asarray(key), **known)
-        os.replace(temporary, path)
     return known
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import new_file
 
 
 def jsonable(value: Any) -> Any:
@@ -80,13 +81,8 @@ def cut_after(path: str | Path, step: int) -> None:
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Make the file of these rows, in one move: whole, or as it was."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            for row in rows:
-                file.write(encode_row(row))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with new_file(path) as part, open(part, "wb") as file:
+        for row in rows:
+            file.write(encode_row(row))
+        file.flush()
+        os.fsync(file.fileno())

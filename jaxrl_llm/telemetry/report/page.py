@@ -5,11 +5,11 @@ import datetime
 import gzip
 import html
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_llm.folders import new_file
 from jaxrl_llm.telemetry.report.files import described, read_files, samples_of
 
 HERE = Path(__file__).parent
@@ -27,12 +27,8 @@ def write_report(directories: Sequence[Path], path: Path) -> None:
       InputError: one of them is no run, or has files that cannot be read.
     """
     text = page(directories)
-    part = path.with_name(f"{path.name}.part")
-    try:
+    with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def page(directories: Sequence[Path]) -> str:
