@@ -85,7 +85,7 @@ REFUSED = {
     "train mute.py": ["mute has no tokenizer"],
     "train sharp.py": ["DPO.beta must be above 0", "correct the configuration"],
     "train other_kind.py": ["other_kind.py: data is Texts(...): give Pairs(...)"],
-    "train no_kind.py": ["no_kind.py"],
+    "train no_kind.py": ["no_kind.py must set config = Run(...)"],
     "train torn.py": ["torn.jsonl:2: the row has the columns prompt, chosen; a row has prompt, chosen, rejected"],
     "train unlabelled.py": ["unlabelled.jsonl:2", "labels"],
     "train equal.py": ["equal.jsonl:2: chosen and rejected are equal"],

@@ -1,6 +1,6 @@
 """Wrong uses as strangers make them: each is one line that names the thing and the remedy, and leaves nothing behind.
 
-Beside these stand those of ``test_cli.py``, ``test_data_errors.py`` and the tests of each command.
+Those of runs that learn from data stand in ``test_data_errors.py``, others beside their commands.
 """
 
 import dataclasses
@@ -20,8 +20,10 @@ from jaxrl_llm.rewards import *
 from jaxrl_llm.tasks import *
 base = load_config("smoke")[1]
 def run(**changes): return dataclasses.replace(base, **changes)
-def task(**changes): return run(task=dataclasses.replace(base.task, source=Table("good.jsonl"), **changes))
+def task(**changes): return run(task=dataclasses.replace(base.task, **{"source": Table("good.jsonl")} | changes))
+def read(*table, **fields): return task(source=Table(*table, **fields))
 def scored(*rewards): return dataclasses.replace(task(), scoring=Scoring(rewards))
+def own(name): return scored(Function(f"own_rewards{name}"))
 config = """
 OWN_REWARDS = """
 def greedy(a, b, c, d): return 1.0
@@ -31,12 +33,12 @@ number = 3
 CONFIGS = {
     "unset": ("None", "unset.py must set config = Run(...)"),
     "klass": ("Run", "klass.py must set config = Run(...)"),
-    "open": ("Run(", "open.py, line 11: SyntaxError: '(' was never closed"),
-    "misnamed": ('Runn("tiny-random")', "misnamed.py, line 11: NameError: name 'Runn' is not defined"),
+    "open": ("Run(", "open.py, line 13: SyntaxError: '(' was never closed"),
+    "misnamed": ('Runn("tiny-random")', "misnamed.py, line 13: NameError: name 'Runn' is not defined"),
     "bare": ("Run()", "missing 2 required positional arguments: 'model' and 'task'"),
     "mistyped": ("run(stepss=4)", "unexpected keyword argument 'stepss'; correct the configuration"),
     "absent": ("__import__('nothing_like_it')", "No module named 'nothing_like_it'; correct the configuration"),
-    "recipe_key": ('run(recipe=RECIPES["gpro"])', "recipe_key.py, line 11: KeyError: 'gpro'"),
+    "recipe_key": ('run(recipe=RECIPES["gpro"])', "recipe_key.py, line 13: KeyError: 'gpro'"),
     "recipe_name": ('run(recipe="grpo")', "recipe_name.py: recipe is 'grpo': give Recipe(...)"),
     "task_name": ('run(task="gsm8k")', "task_name.py: task is 'gsm8k': give Task(...)"),
     "rollout_number": ("run(rollout=3)", "rollout is 3: give Rollout(...)"),
@@ -62,22 +64,114 @@ CONFIGS = {
     "reward_name": ('scored("accuracy")', "scoring.rewards holds 'accuracy', which is no reward"),
     "reward_short": ("scored(lambda text: 1)", "cannot be a reward: write it as f(problem, completion)"),
     "reward_module": ('scored(Function("nowhere:score"))', "nowhere:score cannot be imported"),
-    "reward_typo": ('scored(Function("own_rewards:wrdy"))', "own_rewards has no wrdy; did you mean wordy?"),
-    "reward_file": ('scored(Function("own_rewards.py"))', "names no function; write module:function"),
-    "reward_number": ('scored(Function("own_rewards:number"))', "own_rewards:number is a int; name a function"),
+    "reward_typo": ('own(":wrdy")', "own_rewards has no wrdy; did you mean wordy?"),
+    "reward_file": ('own(".py")', "names no function; write module:function"),
+    "reward_number": ('own(":number")', "own_rewards:number is a int; name a function"),
     "format_open": ('scored(Format("(("))', "format pattern '((' is no regular expression"),
     "filter_name": ('task(keep="own_rewards:nobody")', "own_rewards has no nobody; check the spelling"),
+    "unanswered": ('read("unanswered.jsonl")', "unanswered.jsonl:2 has no answer in field 'answer'"),
+    "halved": ('read("halved.jsonl")', "halved.jsonl:2 is no JSON"),
+    "long": (
+        'read("long.jsonl")',
+        "the longest prompt of long has 200 tokens: set --rollout.max_prompt_tokens 200 (now 80)",
+    ),
+    "greedy": ('own(":greedy")', "own_rewards.py:2: LookupError: it wants", "and the row has only"),
+    "wordy": ('own(":wordy")', "own_rewards.py:3: TypeError: returned 'good', which is no number"),
+    "judged": ('scored(ModelReward("nowhere"))', "no such model: nowhere"),
+    "unscored": (
+        'scored(ModelReward("tiny-random"))',
+        "tiny-random is a language model, which gives no score: train a RewardModel",
+    ),
+    "column": (
+        'read("good.jsonl", prompt_field="question")',
+        "good.jsonl:1 has no prompt in field 'question' (it has prompt, answer); set prompt_field",
+    ),
+    "latin": ('read("latin.jsonl")', "latin.jsonl:1 is no JSON", "write one object on each line, in UTF-8"),
+    "listed": ('read("listed.jsonl")', "listed.jsonl:2 is a list; a row is an object with fields"),
+    "csv": ('read("good.csv")', "good.csv has the suffix '.csv'; tables are .jsonl or .parquet files"),
+    "parquet": ('read("broken.parquet")', "broken.parquet is no Parquet file", "write it again"),
+    "texts": (
+        'Supervised("tiny-random", Texts(Table("good.jsonl"), template="plain"))',
+        "good.jsonl:1: the row has the columns prompt, answer; a row has messages",
+    ),
 }
-"""What a configuration of one's own sets ``config`` to, and a part of the answer."""
-AT_ONCE = {
+"""What a configuration of one's own sets ``config`` to, and parts of the answer."""
+REFUSED = {
+    "trian quickstart": ["no command 'trian'", "did you mean train?"],
+    "train": ["train needs a configuration", "jaxrl-llm train quickstart"],
+    "train smok": ["no configuration 'smok'", "did you mean smoke?"],
+    "train nowhere.py": ["no configuration 'nowhere.py'", "or give a .py file"],
+    "train smoke --stpes 3": ["no option --stpes", "did you mean --steps?"],
+    "train smoke --slots 3": ["no option --slots", "did you mean --rollout.slots?"],
+    "train smoke --num_generations 4": ["no option --num_generations: here it is --rollout.group"],
+    "train smoke --max-completion-length=9": ["here it is --rollout.max_new_tokens"],
+    "train smoke --learning_rate 1e-6": ["here it is --learner.optimiser.learning_rate"],
+    "train smoke --learner.lr 1e-6": ["no option --learner.lr: here it is --learner.optimiser.learning_rate"],
+    "train smoke --num_train_epochs 1": ["here it is --steps (each of rollout.prompts prompts)"],
+    "train smoke --use_vllm True": ["the sampler is built in"],
+    "train smoke --recipe.reference_reset 5": ["here it is --recipe.resets.reference_every"],
+    "train smoke data.train_batch_size=8": ["no translation of data.train_batch_size: here it is --rollout.prompts"],
+    "train smoke actor_rollout_ref.rollout.n=8": ["here it is --rollout.group"],
+    "eval tiny-random --max_completion_length 9": ["did you mean --max_new_tokens?"],
+    "train smoke --steps x": ["--steps: expected INT, got 'x'"],
+    "train smoke --learner.optimiser.learning_rate fast": ["learning-rate: expected FLOAT, got 'fast'"],
+    "train smoke --learner.optimiser.learning_rate": ["--learner.optimiser.learning-rate needs a value"],
+    "train smoke --learner.optimiser.schedule cosine": ["learner.optimiser.decay must be two counts", "above warmup"],
+    "train smoke surplus": ["surplus belongs to no option", "write --option value"],
+    "train smoke --recipe gpso": ["no recipe 'gpso'", "did you mean gspo?"],
+    "train smoke --recipe": ["--recipe needs a value"],
+    "train smoke --rollout.group 1": ["rollout.group 1", "at least 2 completions"],
+    "train smoke --model missing/model/here": ["no such model directory: missing/model/here"],
+    "train smoke --model missing.gguf": ["no such file: missing.gguf"],
+    "train smoke --model smollm2-13m": ["no such model: smollm2-13m", "did you mean smollm2-135m?"],
+    "train smoke --model good.jsonl": ["good.jsonl is neither a model directory nor a .gguf file"],
+    "train smoke --model truncated": ["truncated/model.safetensors is not a whole safetensors file", "fetch it again"],
+    "train smoke --model activation": ["the activation 'quux'", "known are silu"],
+    "train smoke --model shape": ["mlp.gate_proj.weight has shape [48, 32] where config.json says [8, 32]"],
+    "train smoke --model experts": ["model_type 'qwen3_moe' is not supported"],
+    "train smoke --model toothless": ["toothless has no tokenizer", "tokenizer.json"],
+    "train smoke --model noise.gguf": ["noise.gguf is not a whole GGUF file", "fetch it again"],
+    "train good.py --task.template chatmll": ["template 'chatmll' is unknown; choose tokenizer, chatml, plain"],
+    "train smoke --task.source.name chain_sun": ["no data set 'chain_sun'", "did you mean chain_sum?"],
+    "train smoke --mesh.data 3": ["mesh data, fsdp, tensor = (3, -1, 1) does not fit 1 devices"],
+    "train begun --steps x": ["--steps: expected INT, got 'x'"],
+    "train empty": ["no configuration 'empty'", "or give a .py file or a run"],
+    "train smoke --from nowhere": ["nowhere is no run"],
+    "train smoke --from begun": ["begun has no checkpoint yet", "(tiny-random)"],
+    "train smoke --from hollow@3": ["hollow has no checkpoint of step 3: it keeps 2, 4"],
+    "eval hollow@5": ["hollow has no checkpoint of step 5: it keeps 2, 4"],
+    "export nowhere@5 --out out": ["nowhere@5 is no run"],
+    "eval own": ["own/config.json: it names os:system, which is no configuration class of this version"],
+    "train smoke --run_dir good.jsonl": ["good.jsonl is a file: give a folder with --run_dir"],
+    "train smoke --run_dir good.jsonl/run": [
+        "good.jsonl/run cannot be written (Not a directory)",
+        "give another folder with --run_dir",
+    ],
+    "train smoke --run_dir /proc/unwritable/run": [
+        "/proc/unwritable/run cannot be written (No such file",
+        "give another folder with --run_dir",
+    ],
+    "eval": ["eval needs a run or a model"],
+    "eval begun": ["begun has no checkpoint yet", "(tiny-random)"],
+    "eval empty": ["empty holds no config.json"],
+    "eval tiny-random --samples 2": ["--samples 2 at temperature 0", "set --temperature above 0"],
+    "eval tiny-random --config nowhere": ["no configuration 'nowhere'"],
+    "eval tiny-random --config good.py --task.holdout 2": ["holdout is 2.0"],
+    "eval toothless --config good.py": ["toothless has no tokenizer"],
+    "generate": ["generate needs a model or a run"],
+    "generate tiny-random --prompt=": ["--prompt is empty"],
+    "generate tiny-random --prompt a --top_p 2": ["top_p must be above 0 and at most 1, got 2.0"],
+    "generate toothless --prompt a": ["toothless has no tokenizer"],
+    f"generate tiny-random --prompt {'x' * 1024}": ["the prompt has 1043 tokens", "made for 1024", "shorten it"],
+    "export begun": ["export needs a folder to write: jaxrl-llm export begun --out DIR"],
+    "export begun --out out extra": ["export does not know extra"],
+    "list moddels": ["list does not know 'moddels'", "did you mean models?"],
     "Train smoke": ["no command 'Train'", "did you mean train?"],
     "--verbose": ["no command '--verbose': there are train, eval"],
     "train --steps 3 smoke": ["train needs a configuration: jaxrl-llm train quickstart"],
     "train quickstart.yaml": ["no configuration 'quickstart.yaml': did you mean quickstart?"],
-    "train afolder": ["no configuration 'afolder'", "or give a .py file or a run"],
     "train smoke -steps 3": ["-steps belongs to no option: write --option value"],
     "train smoke steps=3": ["steps=3 belongs to no option"],
-    "train smoke --steps": ["--steps needs a value"],
     "train smoke --steps 1.5": ["--steps: expected INT, got '1.5'"],
     "train smoke --output.tensorboard maybe": ["maybe belongs to no option", "a switch stands alone"],
     "train smoke --reward accuracy": ["no option --reward: see jaxrl-llm train smoke --help"],
@@ -85,7 +179,6 @@ AT_ONCE = {
     "train smoke --model=": ["model is empty: give a Hugging Face directory"],
     "train smoke --model https://hf.co/a/b": ["no such model: https://hf.co/a/b; one of the hub is named OWNER/MODEL"],
     "train smoke --rollout.repetition.times -1": ["rollout.repetition.times must be at least 2", "got -1"],
-    "train smoke --task.template nothing": ["template 'nothing' is unknown; choose tokenizer, chatml, plain"],
     "train smoke --recipe=": ["--recipe needs a value"],
     "train smoke --run_dir=": ["run_dir is empty: give a folder, or leave it out"],
     "train smoke --learner.optimiser.learning_rate inf": ["learning_rate must be above 0, and finite, got inf"],
@@ -126,7 +219,6 @@ AT_ONCE = {
     "export smoke --out x": ["smoke is no run: give the folder that holds its config.json and checkpoints"],
     "export torn --out x": ["torn/config.json is no whole JSON"],
     "export hollow --out x --step 3": ["export does not know --step: jaxrl-llm export RUN[@STEP] --out DIR"],
-    "export hollow@9 --out x": ["hollow has no checkpoint of step 9: it keeps 2"],
     "export hollow --out full": ["full exists and is not empty; give a new directory, or remove it first"],
     "export hollow --out nowhere/a.gguf": ["--out nowhere/a.gguf: there is no folder nowhere; make it first"],
     "export hollow --out a.gguf --gguf_type q4": ["--gguf_type q4 is not written here: take one of f32, f16"],
@@ -140,91 +232,96 @@ AT_ONCE = {
     "plan smoke --topology h100:1 --plot a.txt": ["--plot a.txt: end it in .svg or .png or .pdf"],
     "report": ["report needs a run: jaxrl-llm report runs/quickstart"],
     "report nowhere": ["nowhere is no run: give the folder that holds its metrics.jsonl"],
-    "report afolder": ["afolder is no run to report on"],
+    "report empty": ["empty is no run to report on"],
     "report hollow --format pdf": ["report does not know --format"],
     "report hollow --out nowhere/a.html": ["there is no folder nowhere; give a file in a folder that exists"],
     "list runs": ["list does not know 'runs': there are configs, tasks, recipes, models"],
-} | {f"train {name}.py": [words] for name, (_, words) in CONFIGS.items()}  # fmt: skip
-"""Needs neither a model nor a data set."""
-LOADED = {
     "train smoke --task.source.name gsm8k": ["no data set 'gsm8k'; jaxrl-llm list tasks names"],
     "train smoke --rollout.max_new_tokens 100000 --learner.row_tokens 0": ["the model was made for 1024: lower one"],
-    "train smoke --model hollow": ["hollow/checkpoints/2 cannot be read (it holds no state)"],
+    "train smoke --model hollow": ["hollow/checkpoints/4 cannot be read (it holds no state)"],
     "train smoke --model half.gguf": ["half.gguf is not a whole GGUF file", "fetch it again"],
     "train smoke --model weightless": ["weightless holds no model.safetensors", "fetch the weights"],
     "train smoke --model speechless": ["speechless: the tokenizer cannot be read", "fetch its files again"],
-    "train greedy.py": ["own_rewards.py:2: LookupError: it wants", "and the row has only"],
-    "train wordy.py": ["own_rewards.py:3: TypeError: returned 'good', which is no number"],
-    "train judged.py": ["no such model: nowhere"],
-    "train unscored.py": ["tiny-random is a language model, which gives no score: train a RewardModel"],
-    "train column.py": ["good.jsonl:1 has no prompt in field 'question' (it has prompt, answer); set prompt_field"],
-    "train latin.py": ["latin.jsonl:1 is no JSON", "write one object on each line, in UTF-8"],
-    "train listed.py": ["listed.jsonl:2 is a list; a row is an object with fields"],
-    "train csv.py": ["good.csv has the suffix '.csv'; tables are .jsonl or .parquet files"],
-    "train parquet.py": ["broken.parquet is no Parquet file", "write it again"],
-    "train texts.py": ["good.jsonl:1: the row has the columns prompt, answer; a row has messages"],
     "generate bert --prompt a": ["model_type 'bert' is not supported; supported are llama"],
-    "collect hollow --out a.jsonl --config good.py": ["hollow/checkpoints/2 cannot be read (it holds no state)"],
+    "collect hollow --out a.jsonl --config good.py": ["hollow/checkpoints/4 cannot be read (it holds no state)"],
     "generate half.gguf --prompt a": ["half.gguf is not a whole GGUF file"],
+} | {f"train {name}.py": words for name, (_, *words) in CONFIGS.items()}  # fmt: skip
+"""A command, and parts of the answer."""
+ROW = '{"prompt": "1 + 1 =", "answer": 2}\n'
+FILES = {
+    "good.jsonl": ROW + ROW.replace("1", "3") + ROW.replace("1", "5"),
+    "unanswered.jsonl": ROW + '{"prompt": "1 + 2 ="}',
+    "halved.jsonl": ROW + '{"prompt": "1 + 2 =", ',
+    "long.jsonl": ROW + json.dumps({"prompt": "1 + " * 50, "answer": 3}),
+    "listed.jsonl": f"{ROW}[1]\n",
+    "good.csv": "prompt\n",
+    "good.py": f"{HEAD}task()\n",
+    "own_rewards.py": OWN_REWARDS,
+} | {f"{name}.py": f"{HEAD}{source}\n" for name, (source, *_) in CONFIGS.items()}
+SPOILED = {
+    "activation": ("hidden_act", "quux"),
+    "shape": ("intermediate_size", 8),
+    "experts": ("model_type", "qwen3_moe"),
+    "toothless": ("pad_token_id", None),
 }
-SOURCES = {
-    "greedy": 'scored(Function("own_rewards:greedy"))',
-    "wordy": 'scored(Function("own_rewards:wordy"))',
-    "judged": 'scored(ModelReward("nowhere"))',
-    "unscored": 'scored(ModelReward("tiny-random"))',
-    "good": "task()",
-    "column": 'run(task=dataclasses.replace(base.task, source=Table("good.jsonl", prompt_field="question")))',
-    "latin": 'run(task=dataclasses.replace(base.task, source=Table("latin.jsonl")))',
-    "listed": 'run(task=dataclasses.replace(base.task, source=Table("listed.jsonl")))',
-    "csv": 'run(task=dataclasses.replace(base.task, source=Table("good.csv")))',
-    "parquet": 'run(task=dataclasses.replace(base.task, source=Table("broken.parquet")))',
-    "texts": 'Supervised("tiny-random", Texts(Table("good.jsonl"), template="plain"))',
-}
-"""The configurations of those."""
+"""Models, and what of their config.json is wrong."""
 
 
 def fill(folder: Path) -> None:
     """Data, configurations, runs and models to stumble over."""
-    for name, source in (SOURCES | {name: source for name, (source, _) in CONFIGS.items()}).items():
-        (folder / f"{name}.py").write_text(f"{HEAD}{source}\n")
-    row = '{"prompt": "1 + 1 =", "answer": 2}\n'
-    files = {"good.jsonl": row + row.replace("1", "3"), "listed.jsonl": f"{row}[1]\n", "good.csv": "prompt\n"}
-    files["own_rewards.py"] = OWN_REWARDS
-    for name, text in files.items():
+    for name, text in FILES.items():
         (folder / name).write_text(text)
     (folder / "latin.jsonl").write_bytes('{"prompt": "é", "answer": 2}\n'.encode("latin-1"))
     (folder / "broken.parquet").write_bytes(b"PAR1")
-    (folder / "half.gguf").write_bytes((MODELS / "llama.gguf").read_bytes()[:5000])
-    for name in ("afolder", "taken.jsonl", "full/inside", "bert"):
+    for name in ("empty", "taken.jsonl", "full/inside"):
         (folder / name).mkdir(parents=True)
-    (folder / "bert/config.json").write_text('{"model_type": "bert"}')
-    for name, file in (("weightless", "model.safetensors"), ("speechless", "")):
+    fill_models(folder)
+    fill_runs(folder)
+
+
+def fill_models(folder: Path) -> None:
+    """Models that are not whole, or say something wrong."""
+    for name, (attribute, value) in SPOILED.items():
+        shutil.copytree(MODELS / "qwen2", folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | {attribute: value}))
+    for name, file in (("truncated", ""), ("weightless", "model.safetensors"), ("speechless", "")):
         shutil.copytree(MODELS / "qwen2", folder / name, ignore=lambda *_, left_out=file: [left_out])
+    weights = (folder / "truncated/model.safetensors").read_bytes()
+    (folder / "truncated/model.safetensors").write_bytes(weights[:-1000])
     (folder / "speechless/tokenizer.json").write_text("{")
+    (folder / "noise.gguf").write_bytes(bytes(range(256)) * 20)
+    (folder / "half.gguf").write_bytes((MODELS / "llama.gguf").read_bytes()[:5000])
+    (folder / "bert").mkdir()
+    (folder / "bert/config.json").write_text('{"model_type": "bert"}')
+
+
+def fill_runs(folder: Path) -> None:
+    """Runs whose config.json, or whose checkpoints, cannot be used."""
     from jaxrl_llm import config as configs
 
     saved = configs.to_json(configs.load_config("smoke")[1])
-    texts = {"older": saved | {"shiny": 3}, "odd": saved | {"steps": "x"}, "hollow": saved}
-    texts = {name: json.dumps(value) for name, value in texts.items()}
+    runs = {"begun": {}, "hollow": {}, "own": {"task": {"type": "os:system"}}}
+    runs |= {"older": {"shiny": 3}, "odd": {"steps": "x"}}
+    texts = {name: json.dumps(saved | wrong) for name, wrong in runs.items()}
     for name, text in (texts | {"torn": texts["hollow"][:200]}).items():
-        (folder / name / "checkpoints/2").mkdir(parents=True)
+        for part in ("",) if name == "begun" else ("checkpoints/2", "checkpoints/4"):
+            (folder / name / part).mkdir(parents=True)
         (folder / name / "config.json").write_text(text)
 
 
 @pytest.fixture(scope="module")
 def gallery(tmp_path_factory):
-    """(folder, what was in it before, the answer to each line); the first line pays for JAX."""
+    """(folder, what was in it before, the answer to each line)."""
     folder = tmp_path_factory.mktemp("gallery")
     fill(folder)
     before = sorted(folder.rglob("*"))
-    lines = [*AT_ONCE, *LOADED]
-    _, *answers = commands(["eval nowhere", *lines], folder)
-    return folder, before, dict(zip(lines, answers, strict=True))
+    return folder, before, dict(zip(REFUSED, commands(list(REFUSED), folder), strict=True))
 
 
-@pytest.mark.parametrize("line", [*AT_ONCE, *LOADED])
+@pytest.mark.parametrize("line", REFUSED, ids=[line[:70] for line in REFUSED])
 def test_wrong_use_is_one_line_that_names_the_thing_and_the_remedy(gallery, line):
-    assert_refused(gallery[2][line], *(AT_ONCE | LOADED)[line])
+    assert_refused(gallery[2][line], *REFUSED[line])
 
 
 def test_nothing_is_left_behind(gallery):
@@ -245,4 +342,4 @@ def test_from_python_the_same_is_refused(changes, tmp_path, capsys):
 
 
 def test_the_gallery_is_large():
-    assert len(AT_ONCE | LOADED) >= 60
+    assert len(REFUSED) >= 60
