@@ -129,7 +129,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     model = as_trained(run, model)
     if run.learner.lora.rank:
-        base, policy = with_adapter(trained, model, mesh)
+        base, policy = _with_adapter(trained, model, mesh)
         found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
     else:
         like = jax.eval_shape(lambda m: m, model)
@@ -140,7 +140,13 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
 
 
-def with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:
+def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
+    """(base, adapter) of a run's checkpoint, which has one."""
+    model, _ = load_model(trained.run.model, trained.run.learner.dtype, mesh)
+    return _with_adapter(trained, as_trained(trained.run, model), mesh)
+
+
+def _with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:
     """(base, adapter) of a run that trains an adapter beside this model."""
     import jax
 

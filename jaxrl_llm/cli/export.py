@@ -1,15 +1,16 @@
 """``jaxrl-llm export``: a run's policy as a directory for transformers or as a GGUF file, or its adapter alone."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
 from jaxrl_llm.cli.model_card import model_card
-from jaxrl_llm.cli.policy import load_policy
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import prepare_libraries, writable
-from jaxrl_llm.trained import Trained, find_run
+from jaxrl_llm.folders import check_file, prepare_libraries, writable
+from jaxrl_llm.trained import Trained, find_run, load_adapter, load_trained
 
 USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
        jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
@@ -18,6 +19,7 @@ Writes a run's policy, the newest one unless STEP names another checkpoint: conf
 README.md that says what was trained and what tests found. --adapter writes a run's adapter alone, as PEFT loads it. DIR
 must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
 tokenizer and chat template."""
+GENERATE = '  jaxrl-llm generate {} --prompt "What is 3 + 5?"'
 
 
 def export(arguments: list[str]) -> int:
@@ -41,37 +43,25 @@ def export(arguments: list[str]) -> int:
         raise InputError(f"{name} is no run: give the folder that holds its config.json and checkpoints")
     target = Path(out)
     if target.suffix == ".gguf":
-        return export_gguf(name, trained, target, gguf_type, adapter)
+        export_gguf(name, trained, target, gguf_type or "f32", adapter)
+        return 0
     if gguf_type is not None:
         raise InputError(f"--gguf_type {gguf_type} is of a file: give --out FILE.gguf, or leave it out")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{out} exists and is not empty; give a new directory, or remove it first")
     card = model_card(name, trained, out, adapter)
-    if adapter:
-        export_adapter(name, trained, target, card)
-        base = trained.run.model
-        print(f"the adapter of {name}, step {trained.step}, is written to {out}; PEFT loads it beside {base}.")
-        return 0
-    export_model(name, trained, target, card)
-    if isinstance(trained.run, configs.RewardModel):
-        loader = "AutoModelForSequenceClassification"
-        print(f"{name}, step {trained.step}, is written to {out}; transformers loads it as {loader}.")
-        return 0
-    shown = shlex.quote(out)
-    print(f"{name}, step {trained.step}, is written to {out}; transformers loads it. Try next:")
-    print(f'  jaxrl-llm generate {shown} --prompt "What is 3 + 5?"')
+    (export_adapter if adapter else export_model)(name, trained, target, card)
     return 0
 
 
-def export_gguf(name: str, trained: Trained, target: Path, gguf_type: str | None, adapter: bool) -> int:
-    """Write the whole model as one file; returns the exit code.
+def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: bool) -> None:
+    """Write the whole model as one file.
 
     Raises:
-      InputError: the file is there already, or cannot hold what the run has trained.
+      InputError: the file is there already, or cannot hold what is asked for.
     """
     from jaxrl_llm.models.gguf_writing import KINDS, save_gguf
 
-    kind = gguf_type or "f32"
     if kind not in KINDS:
         raise InputError(f"--gguf_type {kind} is not written here: take one of {', '.join(KINDS)}")
     if adapter:
@@ -80,29 +70,22 @@ def export_gguf(name: str, trained: Trained, target: Path, gguf_type: str | None
         raise InputError(f"{name} is a reward model, which a GGUF file cannot hold: give a folder with --out")
     if target.exists():
         raise InputError(f"{target} exists: give a new file, or remove it first")
-    if not target.absolute().parent.is_dir():
-        raise InputError(f"--out {target}: there is no folder {target.parent}; make it first")
-    status(f"loading {name}")
-    policy = load_policy(name, trained)
-    status(f"writing {target}")
-    with writable(target, "--out"):
-        save_gguf(policy.model, policy.tokenizer, target, kind)
-    status("")
+    check_file(target, "--out")
+    write(name, trained, target, load_trained, lambda *found: save_gguf(*found, target, kind))
     print(f"{name}, step {trained.step}, is written to {target} ({kind}), for llama.cpp and its like. Try next:")
-    print(f'  jaxrl-llm generate {shlex.quote(str(target))} --prompt "What is 3 + 5?"')
-    return 0
+    print(GENERATE.format(shlex.quote(str(target))))
 
 
 def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
-    """Write the whole model; an adapter is merged."""
+    """Write the whole model as a directory; an adapter is merged."""
     from jaxrl_llm.models import save_pretrained
 
-    status(f"loading {name}")
-    policy = load_policy(name, trained)
-    status(f"writing {target}")
-    with writable(target, "--out"):
-        save_pretrained(policy.model, policy.tokenizer, target, card)
-    status("")
+    write(name, trained, target, load_trained, lambda *found: save_pretrained(*found, target, card))
+    scores = isinstance(trained.run, configs.RewardModel)
+    use = " as AutoModelForSequenceClassification." if scores else ". Try next:"
+    print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")
+    if not scores:
+        print(GENERATE.format(shlex.quote(str(target))))
 
 
 def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None:
@@ -117,14 +100,21 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
     if isinstance(run, configs.RewardModel):
         raise InputError(f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
     from jaxrl_llm.models.peft import save_adapter
+
+    def save(base: Any, adapter: Any) -> None:
+        save_adapter(adapter, base.config, run.learner.lora, run.model, target, card)
+
+    write(name, trained, target, load_adapter, save)
+    print(f"the adapter of {name}, step {trained.step}, is written to {target}; PEFT loads it beside {run.model}.")
+
+
+def write(name: str, trained: Trained, target: Path, load: Callable[..., Any], save: Callable[..., None]) -> None:
+    """``save`` what ``load`` makes of the run on its mesh, and say meanwhile which of them is at work."""
     from jaxrl_llm.sharding import make_mesh
-    from jaxrl_llm.trained import load_model, with_adapter
 
     status(f"loading {name}")
-    mesh = make_mesh(run.mesh)
-    model, _ = load_model(run.model, run.learner.dtype, mesh)
-    base, policy = with_adapter(trained, model, mesh)
+    found = load(trained, make_mesh(trained.run.mesh))
     status(f"writing {target}")
     with writable(target, "--out"):
-        save_adapter(policy, base.config, run.learner.lora, run.model, target, card)
+        save(*found)
     status("")
