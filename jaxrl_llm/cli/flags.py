@@ -37,11 +37,17 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         _refuse_unknown(arguments, known, program)
         try:
             with contextlib.redirect_stderr(captured):
-                return tyro.cli(kind, args=arguments, **options)
+                found, surplus = tyro.cli(kind, args=arguments, return_unknown_args=True, **options)
         except SystemExit as stop:
             if not stop.code:
                 raise
-    raise InputError(flatten(captured.getvalue()) or f"see {program} --help")
+            raise InputError(flatten(captured.getvalue()) or f"see {program} --help") from None
+    if surplus:
+        name = surplus[0]
+        raise InputError(
+            f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
+        )
+    return found
 
 
 def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> None:
@@ -80,9 +86,6 @@ def flatten(box: str) -> str:
     lacking = re.search(r"Missing value for argument '(--\S+)'", text)
     if lacking:
         return f"{lacking[1]} needs a value"
-    surplus = re.search(r"Unrecognized options: ([^,\s]+)", text)
-    if surplus:
-        return f"{surplus[1]} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
     refused = re.search(r"Error parsing (\w[\w.]*): (.*)", text)
     if refused:
         named = re.match(r"[A-Z]\w*\.", refused[2])  # the class's own name stands before the field
