@@ -6,6 +6,14 @@ import sys
 import pytest
 from commands import MAIN, assert_refused, command, commands, environment
 
+from jaxrl_llm.algorithms.preference import IPO
+from jaxrl_llm.cli.model_card import model_card
+from jaxrl_llm.config import Preference, RewardModel, Supervised
+from jaxrl_llm.tasks import Pairs, Table, Texts
+from jaxrl_llm.trained import Trained
+
+ROWS = Table("rows.jsonl")
+
 
 def test_the_process_itself_exits_with_code_2_and_one_line(tmp_path):
     assert_refused(command("train", "smoke", "--stpes", "3", folder=tmp_path), "did you mean --steps?")
@@ -72,3 +80,17 @@ def test_list_fits_a_narrow_terminal_and_a_pipe(tmp_path):
         [sys.executable, "-c", MAIN, "list"], cwd=tmp_path, env=bare, capture_output=True, text=True, check=True
     )
     assert max(len(line) for line in piped.stdout.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    "run, told, use",
+    [
+        (Supervised("base", Texts(ROWS)), "Supervised fine-tuning from `base`", "jaxrl-llm generate out"),
+        (Preference("base", Pairs(ROWS), IPO()), "Preference learning by IPO from `base`", "jaxrl-llm generate out"),
+        (RewardModel("base", Pairs(ROWS)), "A reward model from `base`", "reward-model]"),
+    ],
+)
+def test_the_card_of_an_export_names_method_base_and_data(run, told, use, tmp_path):
+    card = model_card("run", Trained(run, tmp_path / "checkpoints/40", 40), "out", adapter=False)
+    assert told in card and "step 40 of 100, learned from `rows`" in card and use in card
+    assert ("generate" in card) == (not isinstance(run, RewardModel)) and "| held out |" not in card

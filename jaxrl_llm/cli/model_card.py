@@ -1,6 +1,5 @@
 """The README.md of an export: what was trained, on what, what tests found, and the commands that use it."""
 
-import functools
 import shlex
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ tags: [{tags}]
 
 # {title}
 
-{method} from `{base}`, with jaxrl_llm {version}: step {step} of {steps}, learned from {data}.
+{method} from `{base}`, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`.
 
-{scores}## Commands
+{evaluations}## Commands
 
 ```
 {commands}
@@ -44,7 +43,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
     rows = [row for row in read_rows(trained.directory.parent.parent / "metrics.jsonl") if row["step"] <= trained.step]
     method, data = about(run)
     scores = isinstance(run, configs.RewardModel)
-    learned = [] if adapter or scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
+    answers = [] if adapter or scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
     return HEAD.format(
         base=run.model,
         library="peft" if adapter else "transformers",
@@ -54,40 +53,28 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         version=jaxrl_llm.__version__,
         step=trained.step,
         steps=run.steps,
-        data=f"`{data}`",
-        scores=table(rows),
-        commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *learned]),
+        data=data,
+        evaluations=table(rows),
+        commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
 
 
-@functools.singledispatch
-def about(run: Any) -> tuple[str, str]:
+def about(run: configs.Configuration) -> tuple[str, str]:
     """How a run of this kind learns, in words, and the name of what from.
 
     Raises:
       TypeError: there is no such kind.
     """
+    match run:
+        case configs.Run():
+            return f"Reinforcement learning by the recipe {run.recipe.name}", run.task.label
+        case configs.Supervised():
+            return "Supervised fine-tuning", run.data.label
+        case configs.Preference():
+            return f"Preference learning by {type(run.loss).__name__}", run.data.label
+        case configs.RewardModel():
+            return "A reward model", run.data.label
     raise TypeError(f"no kind of run: {type(run).__name__}")
-
-
-@about.register
-def _(run: configs.Run) -> tuple[str, str]:
-    return f"Reinforcement learning by the recipe {run.recipe.name}", run.task.label
-
-
-@about.register
-def _(run: configs.Supervised) -> tuple[str, str]:
-    return "Supervised fine-tuning", run.data.label
-
-
-@about.register
-def _(run: configs.Preference) -> tuple[str, str]:
-    return f"Preference learning by {type(run.loss).__name__}", run.data.label
-
-
-@about.register
-def _(run: configs.RewardModel) -> tuple[str, str]:
-    return "A reward model", run.data.label
 
 
 def table(rows: list[dict[str, Any]]) -> str:
