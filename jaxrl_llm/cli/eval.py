@@ -209,10 +209,8 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
             lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":
             lines.append(f"  {'reward':<16}{value:8.3f}  +- {error:.3f}")
-        elif "@" in short:
-            lines.append(f"  {short:<16}{100 * value:6.1f} %")
-        elif short == "given_up":
-            lines.append(f"  {'given up':<16}{100 * value:6.1f} %")
+        elif "@" in short or short == "given_up":
+            lines.append(f"  {short.replace('_', ' '):<16}{100 * value:6.1f} %")
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
     return lines

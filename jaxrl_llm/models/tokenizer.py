@@ -14,7 +14,6 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
-PRE_TOKENIZERS = ("none", "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
 PROBE = "Don't  stop: 12345 + 6 = 日本, naïve\n\n\tÀ bientôt!  "
 """Text on which two tokenizers that cut it differently would differ."""
 LLAMA3_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
@@ -94,14 +93,10 @@ def padded_with(tokenizer: Any, index: int) -> Any:
 
 def build_tokenizer(pairs: BytePairs) -> Any:
     """The transformers tokenizer of a byte-level BPE table."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers import AddedToken, decoders, processors
 
     vocabulary = {token: index for index, token in enumerate(pairs.tokens)}
-    whole_words = pairs.pre == "llama-bpe"
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(pairs.merges), ignore_merges=whole_words))
-    normalizer, tokenizer.pre_tokenizer = _pre_tokenizer(pairs.pre)
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
+    tokenizer = _cutting_as(pairs.pre, vocab=vocabulary, merges=list(pairs.merges))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in pairs.special])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in pairs.added])
@@ -167,16 +162,8 @@ def quiet_transformers() -> Any:
 
 def _name_of(described: dict[str, Any]) -> str | None:
     """The name of the way in which a tokenizer, as its JSON describes it, cuts text; None where it has none here."""
-    from tokenizers import Tokenizer, models
-
-    for name in PRE_TOKENIZERS:
-        like = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
-        normalizer, like.pre_tokenizer = _pre_tokenizer(name)
-        if normalizer is not None:
-            like.normalizer = normalizer
-        if _cuts(json.loads(like.to_str())) == _cuts(described):
-            return name
-    return None
+    cuts = _cuts(described)
+    return next((name for name in _pre_tokenizers() if _cuts(json.loads(_cutting_as(name).to_str())) == cuts), None)
 
 
 def _cuts(described: dict[str, Any]) -> str:
@@ -185,8 +172,30 @@ def _cuts(described: dict[str, Any]) -> str:
     return json.dumps(parts, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 
-def _pre_tokenizer(pre: str) -> tuple[Any, Any]:
-    """(normalizer or None, pre-tokenizer) of a name."""
+def _cutting_as(pre: str, **table: Any) -> Any:
+    """A byte-level BPE that cuts text in the way of this name.
+
+    Args:
+      pre: the name.
+      table: ``vocab`` and ``merges``; without them it is only good for being described.
+
+    Raises:
+      InputError: the name is not known here.
+    """
+    from tokenizers import Tokenizer, models
+
+    known = _pre_tokenizers()
+    if pre not in known:
+        raise InputError(f"the pre-tokenizer {pre!r} is not known here; load the model from a Hugging Face directory")
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe", **table))
+    normalizer, tokenizer.pre_tokenizer = known[pre]
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
+    """(normalizer or None, pre-tokenizer) of each name that is known here."""
     from tokenizers import Regex, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -196,14 +205,11 @@ def _pre_tokenizer(pre: str) -> tuple[Any, Any]:
     def split(pattern):
         return Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only])
 
-    known = {
-        "none": lambda: (None, bytes_only),
-        "gpt-2": lambda: (None, gpt2),
-        "smollm": lambda: (None, Sequence([Digits(individual_digits=True), gpt2])),
-        "qwen2": lambda: (normalizers.NFC(), split(QWEN2_SPLIT)),
-        "llama-bpe": lambda: (None, split(LLAMA3_SPLIT)),
-        "dbrx": lambda: (None, split(LLAMA3_SPLIT)),
+    return {
+        "none": (None, bytes_only),
+        "gpt-2": (None, gpt2),
+        "smollm": (None, Sequence([Digits(individual_digits=True), gpt2])),
+        "qwen2": (normalizers.NFC(), split(QWEN2_SPLIT)),
+        "llama-bpe": (None, split(LLAMA3_SPLIT)),
+        "dbrx": (None, split(LLAMA3_SPLIT)),
     }
-    if pre not in known:
-        raise InputError(f"the pre-tokenizer {pre!r} is not known here; load the model from a Hugging Face directory")
-    return known[pre]()
