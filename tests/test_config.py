@@ -14,7 +14,7 @@ from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition
-from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
+from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, Texts
 
 TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
 RUN = Run(model="tiny-random", task=TASK)
@@ -228,6 +228,20 @@ def test_what_cannot_work_is_refused_in_one_line(path, value, words):
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("steps", True, "steps is True: give a whole number"),
+        ("scoring.timeout_s", False, "scoring.timeout_s is False: give a number"),
+        ("output.wandb", 3, "output.wandb is 3: give text or None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(path, value, words):
+    configs.check_types(RUN)
+    with pytest.raises(InputError, match=words):
+        configs.check_types(replaced(RUN, path, value))
+
+
 def test_evaluations_need_something_to_test_on():
     run = replaced(replaced(RUN, "task.holdout", 0.0), "evaluation.every", 5)
     with pytest.raises(InputError, match="set task.holdout above 0, or evaluation.task"):
@@ -318,3 +332,9 @@ def test_changes_are_named_by_field():
     assert configs.changes(RUN, dataclasses.replace(RUN, recipe=DAPO)) == []
     unscorable = replaced(RUN, "scoring.on_error", float("nan"))
     assert configs.changes(unscorable, configs.from_json(json.loads(json.dumps(configs.to_json(unscorable))))) == []
+
+
+def test_prompts_are_asked_as_the_data_words_them():
+    data = Texts(Table("none.jsonl"), template="chatml", system="Be brief.", suffix=" Now.", date="2026-01-02")
+    found = configs.wording(configs.Supervised("tiny-random", data))
+    assert (found.template, found.system, found.suffix, found.date) == ("chatml", "Be brief.", " Now.", "2026-01-02")

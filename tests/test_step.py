@@ -26,7 +26,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
 from jaxrl_llm.stages.rl import Reinforcement, problems_of, read_problems, separately
-from jaxrl_llm.step import learn_from
+from jaxrl_llm.step import learn_from, of_examples
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem
@@ -189,3 +189,20 @@ def test_samples_are_followed_to_the_policy_after_the_step():
     (found,) = stage.followed(state, [sample])
     np.testing.assert_allclose(found.arrays["ratio"], np.where(mask, np.exp(gained), np.nan), rtol=1e-4)
     np.testing.assert_array_equal(found.arrays["clipped"], [1, 0, 1, np.nan])
+
+
+def test_of_the_first_groups_alone_samples_are_written_down():
+    with Scorer(REWARDS) as scorer:
+        groups = [scored(scorer, texts) for texts in (*TEXTS, TEXTS[0])]
+    groups = [
+        dataclasses.replace(group, completions=tuple(
+            dataclasses.replace(one, tokens=one.tokens.copy()) for one in group.completions
+        ))
+        for group in groups
+    ]  # fmt: skip
+    batch = RolloutBatch(groups, [], Carryover(), 0, 0, {})
+    samples = [[Sample(one.tokens, one.tokens, one.mask) for one in group.completions] for group in groups]
+    others = [Sample(np.zeros(1), np.zeros(1), np.ones(1, bool))]
+    shown = of_examples(batch, 2, [samples[1], others, samples[2], samples[0]])
+    assert [id(one) for one in shown] == [id(one) for one in (*samples[1], *samples[0])]
+    assert of_examples(batch, 0, samples) == []

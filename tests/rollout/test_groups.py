@@ -14,7 +14,7 @@ from jaxrl_llm.rollout import Collect, Engine, Sampling
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource, describe, informative, request_seed, share_correct, whole
-from jaxrl_llm.rollout.loops import loops
+from jaxrl_llm.rollout.loops import loops, written
 from jaxrl_llm.tasks import Prompts, Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -104,6 +104,7 @@ def test_completions_that_repeat_themselves_are_counted_however_they_ended():
     again = [5, 1, 2, 3] * 6
     assert describe([completed([9, *again], [*again, 9])])["completions/repetition_fraction"] == 0.5
     assert describe([completed([9, *again, 4], again, reason="stop")])["completions/repetition_fraction"] == 1
+    assert written(completed([1, 2], reason="repetition").completions[0]).tolist() == [1, 2]
     assert describe([completed([9, *again, 4], [4, 9], reason="length")])["completions/repetition_fraction"] == 0
 
 

@@ -47,6 +47,8 @@ def test_what_was_measured_is_drawn_the_most_telling_first():
     assert line.split()[:3] == ["pass@1", "▁█", "0.900"]
     (line,) = drawn(panel_of([{"loss": 3.0 - n} for n in range(3)]))
     assert line == "loss █▅▁ 1.000"
+    (line,) = drawn(panel_of([{"loss": n % 7} for n in range(99)]))
+    assert len(line) == 100 // 4 - 2, "one curve alone is no wider than one of four"
 
 
 def test_what_was_not_measured_or_never_changed_is_not_drawn():

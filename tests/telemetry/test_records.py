@@ -8,10 +8,11 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models
 
+from jaxrl_llm.evaluate import Evaluated
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.telemetry.pieces import pieces
-from jaxrl_llm.telemetry.records import LOGGED_TOKENS, Learned, record, training_lines
+from jaxrl_llm.telemetry.records import LOGGED_ANSWERS, LOGGED_TOKENS, Learned, record, training_lines
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -120,3 +121,12 @@ def test_the_learners_numbers_stand_beside_the_samplers():
     again = dataclasses.replace(one.completions[0], tokens=one.completions[0].tokens.copy())
     (line,) = training_lines(dataclasses.replace(learned_from(one), groups=[group(again)]))
     assert "advantage" not in line, "a sample belongs to its completion, not to one that looks like it"
+
+
+def test_completions_and_answers_of_a_step_share_its_room(tmp_path):
+    count = LOGGED_ANSWERS + 9
+    found = Evaluated("sums", (PROBLEM,) * count, ((completion("2"),),) * count, np.ones((count, 1), bool), None)
+    with RunWriter(tmp_path, None, tensorboard=False) as writer:
+        record(writer, 1, found, {}, learned_from(group(completion("a"), completion("b"))))
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert kinds == ["training"] * 2 + ["evaluation"] * (LOGGED_ANSWERS - 2)

@@ -1,6 +1,7 @@
 """The report holds what the run's files hold, as data and never as markup, and leaves out of long runs what it says."""
 
 import base64
+import errno
 import gzip
 import html.parser
 import json
@@ -12,9 +13,9 @@ import pytest
 from commands import command
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.telemetry.report import page, write_report
-from jaxrl_llm.telemetry.report.files import curves_of, flat
-from jaxrl_llm.telemetry.report.thinning import MOST_BYTES, MOST_COMPLETIONS, choose_lines, thinned
+from jaxrl_llm.telemetry.report import page, thinning, write_report
+from jaxrl_llm.telemetry.report.files import MOST_POINTS, curves_of, flat
+from jaxrl_llm.telemetry.report.thinning import MOST_COMPLETIONS, choose_lines, thinned
 from jaxrl_llm.telemetry.writers import RunWriter
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
@@ -120,6 +121,13 @@ def test_what_was_not_measured_is_no_point():
     assert curves_of(rows) == {"e": ([1], [3]), "a": ([2], [0.5])}
 
 
+def test_seconds_that_were_not_measured_are_none_of_the_work(tmp_path):
+    odd = '{"step": 2, "time/step_s": NaN}\n{"step": 3, "time/step_s": "3"}\n{"step": 4, "time/step_s": 1, "x": null}\n'
+    run = a_run(tmp_path / "run", [{"step": 1, "time/step_s": 2.0, "time/evaluation_s": 0.5}])
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + odd)
+    assert read(page([run]))[0]["runs"][0]["clock"] == [[1, 1, 1, 1], [2.5, 2.5, 2.5, 3.5]]
+
+
 def test_torn_last_lines_are_passed_over(tmp_path):
     run = a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [sample(1)], torn='{"step": 2, "kind": "training", "pro')
     data, found = read(page([run]))
@@ -145,7 +153,8 @@ def test_several_runs_share_a_page_and_its_room(tmp_path):
     data, found = read(text)
     assert [run["name"] for run in data["runs"]] == ["a", "b", "c"]
     assert {row["completion"] for row in found["samples-2"]} == {"c"}
-    assert all(run["thinned"][0] < 3000 == run["thinned"][1] for run in data["runs"])
+    points = MOST_POINTS // (3 * (len(names) + 1))  # a clock beside the metrics
+    assert [run["thinned"] for run in data["runs"]] == [[points, 3000]] * 3
     assert len(text) < 1_000_000
 
 
@@ -163,6 +172,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_extremes():
     assert {10, 4331, 8775, 10_009} <= set(kept) and max(shown) == 7.0 and min(shown) == -9.0
     assert all(values[step - 10] == value for step, value in zip(kept, shown, strict=True))
     assert thinned(steps, values, 10_000) == (steps, values)
+    assert len(thinned(steps[:1000], values[:1000], 100)[0]) <= 100
 
 
 def test_of_many_completions_whole_steps_are_kept_the_first_and_the_last_among_them(tmp_path):
@@ -182,12 +192,23 @@ def test_of_many_completions_whole_steps_are_kept_the_first_and_the_last_among_t
     assert choose_lines(tmp_path / "none.jsonl").lines == [] == choose_lines(tmp_path).lines
 
 
-def test_of_long_completions_no_more_is_kept_than_there_is_room_for(tmp_path):
+def test_runs_share_the_bytes_of_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(thinning, "MOST_BYTES", 4000)
     path = tmp_path / "samples.jsonl"
-    line = json.dumps(sample(1, completion="x" * (MOST_BYTES // 20))).encode() + b"\n"
-    path.write_bytes(b"".join(line.replace(b'"step": 1', b'"step": %d' % step) for step in range(1, 26)))
-    chosen = choose_lines(path)
-    assert chosen.there == 25 and [json.loads(line)["step"] for line in chosen.lines] == [*range(1, 26, 2)]
+    path.write_text("".join(json.dumps(sample(step)) + "\n" for step in range(40)))
+    sizes = [sum(len(line) + 1 for line in choose_lines(path, runs).lines) for runs in (1, 2)]
+    assert 2000 < sizes[0] <= 4000 and 1000 < sizes[1] <= 2000
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    run = a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [sample(1)])
+
+    def refused(path, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(thinning, "open", refused, raising=False)
+    with pytest.raises(InputError, match=r"run/samples.jsonl cannot be read \(Permission denied\)"):
+        write_report([run], tmp_path / "report.html")
 
 
 def test_settings_have_dotted_names():
@@ -213,6 +234,13 @@ def test_no_run_ends_for_its_report(tmp_path):
         writer.write(0, {"loss": 0.5})
         writer.report()
     assert (tmp_path / "report.html").is_dir() and not list(tmp_path.glob("*.part"))
+
+
+def test_a_run_that_is_quit_does_not_wait_for_its_report(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunWriter(tmp_path, None, tensorboard=False) as writer:
+        writer.write(0, {"loss": 0.5})
+        raise KeyboardInterrupt
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_the_report_takes_its_share_of_a_runs_time_alone(tmp_path):

@@ -1,6 +1,7 @@
 """What a report shows of a run, from the files that the run has left."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def _run(files: RunFiles, chosen: Chosen, most: int) -> dict[str, Any]:
         "last": rows[-1]["step"],
         "curves": {name: _compact(*curve) for name, curve in curves.items()},
         "means": {name: [float(f"{sum(y) / len(y):.5g}"), len(y)] for name, (_, y) in files.curves.items()},
-        "clock": _compact(*thinned(*_clock(rows), most)),
+        "clock": _compact(*thinned(*_clock(files), most)),
         "thinned": [most, max(map(len, (steps for steps, _ in files.curves.values())), default=0)],
         "events": events,
         "findings": [dataclasses.asdict(finding) for finding in diagnose(rows)],
@@ -117,14 +118,13 @@ def _run(files: RunFiles, chosen: Chosen, most: int) -> dict[str, Any]:
     }
 
 
-def _clock(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+def _clock(files: RunFiles) -> tuple[list[int], list[float]]:
     """Steps, and the seconds of work up to their ends."""
-    total = 0.0
-    seconds = []
-    for row in rows:
-        total += sum(row.get(name) or 0.0 for name in SECONDS)
-        seconds.append(total)
-    return [row["step"] for row in rows], seconds
+    seconds = {row["step"]: 0.0 for row in files.rows}
+    for name in SECONDS:
+        for step, value in zip(*files.curves.get(name, ([], [])), strict=True):
+            seconds[step] += value
+    return list(seconds), list(itertools.accumulate(seconds.values()))
 
 
 def _compact(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import new_file
 from jaxrl_llm.telemetry.report.files import described, read_files, samples_of
 
@@ -33,8 +34,11 @@ def write_report(directories: Sequence[Path], path: Path) -> None:
 
 def page(directories: Sequence[Path]) -> str:
     """The report of some runs as HTML; what is not of this package is in it as base64 or escaped."""
-    runs = [read_files(directory) for directory in directories]
-    chosen = samples_of(runs)
+    try:
+        runs = [read_files(directory) for directory in directories]
+        chosen = samples_of(runs)
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be read ({error.strerror})") from error
     data = described(runs, chosen)
     data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
     blobs = [_blob("history", json.dumps(data, allow_nan=False).encode())]
