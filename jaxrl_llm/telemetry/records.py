@@ -112,12 +112,9 @@ def _scored(group: Group, i: int) -> dict[str, Any]:
 
 
 def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:
-    """The first answers to the first problems: whether they are correct, or their rewards where nothing is verified."""
+    """The first answers to the first problems, and what each of them is worth."""
     lines = []
     for i, (problem, answers) in enumerate(zip(found.problems, found.completions, strict=True)):
         line = {"kind": "evaluation", "prompt": problem.prompt[-1]["content"], "completion": answers[0].text}
-        if found.correct is None:
-            lines.append(line | {"reward": float(found.rewards[i, 0])})
-        else:
-            lines.append(line | {"correct": bool(found.correct[i, 0])})
+        lines.append(line | found.worth(i, 0))
     return lines[: max(most, 0)]
