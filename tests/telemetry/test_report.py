@@ -1,7 +1,6 @@
 """The report holds what the run's files hold, as data and never as markup, and leaves out of long runs what it says."""
 
 import base64
-import errno
 import gzip
 import html.parser
 import json
@@ -13,9 +12,9 @@ import pytest
 from commands import command
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.telemetry.report import page, thinning, write_report
+from jaxrl_llm.telemetry.report import page, write_report
 from jaxrl_llm.telemetry.report.files import MOST_POINTS, curves_of, flat
-from jaxrl_llm.telemetry.report.thinning import MOST_COMPLETIONS, choose_lines, thinned
+from jaxrl_llm.telemetry.report.thinning import MOST_BYTES, MOST_COMPLETIONS, choose_lines, thinned
 from jaxrl_llm.telemetry.writers import RunWriter
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
@@ -192,22 +191,19 @@ def test_of_many_completions_whole_steps_are_kept_the_first_and_the_last_among_t
     assert choose_lines(tmp_path / "none.jsonl").lines == [] == choose_lines(tmp_path).lines
 
 
-def test_runs_share_the_bytes_of_a_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(thinning, "MOST_BYTES", 4000)
+def test_runs_share_the_bytes_of_a_page(tmp_path):
     path = tmp_path / "samples.jsonl"
-    path.write_text("".join(json.dumps(sample(step)) + "\n" for step in range(40)))
-    sizes = [sum(len(line) + 1 for line in choose_lines(path, runs).lines) for runs in (1, 2)]
-    assert 2000 < sizes[0] <= 4000 and 1000 < sizes[1] <= 2000
+    line = json.dumps(sample(1, completion="x" * (MOST_BYTES // 20))).encode() + b"\n"
+    path.write_bytes(b"".join(line.replace(b'"step": 1', b'"step": %d' % step) for step in range(1, 26)))
+    steps = [[json.loads(line)["step"] for line in choose_lines(path, runs).lines] for runs in (1, 2)]
+    assert steps == [[*range(1, 26, 2)], [*range(1, 26, 4)]] and choose_lines(path).there == 25
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    run = a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [sample(1)])
-
-    def refused(path, mode):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(thinning, "open", refused, raising=False)
-    with pytest.raises(InputError, match=r"run/samples.jsonl cannot be read \(Permission denied\)"):
+def test_a_run_whose_files_cannot_be_read_is_named(tmp_path):
+    run = a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    (run / "samples.jsonl").unlink()
+    (run / "samples.jsonl").symlink_to("/proc/self/mem")  # opens, and cannot be read
+    with pytest.raises(InputError, match="a file of .*run cannot be read: .*Input/output error"):
         write_report([run], tmp_path / "report.html")
 
 

@@ -38,7 +38,8 @@ def page(directories: Sequence[Path]) -> str:
         runs = [read_files(directory) for directory in directories]
         chosen = samples_of(runs)
     except OSError as error:
-        raise InputError(f"{error.filename} cannot be read ({error.strerror})") from error
+        named = ", ".join(map(str, directories))
+        raise InputError(f"a file of {named} cannot be read: {error}") from error
     data = described(runs, chosen)
     data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
     blobs = [_blob("history", json.dumps(data, allow_nan=False).encode())]
