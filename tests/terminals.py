@@ -5,6 +5,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,11 @@ class Terminal:
     def press(self, key: bytes) -> None:
         """Type."""
         os.write(self._ours, key)
+
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed and gives it on line by line, as where no program edits lines."""
+        wanted = termios.ECHO | termios.ICANON
+        return termios.tcgetattr(self._ours)[3] & wanted == wanted
 
     def finish(self) -> int:
         """Read to the end; returns the exit code."""

@@ -1,13 +1,13 @@
-"""``jaxrl-llm generate``: one prompt and its answer, or a prompt a line."""
+"""``jaxrl-llm generate``: one prompt and its answer, a prompt a line, or a chat."""
 
 import dataclasses
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli.chat import chat
 from jaxrl_llm.cli.flags import first, parse, status
-from jaxrl_llm.cli.policy import Policy, load_policy
+from jaxrl_llm.cli.policy import load_policy
+from jaxrl_llm.cli.speech import encode, say, wording
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
@@ -16,9 +16,9 @@ from jaxrl_llm.trained import find_run
 
 USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
 
-Without --prompt each line of the standard input is a prompt; Ctrl-D ends.
+Without --prompt it is a chat, on a terminal: each answer knows what was said before; Ctrl-C ends an answer, Ctrl-D the
+chat, /new begins another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
 jaxrl-llm generate MODEL --help tells more."""
-SHORTEST_CACHE = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Options:
     """How to answer.
 
     Attributes:
-      prompt: what to answer; None reads a prompt from each line of the standard input.
+      prompt: what to answer; None is a chat on a terminal, and elsewhere reads a prompt from each line of the
+        standard input.
       max_new_tokens: longest answer, in tokens.
       temperature: 0 takes the most likely token each time.
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
@@ -60,65 +61,12 @@ def generate(arguments: list[str]) -> int:
     status(f"loading {name}")
     policy = load_policy(name, run, writes=True)
     check_tokenizer(policy.tokenizer, name)
-    for prompt in _prompts(options.prompt):
-        status("thinking")
-        text = answer(policy, prompt, options.system, sampling, options.seed)
-        status("")
-        print(harmless(text) if sys.stdout.isatty() else text, flush=True)
+    status("")
+    task = wording(policy, options.system)
+    if options.prompt is None and sys.stdin.isatty():
+        chat(policy, task, sampling, options.seed)
+        return 0
+    lines = (line.strip() for line in sys.stdin) if options.prompt is None else [options.prompt]
+    for prompt in filter(None, lines):
+        say(policy, encode(policy, [{"role": "user", "content": prompt}], task), options.seed, sampling)
     return 0
-
-
-def answer(policy: Policy, prompt: str, system: str | None, sampling: Sampling, seed: int) -> str:
-    """The policy's answer; InputError where the prompt leaves no room for one."""
-    import jax
-
-    from jaxrl_llm.rollout import Engine
-
-    tokens = encode(policy, prompt, system)
-    config = policy.model.config
-    room = config.attention.max_positions - len(tokens)
-    if room < 1:
-        raise InputError(
-            f"the prompt has {len(tokens)} tokens, and the model was made for "
-            f"{config.attention.max_positions}: shorten it"
-        )
-    # Powers of two, so that prompts of about one length share a compiled program.
-    budget = min(sampling.max_new_tokens, room)
-    length = max(SHORTEST_CACHE, 1 << (len(tokens) + budget - 1).bit_length())
-    sampling = dataclasses.replace(sampling, max_new_tokens=budget, stop_ids=config.tokens.eos)
-    with jax.set_mesh(policy.mesh):
-        done = Engine(policy.model, 1, length, mesh=policy.mesh).generate(policy.model, [tokens], [seed], sampling)[0]
-    return policy.tokenizer.decode(done.tokens, skip_special_tokens=True)
-
-
-def encode(policy: Policy, prompt: str, system: str | None) -> Any:
-    """Token ids of a prompt as the run was taught on, or by the tokenizer's chat template, or as plain text."""
-    from jaxrl_llm.tasks import ReasoningGym, Task, encode
-    from jaxrl_llm.types import Problem
-
-    template = "tokenizer" if policy.tokenizer.chat_template else "plain"
-    plain = Task(ReasoningGym("prompt"), template=template)
-    task = configs.wording(policy.run) or plain
-    task = dataclasses.replace(task, system=task.system if system is None else system)
-    return encode(Problem("prompt", ({"role": "user", "content": prompt},), "", "prompt"), task, policy.tokenizer)
-
-
-def harmless(text: str) -> str:
-    """The text without control characters, which could drive the terminal; line breaks and tabs stay."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
-
-
-def _prompts(given: str | None) -> Iterator[str]:
-    if given is not None:
-        yield given
-        return
-    hint = "type a prompt and press Enter; Ctrl-D ends\n> "
-    while True:
-        status(hint)
-        line = sys.stdin.readline()
-        if not line:
-            status("")
-            return
-        if line.strip():
-            yield line.strip()
-        hint = "> "

@@ -3,13 +3,13 @@
 import importlib
 import logging
 import time
-import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, read_rows
+from jaxrl_llm.telemetry.wandb_run import WandbRun
 
 REPORT_SHARE = 0.02
 """Of a run's time, at most, that goes into its report while it lasts."""
@@ -27,11 +27,12 @@ class RunWriter:
       resumed_at: the step whose checkpoint the run goes on from: rows of later steps are cut off, so that each step
         stands once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
       tensorboard: also write curves under ``run_dir/tensorboard``.
-      wandb: the project to log to, or None. A resumed run goes on under the same id.
+      wandb: the project to log to, or None; see ``WandbRun``.
       config: the run's configuration as plain values, shown beside the curves in wandb.
 
     Raises:
-      InputError: a new run's directory holds metrics already; a row is no JSON; wandb is asked for and not installed.
+      InputError: a new run's directory holds metrics already; a row is no JSON; wandb is asked for and not installed,
+        or refuses.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RunWriter:
         self._metrics = open(metrics, "ab")
         self._samples = open(samples, "ab")
         self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
-        self._wandb = _wandb_run(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
+        self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
         self._reported = -1
         self._report_due = 0.0
 
@@ -69,11 +70,13 @@ class RunWriter:
         if self._curves is not None:
             _add_curves(self._curves, step, values)
         if self._wandb is not None:
-            self._wandb.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
+            self._wandb.metrics(step, values)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row."""
         append_rows(self._samples, [{"step": step, **row} for row in rows])
+        if self._wandb is not None:
+            self._wandb.samples(step, rows)
 
     def report(self, last: bool = False) -> None:
         """Write ``report.html`` anew, unless nothing has come since, or it would take more than its share of time.
@@ -100,7 +103,7 @@ class RunWriter:
         if self._curves is not None:
             self._curves.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.close()
         self._curves = self._wandb = None
 
     def __enter__(self) -> "RunWriter":
@@ -153,21 +156,3 @@ def _add_curves(curves: Any, step: int, values: dict[str, Scalar]) -> None:
             curves.add_text(name, value, step)
         elif value is not None:
             curves.add_scalar(name, float(value), step)
-
-
-def _wandb_run(wandb: ModuleType, run_dir: Path, project: str, config: dict[str, Any]) -> Any:
-    run_id = run_dir / "wandb_id.txt"
-    if not run_id.exists():
-        run_id.write_text(uuid.uuid4().hex)
-    run = wandb.init(
-        project=project,
-        name=run_dir.name,
-        dir=str(run_dir),
-        config=jsonable(config),
-        id=run_id.read_text().strip(),
-        resume="allow",
-    )
-    # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run

@@ -1,0 +1,160 @@
+"""``jaxrl-llm generate`` on a terminal: a chat, each of whose prompts is all that was said so far."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Generator, Iterator, Sequence
+
+from jaxrl_llm.cli.policy import Policy
+from jaxrl_llm.cli.speech import encode, say
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.signals import answering, farewell, quit_now
+from jaxrl_llm.tasks import Task
+from jaxrl_llm.tasks.template import worded
+from jaxrl_llm.types import Message
+
+PROMPT = "> "
+GREETING = "a chat: type a message and press Enter; /help tells more, Ctrl-D ends"
+UNMARKED = "the model has no chat template: what was said is told apart by blank lines only"
+FORGOTTEN = "a new chat: what was said is forgotten"
+HELP = """/new (or /clear)   forget what was said and begin anew
+/bye (or /exit)    end; so does Ctrl-D
+/help              these lines
+Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
+NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
+UNBRACKETED = b"\x1b[?2004l"
+"""Has a terminal no longer mark what is pasted."""
+_COMMAND = re.compile(r"/[a-z?]+")
+
+
+def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
+    """Answer message after message; the n-th of all is sampled with ``seed`` + n, counted from 0.
+
+    ``task``: how prompts are written.
+    """
+    history: tuple[Message, ...] = ()
+    note(GREETING)
+    if task.template == "plain":
+        note(UNMARKED)
+    for line in typed():
+        if line in BYE:
+            return
+        if line in NEW:
+            history = ()
+            note(FORGOTTEN)
+        elif line in HELPS:
+            note(HELP)
+        elif _COMMAND.fullmatch(line):
+            note(f"there is no command {line}; /help tells those there are")
+        else:
+            try:
+                history = turn(policy, (*history, {"role": "user", "content": line}), task, sampling, seed)
+            except InputError as error:  # of this message: what was said before it stays
+                note(f"jaxrl-llm: {error}")
+            seed += 1
+
+
+def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Sampling, seed: int) -> tuple[Message, ...]:
+    """Answer the last message; returns the chat with the answer, or as it was before where there is none.
+
+    Raises:
+      InputError: the message alone leaves no room for an answer, or the chat template refuses the chat.
+    """
+    tokens, kept = fitted(policy, messages, task, sampling.max_new_tokens)
+    if len(kept) < len(messages):
+        note(
+            f"the chat is longer than the model was made for ({policy.model.config.attention.max_positions} tokens): "
+            "its beginning is left out"
+        )
+    with interruptible() as asked:
+        done = say(policy, tokens, seed, sampling, lambda: bool(asked))
+    said = len(done.tokens)
+    if done.finish_reason == "length":
+        why = "--max_new_tokens allows no more" if said == sampling.max_new_tokens else "the model was made for no more"
+        note(f"cut off after {said} tokens: {why}")
+    if not said:
+        return tuple(kept[:-1])
+    return (*worded(kept, task), {"role": "assistant", "content": done.text})
+
+
+def fitted(
+    policy: Policy, messages: Sequence[Message], task: Task, longest: int
+) -> tuple[Sequence[int], Sequence[Message]]:
+    """The token ids of a chat, and the chat, without so many of its first turns that an answer has room.
+
+    Room is ``longest`` tokens, or a quarter of what the model was made for where that is less. The system message and
+    the last message stay.
+    """
+    positions = policy.model.config.attention.max_positions
+    room = positions - min(longest, positions // 4)
+    kept = list(messages)
+    while len(tokens := encode(policy, kept, task)) > room:
+        first = 1 if kept[0]["role"] == "system" else 0
+        if len(kept) - first < 3:  # a turn is what a person says and the answer
+            break
+        del kept[first : first + 2]
+    return tokens, kept
+
+
+def typed() -> Iterator[str]:
+    """The lines that a person types, without the empty ones, up to Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        import readline  # from here on lines can be edited, and earlier ones found again
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message, line breaks and all
+
+    while True:
+        try:
+            with as_it_was():
+                line = input(PROMPT) if sys.stdout.isatty() else _line()
+        except EOFError:
+            note("")
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _line() -> str:
+    """One line where answers go elsewhere than to the terminal."""
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+@contextlib.contextmanager
+def as_it_was() -> Generator[None]:
+    """Have the terminal's mode put back if the process is quit in the block, for readline reads in one of its own."""
+    import termios
+
+    mode = termios.tcgetattr(sys.stdin)
+
+    def put_back(*reason: object) -> None:
+        os.write(sys.stdin.fileno(), UNBRACKETED)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+
+    with farewell(put_back):
+        yield
+
+
+@contextlib.contextmanager
+def interruptible() -> Generator[list[int]]:
+    """A list that the first Ctrl-C within the block makes an entry in; the second quits."""
+    asked: list[int] = []
+
+    def answer(number: int) -> None:
+        if asked or number != signal.SIGINT:
+            quit_now(128 + number, "interrupted")
+        asked.append(number)
+
+    with answering(answer):
+        yield asked
+
+
+def note(text: str) -> None:
+    """Say something that is no answer."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""``generate`` on a terminal: a chat that knows what was said, and text that appears as it is sampled."""
+
+import contextlib
+import io
+
+import jax
+import numpy as np
+import pytest
+from commands import MAIN
+from terminals import CTRL_C, Terminal
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl_llm.cli.chat import FORGOTTEN, GREETING, HELP, fitted, turn
+from jaxrl_llm.cli.policy import load_policy
+from jaxrl_llm.cli.speech import encode, harmless, say, settled, wording
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.builtin import tiny_tokenizer
+from jaxrl_llm.rollout import Engine
+
+HELLO = {"role": "user", "content": "hello"}
+AGAIN = {"role": "user", "content": "and again"}
+GREEDY = Sampling(0.0, max_new_tokens=40)
+CTRL_D = b"\x04"
+CUT = "cut off after 40 tokens: --max_new_tokens allows no more"
+
+
+class Screen(io.StringIO):
+    """A terminal's output, piece by piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.pieces.append(text)
+        return super().write(text)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy("tiny-random", None)
+
+
+@pytest.fixture(scope="module")
+def task(policy):
+    return wording(policy, None)
+
+
+def expected(policy, messages, sampling=GREEDY, seed=0):
+    """What the model says after all these messages, as their whole text is given to a sampler at once."""
+    text = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+    prompt = policy.tokenizer(f"{text}<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    with jax.set_mesh(policy.mesh):
+        done = Engine(policy.model, 1, 256, mesh=policy.mesh).generate(policy.model, [prompt], [seed], sampling)[0]
+    return policy.tokenizer.decode(done.tokens, skip_special_tokens=True)
+
+
+def spelled(*words):
+    """A tokenizer of bytes as tokens of their own (as Llama 2 has them) and words, that takes spaces away."""
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + list(words)
+    plain = Tokenizer(BPE({token: number for number, token in enumerate(tokens)}, [], byte_fallback=True))
+    plain.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=plain, clean_up_tokenization_spaces=True)
+
+
+WORDS = ("▁do", "▁n", "'t", "▁", ".", "'", "s", "▁I", "a")
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), spelled(*WORDS)], ids=["bytes within words", "bytes apart"])
+def test_what_is_told_stays_whatever_follows(tokenizer):
+    random = np.random.default_rng(0)
+    texts = "Größe 東京 🙂🙂 don't I ' m a.".encode()
+    for trial in range(300):
+        tokens = random.integers(0, 256 + (0 if trial % 2 else len(WORDS) if len(tokenizer) > 260 else 3), 24)
+        if trial % 3 == 0:  # whole characters, with a byte here and there that is part of none
+            tokens[:] = list(texts[(start := int(random.integers(0, 12))) : start + 24])
+            tokens[random.integers(0, 24)] = 0xE2
+        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        told = [settled(tokens[:count], tokenizer) for count in range(25)]
+        assert all(whole.startswith(text) for text in told)
+        assert all(len(a) <= len(b) for a, b in zip(told, told[1:], strict=False))
+
+
+def test_a_character_appears_once_all_its_bytes_are_there():
+    tokens = tiny_tokenizer()("Zoë is 🙂, or so.")["input_ids"]
+    told = [settled(tokens[:count], tiny_tokenizer()) for count in range(len(tokens) + 1)]
+    assert not any("\ufffd" in text for text in told) and told[-1] == "Zoë is 🙂, or so."
+    assert "Zoë" in told and told.index("Zoë") == 4
+
+
+def test_an_answer_appears_in_pieces_and_is_the_one_of_its_seed(policy, task):
+    sampling = Sampling(0.7, max_new_tokens=60)
+    screen = Screen()
+    with contextlib.redirect_stdout(screen):
+        done = say(policy, encode(policy, [HELLO], task), 3, sampling)
+    assert done.text == expected(policy, [HELLO], sampling, 3) != expected(policy, [HELLO], sampling, 4)
+    assert screen.getvalue() == harmless(done.text) + "\n"
+    assert len([piece for piece in screen.pieces if piece.strip()]) >= 3
+
+
+def test_each_answer_follows_from_all_that_was_said(policy, task, capsys):
+    first = expected(policy, [HELLO])
+    chat = turn(policy, [HELLO], task, GREEDY, 0)
+    assert chat == (HELLO, {"role": "assistant", "content": first})
+    second = expected(policy, [*chat, AGAIN])
+    assert turn(policy, [*chat, AGAIN], task, GREEDY, 0) == (*chat, AGAIN, {"role": "assistant", "content": second})
+    assert second != expected(policy, [AGAIN])
+    said = capsys.readouterr()
+    assert said.out == f"{first}\n{second}\n"
+    assert said.err.splitlines() == [CUT] * 2
+
+
+def test_the_runs_own_wording_holds_for_every_message(policy):
+    task = wording(policy, "Be brief.")
+    task = task.__class__(task.source, template="chatml", system="Be brief.", suffix="!")
+    chat = turn(policy, [HELLO], task, GREEDY, 0)
+    chat = turn(policy, [*chat, AGAIN], task, GREEDY, 0)
+    assert [one["content"] for one in chat[::2]] == ["Be brief.", chat[2]["content"], chat[4]["content"]]
+    assert [one["content"] for one in chat if one["role"] == "user"] == ["hello!", "and again!"]
+    assert [one["role"] for one in chat] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_a_long_chat_loses_its_beginning_with_a_word_said(policy, task, capsys):
+    long = [{"role": role, "content": "x" * 200} for role in ("user", "assistant", "user", "assistant", "user")]
+    system = {"role": "system", "content": "Be brief."}
+    tokens, kept = fitted(policy, [system, *long], task, 40)
+    assert kept == [system, *long[2:]] and len(tokens) <= 1024 - 40  # of the model's 1024
+    assert fitted(policy, kept, task, 40)[1] == kept
+    assert fitted(policy, [*long[:2], HELLO], task, 2000)[1] == [*long[:2], HELLO]  # a quarter is room enough
+    turn(policy, [*long, *long[1:]], task, GREEDY, 0)
+    assert "the chat is longer than the model was made for (1024 tokens): its beginning" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"the prompt has \d+ tokens, and the model was made for 1024: shorten it"):
+        turn(policy, [*long, {"role": "user", "content": "x" * 1100}], task, GREEDY, 0)
+
+
+def test_an_answer_that_is_ended_is_what_was_said_of_it(policy, task):
+    prompt = encode(policy, [HELLO], task)
+    chunks = iter([False, False, True])
+    done = say(policy, prompt, 0, GREEDY, lambda: next(chunks))
+    assert (done.finish_reason, len(done.tokens)) == ("aborted", 32)
+    assert expected(policy, [HELLO]).startswith(done.text.rstrip("\ufffd"))
+    assert not len(say(policy, prompt, 0, GREEDY, lambda: True).tokens)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    """Terminals: of a chat that Ctrl-C ended where a line was typed, with what was seen of it, and one of Ctrl-D."""
+    folder = tmp_path_factory.mktemp("talks")
+    arguments = ["generate", "tiny-random", "--temperature", "0", "--max_new_tokens", "40"]
+    short, long = (Terminal(MAIN, arguments, folder) for _ in range(2))
+    long.wait_for("> ")
+    long.press(b"hello\r")
+    long.wait_for("thinking")
+    long.press(CTRL_C)  # the first answer is being compiled
+    long.wait_for("> ")
+    for line, last in [
+        (b"/new", FORGOTTEN), (b"hello", CUT), (b"and again", CUT), (b"/clear", FORGOTTEN), (b"and again", CUT),
+        (b"/old", "no command /old"), (b"/help", HELP.splitlines()[-1]),
+    ]:  # fmt: skip
+        long.press(line + b"\r")
+        long.wait_for(last)
+    long.press(b"half of a line")
+    long.wait_for("half of a line")
+    long.press(CTRL_C)
+    long.wait_for("interrupted")
+    kept = long.echoes()
+    long.finish()
+    short.wait_for("> ")
+    short.press(CTRL_D)
+    short.finish()
+    return long, kept, short
+
+
+def test_a_terminal_has_a_chat(talks, policy):
+    begun = talks[0].screen.index(FORGOTTEN)
+    chat = [HELLO, {"role": "assistant", "content": expected(policy, [HELLO])}, AGAIN]
+    for messages in (chat[:1], chat, [AGAIN]):
+        said = harmless(expected(policy, messages)).replace("\n", "\r\n")
+        begun = talks[0].screen.index(f"thinking\r\x1b[K{said}\r\n{CUT}", begun) + 1
+
+
+def test_ctrl_c_ends_an_answer_and_the_next_one_the_program(talks):
+    terminal, kept, _ = talks
+    assert CUT not in terminal.screen[: terminal.screen.index(FORGOTTEN)]
+    assert (terminal.process.returncode, terminal.lines()[-2:]) == (130, ["jaxrl-llm: interrupted", ""])
+    assert kept and "Traceback" not in terminal.screen
+
+
+def test_ctrl_d_ends_a_chat(talks):
+    assert talks[2].process.returncode == 0 and GREETING in talks[2].screen
