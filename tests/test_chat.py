@@ -66,23 +66,25 @@ def spelled(*words):
     tokens = [f"<0x{byte:02X}>" for byte in range(256)] + list(words)
     plain = Tokenizer(BPE({token: number for number, token in enumerate(tokens)}, [], byte_fallback=True))
     plain.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=plain, clean_up_tokenization_spaces=True)
+    clean = ("clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **dict.fromkeys(clean, True))
 
 
-WORDS = ("▁do", "▁n", "'t", "▁", ".", "'", "s", "▁I", "a")
+WORDS = ("▁do", "▁n", "'t", "t", "▁", ".", "'", "s", "▁I", "a")
 
 
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), spelled(*WORDS)], ids=["bytes within words", "bytes apart"])
 def test_what_is_told_stays_whatever_follows(tokenizer):
     random = np.random.default_rng(0)
-    texts = "Größe 東京 🙂🙂 don't I ' m a.".encode()
+    text = list("Größe 東京 🙂🙂 don't".encode())
     for trial in range(300):
-        tokens = random.integers(0, 256 + (0 if trial % 2 else len(WORDS) if len(tokenizer) > 260 else 3), 24)
+        tokens = random.integers((0, 0, 256)[trial % 3], len(tokenizer), 12)
         if trial % 3 == 0:  # whole characters, with a byte here and there that is part of none
-            tokens[:] = list(texts[(start := int(random.integers(0, 12))) : start + 24])
-            tokens[random.integers(0, 24)] = 0xE2
+            start = int(random.integers(0, len(text) - 12))
+            tokens[:] = text[start : start + 12]
+            tokens[random.integers(0, 12)] = 0xE2
         whole = tokenizer.decode(tokens, skip_special_tokens=True)
-        told = [settled(tokens[:count], tokenizer) for count in range(25)]
+        told = [settled(tokens[:count], tokenizer) for count in range(13)]
         assert all(whole.startswith(text) for text in told)
         assert all(len(a) <= len(b) for a, b in zip(told, told[1:], strict=False))
 

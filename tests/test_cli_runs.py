@@ -5,9 +5,14 @@ import datetime
 import gzip
 import json
 import re
+import struct
 
 import pytest
 from commands import assert_refused, command, commands
+from wandb.proto.wandb_internal_pb2 import Record
+
+BLOCK, HEADER = 32768, 7
+"""Of wandb's files, in bytes: the header is that of each piece of a record."""
 
 PROMPT = "State the final answer to the following arithmetic problem: 9 - 2 ="
 LINES = {
@@ -15,7 +20,7 @@ LINES = {
     "again": "train smoke",
     "other settings": "train smoke --seed 5",
     "go on": "train smoke --steps 8 --learner.microbatch_rows 4",
-    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1",
+    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 --output.wandb tests",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
     "eval": "eval runs/smoke --json",
     "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10 --out answers.jsonl",
@@ -45,8 +50,29 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(folder):
-    found = commands([(line, TYPED.get(name, "")) for name, line in LINES.items()], folder)
+    found = commands([(line, TYPED.get(name, "")) for name, line in LINES.items()], folder, WANDB_MODE="offline")
     return dict(zip(LINES, found, strict=True))
+
+
+def wandb_rows(path):
+    """What a run logged offline, as {name: value}; the file is a log as LevelDB writes it."""
+    data = path.read_bytes()
+    at, record = 7, b""  # after the file's own header
+    while at < len(data):
+        left = BLOCK - at % BLOCK
+        if left < HEADER:  # too little for another piece
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):  # the whole of a record, or its last piece
+            found = Record.FromString(record)
+            record = b""
+            if found.HasField("history"):
+                yield {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in found.history.item
+                }
 
 
 def rows(path):
@@ -102,6 +128,30 @@ def test_fresh_begins_in_a_folder_of_its_own(folder, answers):
     saved = json.loads((folder / "runs/smoke-2/config.json").read_text())
     assert (saved["recipe"]["name"], saved["steps"]) == ("gspo", 1)
     assert [row["step"] for row in rows(folder / "runs/smoke-2/metrics.jsonl")] == [0, 1]
+
+
+def test_wandb_keeps_what_is_written_and_completions_of_each_evaluation(folder, answers):
+    (kept,) = (folder / "runs/smoke-2/wandb").glob("offline-run-*/*.wandb")
+    logged = list(wandb_rows(kept))
+    numbers = [row for row in logged if "samples._type" not in row]
+    tables = [row for row in logged if "samples._type" in row]
+    written = rows(folder / "runs/smoke-2/metrics.jsonl")
+    assert [row["step"] for row in numbers] == [0, 1] and "reward/mean" in written[1]
+    for row, ours in zip(numbers, written, strict=True):
+        known = {name: value for name, value in ours.items() if value is not None}
+        assert {name: value for name, value in row.items() if not name.startswith("_")} == known
+    samples = rows(folder / "runs/smoke-2/samples.jsonl")
+    for step, told in enumerate(tables):
+        table = json.loads((kept.parent / "files" / told["samples.path"]).read_text())
+        kinds = ["evaluation"] * 16 + ["training"] * 8 * step
+        assert told["step"] == step and told["samples._type"] == "table-file"
+        assert table["columns"] == ["step", "kind", "prompt", "completion", "reward"]
+        assert [row[:2] for row in table["data"]] == [[step, kind] for kind in kinds]
+        ours = [row for kind in dict.fromkeys(kinds) for row in samples if (row["step"], row["kind"]) == (step, kind)]
+        worth = [row["reward"] if row["kind"] == "training" else float(row["correct"]) for row in ours]
+        said = [[row["prompt"], row["completion"], found] for row, found in zip(ours, worth, strict=True)]
+        assert [row[2:] for row in table["data"]] == said[:16] + said[len(said) - 8 * step :]
+    assert len(tables) == 2
 
 
 def test_eval_finds_what_the_run_found_at_its_end(folder, answers):
@@ -204,6 +254,7 @@ def test_an_export_to_a_full_disk_leaves_nothing(folder, answers):
 
 
 def test_nothing_unfinished_is_left(folder, answers):
-    assert not [path for path in folder.rglob("*") if path.name.startswith(".") or "tmp" in path.name]
+    left = [path for path in folder.rglob("*") if path.name.startswith(".") or "tmp" in path.name]
+    assert not [path for path in left if "wandb" not in path.parts]  # wandb keeps an empty tmp of its own
     expected = {"runs", "model", "model.gguf", "small.gguf", "answers.jsonl"}
     assert {path.name for path in folder.iterdir()} == expected

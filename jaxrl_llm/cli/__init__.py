@@ -15,7 +15,7 @@ USAGE = """usage: jaxrl-llm COMMAND ...
   train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
   eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
   collect RUN      write its verified answers as data         jaxrl-llm collect runs/quickstart --out answers.jsonl
-  generate MODEL   type a prompt, see the answer              jaxrl-llm generate smollm2-135m --prompt "Hello"
+  generate MODEL   a chat, or one answer with --prompt        jaxrl-llm generate smollm2-135m
   export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
   report RUN       one page: curves, findings, completions    jaxrl-llm report runs/quickstart
   plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2

@@ -48,7 +48,7 @@ class Output:
       ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
         it takes one more forward pass of those.
       tensorboard: write curves for TensorBoard.
-      wandb: project on Weights & Biases; None for none.
+      wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
     """
 
     checkpoint_every: int = 50

@@ -37,7 +37,7 @@ class WandbRun:
                 id=run_id.read_text().strip(), resume="allow", settings=wandb.Settings(console="off"),
             )  # fmt: skip
         except wandb.Error as error:
-            raise InputError(f"wandb: {error}; WANDB_MODE=offline keeps the run on this machine") from error
+            raise InputError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from error
         # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

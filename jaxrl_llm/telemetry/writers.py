@@ -49,10 +49,10 @@ class RunWriter:
         samples = self._run_dir / "samples.jsonl"
         _prepare(metrics, samples, resumed_at)
         self._last_step = max((row["step"] for row in read_rows(metrics)), default=-1)
+        self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
         self._metrics = open(metrics, "ab")
         self._samples = open(samples, "ab")
         self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
-        self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
         self._reported = -1
         self._report_due = 0.0
 

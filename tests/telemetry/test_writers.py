@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.telemetry.wandb_run import table
 from jaxrl_llm.telemetry.writers import RunWriter, import_extra
 
 
@@ -125,6 +126,23 @@ def records(data):
 def test_a_missing_extra_is_named_in_one_line():
     with pytest.raises(InputError, match=r"no_such_package is not installed: pip install -e '\.\[wandb\]'"):
         import_extra("no_such_package", "wandb")
+
+
+def test_what_wandb_refuses_is_said_in_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"wandb: Invalid project name 'a/b'.*WANDB_MODE=offline") as refused:
+        RunWriter(tmp_path, None, tensorboard=False, wandb="a/b")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_table_of_completions_is_of_evaluations_and_bounded():
+    trained = {"kind": "training", "prompt": "p" * 5000, "completion": "c", "reward": 0.5, "parts": {}}
+    verified = {"kind": "evaluation", "prompt": "q", "completion": "d" * 1000, "correct": True}
+    judged = verified | {"reward": math.nan}
+    rows = [trained] * 40 + [verified] * 15 + [judged] * 40
+    assert table(3, [trained]) == []
+    found = table(3, rows)
+    assert found[:15] == [[3, "evaluation", "q", "d" * 1000, 1.0]] * 15
+    assert found[15:] == [[3, "evaluation", "q", "d" * 1000, None]] + [[3, "training", f"{'p' * 999}…", "c", 0.5]] * 16
 
 
 def test_no_file_has_no_rows(tmp_path):
