@@ -20,6 +20,7 @@ from jaxrl_llm.folders import InUse, alone, new_file, prepare_libraries, writabl
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import farewell
+from jaxrl_llm.telemetry.voice import Voice
 
 FILE_SYSTEM_S = 20.0
 """Until a file that one host writes is seen by another."""
@@ -31,6 +32,7 @@ def launch(
     start: configs.Start | None = None,
     peers: Peers = ALONE,
     lines: Sequence[str] = (),
+    voice: Voice = Voice(),
 ) -> int:
     """Train, or go on, in the run's directory, and sum it up; returns the exit code.
 
@@ -41,6 +43,7 @@ def launch(
       start: begin a new run with the weights of this checkpoint.
       peers: the other processes of the run.
       lines: said first.
+      voice: how much is said after them.
 
     Raises:
       InputError: the directory cannot be used, or whatever the run cannot work with.
@@ -50,8 +53,8 @@ def launch(
     if begun is None:
         return 0
     directory, found = begun
-    code = run(peers, found, directory, lines)
-    if code == 0 and peers.leads:
+    code = run(peers, found, directory, lines, voice)
+    if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.telemetry.diagnosis import diagnose
         from jaxrl_llm.telemetry.rows import read_rows
         from jaxrl_llm.telemetry.summarise import summarise
@@ -60,7 +63,8 @@ def launch(
         summary = summarise(directory, time.monotonic() - began)
         writes = not isinstance(found.run, configs.RewardModel)
         findings = diagnose(read_rows(directory / "metrics.jsonl"))
-        print_summary(dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes), None, findings)
+        summary = dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes)
+        print_summary(summary, None, findings, voice.quiet)
     return code
 
 
@@ -117,7 +121,7 @@ def begin(
     return Path(directory), dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
 
 
-def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str]) -> int:
+def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str], voice: Voice) -> int:
     """Train there; returns the exit code. ``lines`` are said first."""
 
     def say(line: str) -> None:
@@ -133,7 +137,7 @@ def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str
         hint_accelerator()
         from jaxrl_llm.loop import train as run_training
 
-        return run_training(found.located, directory, say, peers, found.origin.start)
+        return run_training(found.located, directory, say, peers, found.origin.start, voice)
 
 
 def fingerprint(settings: configs.Configuration) -> str:

@@ -32,6 +32,7 @@ from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import Learned, record
 from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.telemetry.voice import Voice
 from jaxrl_llm.telemetry.watch import Watch
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import TrainState
@@ -53,7 +54,12 @@ class Told:
 
 
 def train(
-    run: Configuration, directory: Path, say: Callable[[str], None], peers: Peers = ALONE, weights: Start | None = None
+    run: Configuration,
+    directory: Path,
+    say: Callable[[str], None],
+    peers: Peers = ALONE,
+    weights: Start | None = None,
+    voice: Voice = Voice(),
 ) -> int:
     """Train, or go on where the directory's newest checkpoint stands; returns the exit code.
 
@@ -66,6 +72,7 @@ def train(
       say: prints a line that should stay visible.
       peers: the other processes of the run.
       weights: whose the first ones are; None for the model's own.
+      voice: how much is said on the way.
     """
     configs.validate_on_devices(run, jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
@@ -79,18 +86,19 @@ def train(
         store,
         jax.set_mesh(mesh),
         logged(directory / "log.txt") if peers.leads else nullcontext(),
-        watching(directory, schedule, start, peers) as progress,
-        writing(run, directory, (-1 if start is None else start) if resumed else None, peers) as writer,
+        watching(directory, schedule, start, peers, voice.quiet) as progress,
+        writing(run, directory, (-1 if start is None else start) if resumed else None, peers, voice) as writer,
         stage_of(run).resources(run, peers, directory) as resources,
         farewell(lambda *reason: resources.close()),
         ExitStack() as stack,
     ):
         told = Told(schedule, progress, writer)
         stage, state, host = load(run, mesh, store, start, resources, progress, peers, weights)
-        progress.pace.begin()
+        progress.begin()
         if start is None:
             test_first(stage, state, host, told)
-        stop = stack.enter_context(Preemption(progress.note))  # from here on there is a step to finish
+        stop = stack.enter_context(Preemption(progress.warn))  # from here on there is a step to finish
+        progress.first_step()
         for step in range((start or 0) + 1, run.steps + 1):
             first = {"event/resumed": True} if resumed and step == (start or 0) + 1 else {}
             state, row, batch, decision = make_step(stage, run, state, host, step, told, first)
@@ -159,6 +167,7 @@ def make_step(
     host.coefficients |= decision.coefficients
     row |= decision.events
     told.progress.happened(step, row)
+    told.progress.learned(step, batch.examples)
     record(told.writer, step, found, row, Learned(batch.examples[: run.output.samples], samples, stage.spell))
     return state, row, batch, decision
 
@@ -179,23 +188,24 @@ def advice(remedy: str, directory: Path) -> str:
 
 
 def writing(
-    run: Configuration, directory: Path, resumed_at: int | None, peers: Peers
+    run: Configuration, directory: Path, resumed_at: int | None, peers: Peers, voice: Voice
 ) -> AbstractContextManager[RunWriter | None]:
     """The run's records, on process 0; the others write none."""
     if not peers.leads:
         return nullcontext()
-    return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run))
+    return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run), voice.rows)
 
 
-def watching(directory: Path, schedule: Schedule, start: int | None, peers: Peers) -> Progress:
+def watching(directory: Path, schedule: Schedule, start: int | None, peers: Peers, quiet: bool) -> Progress:
     """What a person sees, on process 0; the others say nothing, and look for nothing.
 
     ``start``: the step that the run goes on from; its rows up to there are part of what is watched.
+    ``quiet``: show warnings alone.
     """
     if not peers.leads:
         return Progress(schedule, (start or 0) + 1, Console(quiet=True))
     earlier = () if start is None else (row for row in read_rows(directory / "metrics.jsonl") if row["step"] <= start)
-    return Progress(schedule, (start or 0) + 1, watch=Watch(schedule.steps, earlier))
+    return Progress(schedule, (start or 0) + 1, watch=Watch(schedule.steps, earlier), quiet=quiet)
 
 
 def agreed_to_stop(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.cli.flags import suggest
+from jaxrl_llm.cli.flags import let_go, suggest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import NO_ROOM
 from jaxrl_llm.signals import answering, between_steps, listen
@@ -65,8 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     except InputError as error:
         return refuse(str(error))
     except BrokenPipeError:
-        # Whoever read our output has seen enough; Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go(sys.stdout)
         return DONE
     except Exception as error:
         reason = explain(error, arguments[0])

@@ -3,13 +3,14 @@
 import contextlib
 import difflib
 import io
+import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 
 
 def suggest(name: str, known: Sequence[str], more: str = "") -> str:
@@ -109,6 +110,7 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
             continue
         del arguments[index]
         if not value:
+            require(not equals, f"{argument}: {flag} stands alone, without a value")
             return True
         if inline:
             return inline
@@ -130,6 +132,13 @@ def first(arguments: list[str], usage: str, missing: str) -> str | None:
         print(usage)
         return None
     raise InputError(missing)
+
+
+def let_go(file: TextIO) -> None:
+    """Send to nowhere all that is still to be written: whoever read it has seen enough, and Python would complain again
+    when it closes the file.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def status(text: str) -> None:

@@ -1,27 +1,38 @@
 """``jaxrl-llm train``: settings, the run's directory, then the training itself."""
 
+import contextlib
 import dataclasses
 import difflib
+import json
+import sys
+from collections.abc import Callable, Generator
+from typing import Any, TextIO
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
-from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.cli.flags import first, let_go, parse, take
 from jaxrl_llm.cli.processes import take_distributed, together
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import prepare_libraries
 from jaxrl_llm.launch import launch
+from jaxrl_llm.telemetry.voice import Voice
 from jaxrl_llm.trained import find_run
 
-USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--field value ...]
+USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--quiet] [--json]
+                       [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
 goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
-that are the same. jaxrl-llm train CONFIG --help lists the fields with their values.
+that are the same. --quiet shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json
+prints each step's metrics on stdout, one JSON object a line, and all else on stderr; with --quiet the last line is the
+result. jaxrl-llm train CONFIG --help lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
-    "with the weights of another. --distributed.coordinator HOST:PORT --distributed.processes N "
+    "with the weights of another. --quiet shows no progress: warnings, findings and errors on stderr, the result in a "
+    "few lines. --json prints each step's metrics on stdout, one JSON object a line, and all else on stderr. "
+    "--distributed.coordinator HOST:PORT --distributed.processes N "
     "--distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names of the loss's "
     "settings are understood too: docs/dialects.md."
 )
@@ -31,7 +42,7 @@ OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"da
 
 
 def train(arguments: list[str]) -> int:
-    """``train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--field value ...]``; returns the exit code."""
+    """``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field value ...]``; returns the exit code."""
     given = first(arguments, USAGE, MISSING)
     if given is None:
         return 0
@@ -41,6 +52,8 @@ def train(arguments: list[str]) -> int:
     fresh = take(arguments, "--fresh", False)
     recipe = take(arguments, "--recipe", True)
     start = take(arguments, "--from", True)
+    quiet = take(arguments, "--quiet", False)
+    as_json = take(arguments, "--json", False)
     distributed = take_distributed(arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
@@ -56,8 +69,32 @@ def train(arguments: list[str]) -> int:
     found = dataclasses.replace(found, run=settings)
     find_run(found.located.model)
     first_weights = None if start is None else configs.find_start(start)
-    with together(distributed) as peers:
-        return launch(found, fresh, first_weights, peers, lines)
+    with together(distributed) as peers, speaking(quiet, as_json) as voice:
+        return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
+
+
+@contextlib.contextmanager
+def speaking(quiet: bool, as_json: bool) -> Generator[Voice]:
+    """What a run says within the block; where rows go to stdout, nothing else does: the rest goes to stderr."""
+    if not as_json:
+        yield Voice(quiet)
+        return
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield Voice(quiet, printing(out))
+
+
+def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
+    """Prints a row as one line of JSON; once nobody reads them any more that is said, and the run goes on."""
+
+    def show(row: dict[str, Any]) -> None:
+        try:
+            print(json.dumps(row), file=out, flush=True)
+        except BrokenPipeError:
+            let_go(out)
+            print("jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl", file=sys.stderr)
+
+    return show
 
 
 def take_spellings(arguments: list[str]) -> dict[str, str]:

@@ -153,6 +153,6 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def events(metrics: dict[str, Any]) -> list[str]:
-    """The same, one line each: ``reference reset``, ``teaches nothing: all advantages are 0``."""
-    return [f"{name}: {text}" if text else name for name, text in happened(metrics)]
+def event(name: str, text: str) -> str:
+    """One of them in a line: ``reference reset``, ``teaches nothing: all advantages are 0``."""
+    return f"{name}: {text}" if text else name

@@ -17,8 +17,13 @@ PROGRAMS = {
     "<lambda>": "a program",
 }
 """The large programs by the names of their functions; others are told by those names."""
-DONE = {"jaxpr_trace": "traced", "jaxpr_to_mlir_module": "lowered", "backend_compile": "compiled"}
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+"""JAX's event of a program that was read from its cache, within that program's compilation."""
+COMPILE = "backend_compile"
+DONE = {"jaxpr_trace": "traced", "jaxpr_to_mlir_module": "lowered", COMPILE: "compiled"}
 SHORTEST_TOLD_S = 0.3
+SHORTEST_KEPT_S = 1.0
+"""JAX keeps in its cache what takes at least this long to compile."""
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +33,15 @@ class Compiling:
 
     Attributes:
       seconds: that have gone into compilations which have ended, programs read from the cache included.
+      read: programs that the cache had.
+      compiled: programs that it could have had, and had not.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.read = 0
+        self.compiled = 0
+        self._reading: set[int] = set()  # threads, within a program that the cache has
         self._lock = threading.Lock()
         self._open: dict[int, list[tuple[str, float]]] = {}  # by thread: what is traced may trace other programs
 
@@ -39,6 +49,7 @@ class Compiling:
         import jax.monitoring
 
         jax.monitoring.register_scalar_listener(self._begins)
+        jax.monitoring.register_event_listener(self._happens)
         jax.monitoring.register_event_duration_secs_listener(self._ends)
         return self
 
@@ -46,7 +57,13 @@ class Compiling:
         import jax.monitoring
 
         jax.monitoring.unregister_scalar_listener(self._begins)
+        jax.monitoring.unregister_event_listener(self._happens)
         jax.monitoring.unregister_event_duration_listener(self._ends)
+
+    @property
+    def warm(self) -> bool:
+        """Whether all so far that is worth keeping was read from the cache, and there was something."""
+        return self.read > 0 and self.compiled == 0
 
     def now(self) -> tuple[str, float] | None:
         """What is being compiled, and for how many seconds; None while nothing is, or nothing worth telling."""
@@ -62,18 +79,29 @@ class Compiling:
             with self._lock:
                 self._open.setdefault(threading.get_ident(), []).append((named(about["fun_name"]), time.monotonic()))
 
+    def _happens(self, event: str, **about: Any) -> None:
+        if event == CACHE_HIT:
+            with self._lock:
+                self._reading.add(threading.get_ident())
+
     def _ends(self, event: str, seconds: float, **about: Any) -> None:
         with self._lock:
             begun = self._open.get(threading.get_ident())
             if not begun or not event.startswith(PHASES) or "fun_name" not in about:
                 return
             name, _ = begun.pop()
+            what = event.removeprefix(PHASES).removesuffix("_duration")
+            read = what == COMPILE and threading.get_ident() in self._reading
+            if what == COMPILE:
+                self._reading.discard(threading.get_ident())
+                self.read += read
+                self.compiled += not read and seconds >= SHORTEST_KEPT_S
             if begun:
                 return
             self.seconds += seconds
         if seconds >= SHORTEST_TOLD_S:
-            what = event.removeprefix(PHASES).removesuffix("_duration")
-            log.info("%s %s in %.1f s", DONE.get(what, what), name, seconds)
+            done = f"read from JAX's cache: {name}," if read else f"{DONE.get(what, what)} {name} in"
+            log.info("%s %.1f s", done, seconds)
 
 
 def named(function: str) -> str:

@@ -1,12 +1,17 @@
-"""What a terminal shows of a run below its finished steps: curves of one line, where the time goes, what is wrong."""
+"""What a terminal shows of a run below its finished steps: curves of one line, where time and memory go, an example,
+what is wrong.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from jaxrl_llm.telemetry.columns import short
+from jaxrl_llm.telemetry.examples import Examples
+from jaxrl_llm.telemetry.lines import ELLIPSIS, head
 from jaxrl_llm.telemetry.rows import number
+from jaxrl_llm.types import Group
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN = "_.-~=+*#"
@@ -42,12 +47,18 @@ class Curve(NamedTuple):
 
 
 class Panel:
-    """Keeps what is drawn of each row; a run without two steps shows nothing."""
+    """Keeps what is drawn of each row; what is not known yet has no line.
+
+    Attributes:
+      memory: says how much is in use, from when on that is of interest.
+    """
 
     def __init__(self) -> None:
+        self.memory: Callable[[], str] = str
         self._curves = {metric: Curve(name, []) for name, metric in CURVES}
         self._tests: dict[str, list[float]] = {}
         self._row: Mapping[str, Any] = {}
+        self._examples = Examples()
         self._finding = ""
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -61,25 +72,38 @@ class Panel:
         for name in evaluation_names(row):
             _keep(self._tests.setdefault(name, []), row[name])
 
+    def learned(self, step: int, groups: Sequence[Group]) -> None:
+        """Take what a step has learned from; now and then one of its completions is shown."""
+        self._examples.see(step, groups)
+
     def found(self, text: str) -> None:
         """Take the newest finding."""
         self._finding = text
 
-    def lines(self, width: int, blocks: str = BLOCKS) -> list[Text]:
-        """At most three lines of ``width`` characters."""
+    def lines(self, width: int, encoding: str = "utf-8") -> list[Text]:
+        """At most six lines of ``width`` columns, in letters that the terminal's ``encoding`` has."""
+        if width < LEAST_WIDTH:
+            return []
+        wide = encoding.lower().startswith("utf")
+        mark = ELLIPSIS if wide else "..."
+        lines = [(line, "") for line in self._drawn(width, BLOCKS if wide else PLAIN)]
+        split = f"time  {told}" if (told := time_split(self._row)) else ""
+        lines += [(line, "dim") for line in _joined([split, self.memory()], width)]
+        if self._examples.shown:
+            where, what = self._examples.shown.lines(width, mark)
+            lines += [(where, "dim"), (what, "")]
+        if self._finding:
+            lines.append((self._finding, "yellow"))
+        return [Text(_known(head(line, width, mark), encoding), style=style, no_wrap=True) for line, style in lines]
+
+    def _drawn(self, width: int, blocks: str) -> list[str]:
+        """The curves, side by side on one line, where there are any."""
         curves = [Curve(name.rpartition("/")[2], values) for name, values in self._tests.items() if len(values) > 1][:1]
         curves += [curve for curve in self._curves.values() if len(set(curve.values)) > 1]
-        if width < LEAST_WIDTH or not curves:
-            return []
         count = min(MOST_CURVES, width // NARROWEST)
-        room = width // count
-        drawn = [_drawn(curve, room - 2, blocks) for curve in curves[:count]]
-        lines = [Text("  ".join(f"{text:<{room - 2}}" for text in drawn).rstrip(), no_wrap=True)]
-        if split := time_split(self._row):
-            lines.append(Text(f"time  {split}", style="dim", no_wrap=True, overflow="ellipsis"))
-        if self._finding:
-            lines.append(Text(self._finding, style="yellow", no_wrap=True, overflow="ellipsis"))
-        return lines
+        room = width // count - 2
+        drawn = [_drawn(curve, room, blocks) for curve in curves[:count]]
+        return ["  ".join(f"{text:<{room}}" for text in drawn).rstrip()] if drawn else []
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
@@ -109,6 +133,18 @@ def time_split(row: Mapping[str, Any]) -> str:
 def evaluation_names(row: Mapping[str, Any]) -> list[str]:
     """The metrics of evaluations, without how many problems there were."""
     return [name for name in row if name.startswith("eval/") and not name.endswith(("/problems", "/mean_length"))]
+
+
+def _joined(parts: Sequence[str], width: int) -> list[str]:
+    """Those that are not empty: on one line where they fit, each on its own elsewhere."""
+    parts = [part for part in parts if part]
+    whole = "    ".join(parts)
+    return parts if len(whole) > width else [whole] * bool(parts)
+
+
+def _known(text: str, encoding: str) -> str:
+    """The text with a mark of question for each letter that the encoding has not."""
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _keep(values: list[float], value: Any) -> None:

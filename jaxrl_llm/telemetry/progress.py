@@ -5,18 +5,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from rich.console import Console, Group
+from rich import console as rich_console
+from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from jaxrl_llm.telemetry import columns
+from jaxrl_llm.telemetry import columns, memory
 from jaxrl_llm.telemetry.compiling import Compiling
 from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Pace, Schedule, time_left
-from jaxrl_llm.telemetry.panel import BLOCKS, PLAIN, Panel
+from jaxrl_llm.telemetry.panel import Panel
 from jaxrl_llm.telemetry.watch import Watch
+from jaxrl_llm.types import Group
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of the statuses that come and go inside each step."""
@@ -37,13 +39,19 @@ class Progress:
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
       console: where to; stderr if None.
       watch: looks for what goes wrong; None for nobody.
+      quiet: show warnings alone.
 
     Attributes:
-      pace: how long each kind of work takes; the loop tells it of checkpoints, and when the steps begin.
+      pace: how long each kind of work takes; the loop tells it of checkpoints.
     """
 
     def __init__(
-        self, schedule: Schedule, first_step: int = 1, console: Console | None = None, watch: Watch | None = None
+        self,
+        schedule: Schedule,
+        first_step: int = 1,
+        console: Console | None = None,
+        watch: Watch | None = None,
+        quiet: bool = False,
     ):
         console = console or Console(stderr=True, highlight=False)
         self._schedule = schedule
@@ -55,8 +63,14 @@ class Progress:
         self._compiling = Compiling()
         self.pace = Pace(lambda: self._compiling.seconds)
         self._panel = Panel()
-        live = console.is_terminal and not console.is_dumb_terminal
-        self._screen = _Terminal(console, self.describe, self._panel) if live else _LogFile(console, self)
+        self._warned: set[str] = set()
+        self._screen: _Screen
+        if quiet:
+            self._screen = _Quiet(console)
+        elif console.is_terminal and not console.is_dumb_terminal:
+            self._screen = _Terminal(console, self.describe, self._panel)
+        else:
+            self._screen = _LogFile(console, self)
 
     def __enter__(self) -> "Progress":
         self._block.enter_context(self._compiling)
@@ -68,6 +82,19 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         self._block.close()
+
+    def begin(self) -> None:
+        """All is loaded: from now on time goes into evaluations and steps, and memory counts."""
+        self.pace.begin()
+        self._panel.memory = memory.now
+
+    def first_step(self) -> None:
+        """Say that the first step of this process takes longer, unless all before it was there compiled."""
+        if not self._compiling.warm:
+            self.note(
+                f"step {self._next_step} takes longer than those after it: it also compiles its programs, unless JAX's "
+                "cache has them"
+            )
 
     def status(self, text: str) -> None:
         """Say what is being done now: ``sampling 120/400 tokens``, ``loading smollm2-135m``.
@@ -97,19 +124,33 @@ class Progress:
         if found := columns.evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")
 
+    def learned(self, step: int, groups: Sequence[Group]) -> None:
+        """Show on a terminal, now and then, a completion that ``step`` has learned from."""
+        self._panel.learned(step, groups)
+
     def happened(self, step: int, metrics: dict[str, Any]) -> None:
-        """Keep one line for each event of the step's row, the whole of which this is, and for each new finding."""
-        for event in columns.events(metrics):
-            self.note(f"step {step}: {event}")
+        """Keep one line for each event of the step's row, the whole of which this is, and for each new finding.
+
+        An event that has a reason is a warning when it happens first.
+        """
+        for name, reason in columns.happened(metrics):
+            tell = self.warn if reason and name not in self._warned else self.note
+            tell(f"step {step}: {columns.event(name, reason)}")
+            self._warned.add(name)
         for found in self._watch.see(metrics) if self._watch else ():
             told = f"{found.kind.replace('_', ' ')} since step {found.step}: {found.what}"
             self._panel.found(told)
-            self.note(f"step {step}: {told}")
-            self.note(f"  {found.why} Try {found.remedy}")
+            self.warn(f"step {step}: {told}")
+            self.warn(f"  {found.why} Try {found.remedy}")
 
     def note(self, text: str) -> None:
         """Keep one line of text."""
         self._screen.line(text)
+        log.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        """Keep one line of text that whoever wants to see no progress wants to see too."""
+        self._screen.warn(text)
         log.info("%s", text)
 
     def describe(self) -> str:
@@ -137,6 +178,45 @@ def _phase(status: str) -> str:
     return status.split(" ", 1)[0].rstrip(":")
 
 
+class _Screen(Protocol):
+    """Where lines go."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
+        """A finished step."""
+
+    def line(self, text: str) -> None:
+        """What is good to know."""
+
+    def warn(self, text: str) -> None:
+        """What one must know."""
+
+
+class _Quiet:
+    """Warnings alone."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
 class _Terminal:
     """Finished steps scroll by as a table; below them live lines show how it goes, and say what is being done."""
 
@@ -144,9 +224,7 @@ class _Terminal:
         self._console = console
         self._describe = describe
         self._panel = panel
-        wide = console.encoding.lower().startswith("utf")
-        self._spinner = Spinner("dots" if wide else "line")
-        self._blocks = BLOCKS if wide else PLAIN
+        self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
         self._rows = 0
 
@@ -156,9 +234,9 @@ class _Terminal:
     def stop(self) -> None:
         self._live.stop()
 
-    def _render(self) -> Group:
+    def _render(self) -> rich_console.Group:
         self._spinner.update(text=Text(self._describe(), style="dim", overflow="ellipsis", no_wrap=True))
-        return Group(*self._panel.lines(self._console.width, self._blocks), self._spinner)
+        return rich_console.Group(*self._panel.lines(self._console.width, self._console.encoding), self._spinner)
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
         layout = columns.columns_for(self._console.width, metrics)
@@ -169,6 +247,9 @@ class _Terminal:
 
     def line(self, text: str) -> None:
         self._console.print(Text(text))
+
+    def warn(self, text: str) -> None:
+        self._console.print(Text(text, style="yellow"))
 
 
 class _LogFile:
@@ -199,6 +280,9 @@ class _LogFile:
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
         self.line(columns.plain(step, left, metrics))
+
+    def warn(self, text: str) -> None:
+        self.line(text)
 
     def line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)

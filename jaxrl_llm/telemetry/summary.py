@@ -9,6 +9,7 @@ from rich.text import Text
 
 from jaxrl_llm.telemetry.columns import seconds, short
 from jaxrl_llm.telemetry.diagnosis import Finding
+from jaxrl_llm.telemetry.lines import abridge
 
 SHOWN_PAIRS = 3
 SHOWN_LINES = 3
@@ -95,15 +96,23 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
     return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
 
 
-def print_summary(summary: RunSummary, console: Console | None = None, findings: Sequence[Finding] = ()) -> None:
+def print_summary(
+    summary: RunSummary, console: Console | None = None, findings: Sequence[Finding] = (), brief: bool = False
+) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
-    To stdout if None.
+    Args:
+      summary: of the run.
+      console: where to; stdout if None.
+      findings: what is wrong with it.
+      brief: without the samples and commands.
     """
     console = console or Console(highlight=False)
-    console.print()
-    results = (*_results(summary), *_judged(summary), *_samples(summary, console))
-    for line in (*results, Text(""), *_next(summary), *_findings(findings)):
+    lines = [*_results(summary), _field("the run lies in", summary.run_dir)]
+    if not brief:
+        lines = [Text(""), *_results(summary), *_judged(summary), *_samples(summary, console)]
+        lines += [Text(""), *_next(summary)]
+    for line in (*lines, *_findings(findings)):
         console.print(line, soft_wrap=True)
 
 
@@ -185,21 +194,6 @@ def _block(label: str, verdict: tuple[str, str], text: str, console: Console) ->
     first, *others = Text(abridge(text, room * SHOWN_LINES) or "(nothing)").wrap(console, room)
     head = Text.assemble((f"{label:<8}", "dim"), (f"{verdict[0]:<{LABEL_WIDTH - 8}}", verdict[1]))
     return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in others)]
-
-
-def abridge(text: str, limit: int) -> str:
-    """``text`` on one line in at most ``limit`` characters: the middle is left out, since answers stand at the end.
-
-    Control characters, which could drive the terminal, become spaces; white space is joined.
-    """
-    text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    if len(text) <= limit:
-        return text
-    half = (limit - 3) // 2
-    head = text[:half]
-    tail = text[-half:]
-    # Whole words, where there are any.
-    return f"{head.rsplit(' ', 1)[0]} … {tail.split(' ', 1)[-1]}"
 
 
 def _next(summary: RunSummary) -> list[Text]:

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ class RunWriter:
       tensorboard: also write curves under ``run_dir/tensorboard``.
       wandb: the project to log to, or None; see ``WandbRun``.
       config: the run's configuration as plain values, shown beside the curves in wandb.
+      tell: called with each row once it is on the disk, as it stands there.
 
     Raises:
       InputError: a new run's directory holds metrics already; a row is no JSON; wandb is asked for and not installed,
@@ -42,6 +44,7 @@ class RunWriter:
         tensorboard: bool = True,
         wandb: str | None = None,
         config: dict[str, Any] | None = None,
+        tell: Callable[[dict[str, Any]], None] | None = None,
     ):
         self._run_dir = Path(run_dir)
         wandb_module = import_extra("wandb", "wandb") if wandb else None
@@ -53,6 +56,7 @@ class RunWriter:
         self._metrics = open(metrics, "ab")
         self._samples = open(samples, "ab")
         self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
+        self._tell = tell
         self._reported = -1
         self._report_due = 0.0
 
@@ -67,6 +71,8 @@ class RunWriter:
         values = {name: jsonable(value) for name, value in metrics.items() if name != "step"}
         append_rows(self._metrics, [{"step": step, **values}])
         self._last_step = step
+        if self._tell is not None:
+            self._tell({"step": step, **values})
         if self._curves is not None:
             _add_curves(self._curves, step, values)
         if self._wandb is not None:
