@@ -1,5 +1,6 @@
 """The command line before any weight is loaded: help, lists, and what the process itself answers."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ from commands import MAIN, assert_refused, command, commands, environment
 
 from jaxrl_llm.algorithms.preference import IPO
 from jaxrl_llm.cli.model_card import model_card
+from jaxrl_llm.cli.train import printing
 from jaxrl_llm.config import Preference, RewardModel, Supervised
 from jaxrl_llm.tasks import Pairs, Table, Texts
 from jaxrl_llm.trained import Trained
@@ -43,6 +45,18 @@ def test_a_typo_is_answered_without_the_slow_libraries(tmp_path, line):
     assert done.stdout.splitlines()[-1] == "loaded"
 
 
+def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
+    reading, writing = os.pipe()
+    with open(writing, "w") as out:
+        show = printing(out)
+        show({"step": 1, "event/reward_failed": "mine: naïve"})
+        assert os.read(reading, 100) == b'{"step": 1, "event/reward_failed": "mine: na\\u00efve"}\n'
+        os.close(reading)
+        show({"step": 2})
+        show({"step": 3})
+    assert capfd.readouterr() == ("", "jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl\n")
+
+
 def test_help_tells_the_commands_and_the_fields(tmp_path):
     top, none, version, *helps = commands(
         ["--help", "", "--version", "train --help", "train smoke --help", "eval --help", "eval tiny-random --help",
@@ -55,6 +69,7 @@ def test_help_tells_the_commands_and_the_fields(tmp_path):
     for answer in helps:
         assert answer.code == 0 and "usage" in answer.out.lower() and not answer.err
     assert "--learner.optimiser.learning-rate" in helps[1].out and "--recipe NAME" in helps[1].out
+    assert all(flag in helps[number].out for flag in ("--quiet", "--json") for number in (0, 1))
     assert "--top-p" in helps[5].out and "--samples" in helps[3].out
     assert not list(tmp_path.iterdir())
 

@@ -102,6 +102,8 @@ REFUSED = {
     "train smok": ["no configuration 'smok'", "did you mean smoke?"],
     "train nowhere.py": ["no configuration 'nowhere.py'", "or give a .py file"],
     "train smoke --stpes 3": ["no option --stpes", "did you mean --steps?"],
+    "train smoke --quiet=false": ["--quiet=false: --quiet stands alone, without a value"],
+    "train smoke --json rows.jsonl": ["rows.jsonl belongs to no option", "a switch stands alone"],
     "train smoke --slots 3": ["no option --slots", "did you mean --rollout.slots?"],
     "train smoke --num_generations 4": ["no option --num_generations: here it is --rollout.group"],
     "train smoke --max-completion-length=9": ["here it is --rollout.max_new_tokens"],

@@ -25,7 +25,7 @@ HEARTBEAT_S = 20
 
 
 def start(folder, count, steps):
-    flags = f"--run_dir {folder / 'run'} --steps {steps} --distributed.heartbeat_s {HEARTBEAT_S}"
+    flags = f"--run_dir {folder / 'run'} --steps {steps} --json --distributed.heartbeat_s {HEARTBEAT_S}"
     return launch(count, "train", str(CONFIG), *flags.split(), folder=folder)
 
 
@@ -140,6 +140,8 @@ def test_asking_one_process_to_stop_stops_all_after_the_same_step(stopped):
     assert COMPARED <= last < 60
     assert max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir()) == last
     assert f"stopped after step {last}, state saved: run the same command again to go on" in said(folder, 0)
+    printed = [json.loads(line) for line in said(folder, 0) if line.startswith('{"step": ')]
+    assert printed == rows(folder / "run")
     for number in (1, 2, 3):  # they write nothing, and say nothing
         assert not [line for line in said(folder, number) if "[Gloo]" not in line]
     assert [row["step"] for row in rows(folder / "run")] == list(range(last + 1))

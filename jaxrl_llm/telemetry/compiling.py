@@ -100,8 +100,8 @@ class Compiling:
                 return
             self.seconds += seconds
         if seconds >= SHORTEST_TOLD_S:
-            done = f"read from JAX's cache: {name}," if read else f"{DONE.get(what, what)} {name} in"
-            log.info("%s %.1f s", done, seconds)
+            done = f"read {name} from JAX's cache" if read else f"{DONE.get(what, what)} {name}"
+            log.info("%s in %.1f s", done, seconds)
 
 
 def named(function: str) -> str:

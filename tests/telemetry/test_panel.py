@@ -73,3 +73,12 @@ def test_the_time_of_the_last_step_is_split_and_the_last_finding_stays():
     assert drawn(panel)[1:] == ["time  sample 25 %  update 70 %  of 10.0 s", "stalled since step 3: no"]
     assert time_split({"time/step_s": 10.0, "time/update_s": 7.0}) == "update 70 %  of 10.0 s"
     assert time_split({}) == time_split({"time/step_s": None}) == ""
+
+
+def test_memory_stands_beside_the_time_where_there_is_room():
+    panel = Panel()
+    panel.memory = lambda: "memory 1.4 GiB  device 12.3 of 79.6 GiB, 61.0 at most"
+    assert drawn(panel) == [panel.memory()], "before the first step too"
+    panel.step({"time/step_s": 10.0, "time/update_s": 7.0})
+    assert drawn(panel) == [f"time  update 70 %  of 10.0 s    {panel.memory()}"]
+    assert drawn(panel, 80) == ["time  update 70 %  of 10.0 s", panel.memory()]

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from terminals import Terminal
 
+from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.compiling import Compiling
 from jaxrl_llm.telemetry.header import model_line, steps_line
 from jaxrl_llm.telemetry.logs import logged
@@ -16,13 +17,20 @@ from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress, patience
 
 RUN = """
+import numpy as np
+from jaxrl_llm.types import Completion, Group, Problem
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 with Progress(Schedule(3), 2) as progress:
     progress.status("loading tiny"); import time; time.sleep(0.8)
+    progress.begin()
     progress.step({"step": 2, "reward/mean": 0.25})
     progress.tested(2, {"eval/sums/pass@1": 0.5})
     print("a stray print")
+    none = np.zeros(0, np.int32)
+    answer = Completion(none, none, "stop", none, none, text="\\x1b[2J[red]eight[/red]\\nor 9")
+    problem = Problem("1", ({"role": "user", "content": "what is " * 30 + "3 + 5?"},), "8", "sums")
+    progress.learned(2, [Group(problem, none, (answer,), np.ones(1), np.ones(1))])
     progress.status("sampling 10/40 tokens"); time.sleep(0.8)
     progress.note("[bold]saved[/bold]")
     raise SystemExit(3)
@@ -120,6 +128,75 @@ def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():
     assert console.file.getvalue() == "step 1/3  left 0.0 s\n"
 
 
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def compiles(seconds, from_cache):
+    jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
+    if from_cache:
+        jax.monitoring.record_event(CACHE_HIT)
+    jax.monitoring.record_event_duration_secs(COMPILE, seconds, fun_name="jit(update)")
+
+
+@pytest.mark.parametrize(
+    "before, told",
+    [
+        ((), True),
+        (((0.5, False),), True),
+        (((20.0, False),), True),
+        (((20.0, False), (2.0, True)), True),
+        (((2.0, True),), False),
+        (((0.5, False), (2.0, True), (0.2, False)), False),
+    ],
+)
+def test_a_longer_first_step_is_announced_unless_the_cache_has_had_everything(tmp_path, before, told):
+    console = log_file()
+    with logged(tmp_path / "log.txt"), Progress(Schedule(9), 7, console) as progress:
+        progress.begin()
+        for compiled in before:
+            compiles(*compiled)
+        progress.first_step()
+    assert ("step 7 takes longer than those after it: it also compiles" in console.file.getvalue()) == told
+    log = (tmp_path / "log.txt").read_text()
+    assert ("compiled the update in 20.0 s" in log) == ((20.0, False) in before)
+    assert ("read the update from JAX's cache in 2.0 s" in log) == ((2.0, True) in before)
+
+
+def test_whoever_wants_no_progress_sees_warnings_and_each_but_once(tmp_path):
+    console = log_file()
+    finding = Finding("stalled", 2, "nothing rises", "It learns nothing.", "easier problems")
+    with logged(tmp_path / "log.txt"), Progress(Schedule(9), 2, console, Found([finding]), quiet=True) as progress:
+        progress.begin()
+        progress.first_step()
+        progress.status("sampling")
+        progress.note("a note")
+        progress.step({"step": 2, "reward/mean": 0.25})
+        progress.tested(2, {"eval/sums/pass@1": 0.5})
+        for step in (2, 3):
+            progress.happened(step, {"step": step, "event/resumed": True, "event/reward_failed": "mine: no"})
+        progress.warn("stopping")
+    shown = [
+        "step 2: reward failed: mine: no",
+        "step 2: stalled since step 2: nothing rises",
+        "  It learns nothing. Try easier problems",
+        "stopping",
+    ]
+    assert console.file.getvalue().splitlines() == shown
+    log = (tmp_path / "log.txt").read_text()
+    assert all(line in log for line in (*shown, "a note", "step 2/9  reward 0.250", "step 3: reward failed: mine: no"))
+
+
+class Found:
+    """A watch that finds something once."""
+
+    def __init__(self, findings):
+        self._findings = findings
+
+    def see(self, row):
+        found, self._findings = self._findings, []
+        return found
+
+
 def shown_clock(progress):
     text, elapsed = progress.describe().rsplit("  ", 1)
     return text, float(elapsed.removesuffix(" s"))
@@ -154,6 +231,10 @@ def test_a_terminal_keeps_finished_steps_and_is_left_in_order(terminals, columns
     assert "evaluation at step 2:  sums  pass@1 0.500" in screen
     assert "[bold]saved[/bold]" in screen and "a stray print" in screen
     assert "     step   reward" in screen
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", screen)
+    assert re.search(r"memory \d+\.\d GiB\r\n", plain)
+    assert f"step 2  reward 1.000  …{('what is ' * 30 + '3 + 5?')[-(columns - 23) :].lstrip()}\r\n" in plain
+    assert "  [2J[red]eight[/red] or 9\r\n" in plain and "\x1b[2J" not in screen
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
 
 

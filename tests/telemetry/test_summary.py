@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, abridge, pair_samples, print_summary, worth_showing
+from jaxrl_llm.telemetry.lines import abridge
+from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, pair_samples, print_summary, worth_showing
 
 BEFORE = [
     ("1 + 1", "2", True),
