@@ -94,11 +94,8 @@ def train(
     ):
         told = Told(schedule, progress, writer)
         stage, state, host = load(run, mesh, store, start, resources, progress, peers, weights)
-        progress.begin()
-        if start is None:
-            test_first(stage, state, host, told)
+        before_steps(stage, state, host, told, start is None)
         stop = stack.enter_context(Preemption(progress.warn))  # from here on there is a step to finish
-        progress.first_step()
         for step in range((start or 0) + 1, run.steps + 1):
             first = {"event/resumed": True} if resumed and step == (start or 0) + 1 else {}
             state, row, batch, decision = make_step(stage, run, state, host, step, told, first)
@@ -115,6 +112,14 @@ def train(
     if last_words:
         say(last_words)
     return code
+
+
+def before_steps(stage: Stage, state: TrainState, host: LoopState, told: Told, new: bool) -> None:
+    """Say what is to come; a ``new`` run is evaluated first."""
+    told.progress.begin()
+    if new:
+        test_first(stage, state, host, told)
+    told.progress.first_step()
 
 
 def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> None:
