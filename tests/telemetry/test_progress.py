@@ -145,6 +145,7 @@ def compiles(seconds, from_cache):
         (((0.5, False),), True),
         (((20.0, False),), True),
         (((20.0, False), (2.0, True)), True),
+        (((2.0, True), (20.0, False)), True),
         (((2.0, True),), False),
         (((0.5, False), (2.0, True), (0.2, False)), False),
     ],
