@@ -119,6 +119,7 @@ def learn_from(
             dict(coefficients),
             run.seed + step,
             stage.measures_kl,
+            run.output.monitor_kl,
         )
         shown = of_examples(batch, run.output.samples, samples)
         if run.output.ratios and shown:

@@ -163,8 +163,8 @@ class TrainState(NamedTuple):
 
     Attributes:
       roles: what is trained, by name.
-      frozen: what is only read, by name: "reference" is the policy as it was, there where a KL to it is computed.
-        Parameters like those of the policy, an adapter where that is one.
+      frozen: what is only read, by name: "reference" is the policy as it was, there where a KL to it is computed
+        or watched. Parameters like those of the policy, an adapter where that is one.
     """
 
     roles: dict[str, Role]

@@ -18,21 +18,22 @@ from jaxrl_llm.launch import launch
 from jaxrl_llm.telemetry.voice import Voice
 from jaxrl_llm.trained import find_run
 
-USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--quiet] [--json]
+USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--monitor_kl] [--quiet] [--json]
                        [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
 goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
-that are the same. --quiet shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json
-prints each step's metrics on stdout, one JSON object a line, and all else on stderr; with --quiet the last line is the
-result. jaxrl-llm train CONFIG --help lists the fields with their values.
+that are the same. --monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet
+shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics
+on stdout, one JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train
+CONFIG --help lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
-    "with the weights of another. --quiet shows no progress: warnings, findings and errors on stderr, the result in a "
-    "few lines. --json prints each step's metrics on stdout, one JSON object a line, and all else on stderr. "
-    "--distributed.coordinator HOST:PORT --distributed.processes N "
+    "with the weights of another, --monitor_kl is short for --output.monitor_kl. --quiet shows no progress: warnings, "
+    "findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one JSON "
+    "object a line, and all else on stderr. --distributed.coordinator HOST:PORT --distributed.processes N "
     "--distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names of the loss's "
     "settings are understood too: docs/dialects.md."
 )
@@ -55,6 +56,8 @@ def train(arguments: list[str]) -> int:
     quiet = take(arguments, "--quiet", False)
     as_json = take(arguments, "--json", False)
     distributed = take_distributed(arguments)
+    if take(arguments, "--monitor-kl", False):
+        arguments.append("--output.monitor_kl")
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     foreign = take_spellings(arguments) if isinstance(settings, configs.Run) else {}

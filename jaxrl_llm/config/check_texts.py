@@ -61,6 +61,10 @@ def _check_learning(run: FromData) -> None:
         learner.target_kl is None, f"learner.target_kl {learner.target_kl} is for reinforcement learning: leave it out"
     )
     require(
+        not run.output.monitor_kl,
+        "output.monitor_kl is for reinforcement learning, whose policy samples what is measured: leave it out",
+    )
+    require(
         not learner.keep_sampling_mask,
         "learner.keep_sampling_mask is for tokens that a sampler drew, and these are data: leave it out",
     )

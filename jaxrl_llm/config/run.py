@@ -47,6 +47,9 @@ class Output:
       samples: groups of each step whose completions are written to samples.jsonl.
       ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
         it takes one more forward pass of those.
+      monitor_kl: where the recipe has no KL, keep the policy that the run begins with and measure each step how far the
+        policy is from it (``kl``); takes its memory and two forward passes, and what is learned stays the same bit for
+        bit.
       tensorboard: write curves for TensorBoard.
       wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
     """
@@ -55,6 +58,7 @@ class Output:
     keep: int = 2
     samples: int = 1
     ratios: bool = False
+    monitor_kl: bool = False
     tensorboard: bool = True
     wandb: str | None = None
 

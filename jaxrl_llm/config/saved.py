@@ -23,7 +23,13 @@ FREE_TO_CHANGE = (
     "run_dir",
     "mesh",
     "evaluation",
-    "output",
+    # All of the output but monitor_kl: what it measures from is kept from the first step on.
+    "output.checkpoint_every",
+    "output.keep",
+    "output.samples",
+    "output.ratios",
+    "output.tensorboard",
+    "output.wandb",
     # What fits a machine: a run that ran out of memory must be able to go on with less.
     "learner.microbatch_rows",
     "learner.row_tokens",

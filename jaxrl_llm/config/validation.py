@@ -176,6 +176,11 @@ def _check_recipe(run: Run) -> None:
         recipe.controller is None or recipe.algorithm.kl_coef > 0,
         "recipe.controller has no coefficient to move: set recipe.algorithm.kl_coef above 0, or leave it out",
     )
+    require(
+        not (run.output.monitor_kl and algorithm.needs_reference),
+        f"output.monitor_kl True has nothing to add: recipe.algorithm.kl_coef {algorithm.kl_coef} measures kl in every "
+        "step already; leave it out",
+    )
     for shape in recipe.shaping:
         group_shaping.check(shape)
     for name in ("reference_every", "on_stall"):

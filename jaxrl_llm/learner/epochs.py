@@ -61,6 +61,7 @@ def learn(
     coefficients: dict[str, Any],
     seed: int,
     measure_kl: bool = False,
+    monitor_kl: bool = False,
 ) -> tuple[TrainState, Row]:
     """Every epoch over every minibatch of the groups; each role is updated on each minibatch.
 
@@ -78,6 +79,8 @@ def learn(
       seed: orders the groups anew in each epoch after the first.
       measure_kl: measure that of the whole batch after the last update of the policy, for a controller; see
         ``kl_of_policy``.
+      monitor_kl: the state's reference is in no objective, and how far the policy is from it before its first update is
+        measured beside them; see ``kl_to_reference``.
 
     Returns:
       The new state, and metrics averaged over the updates that were applied (``sampler/`` ones from the first, the only
@@ -86,19 +89,22 @@ def learn(
     """
     objectives = names_of(objective for one in training for objective in one.objectives)
     needed = set().union(*(one.needs for one in training))
-    measure_kl = measure_kl and any(one.role == "policy" for one in training)
-    kl_to = {"ref_logp" if state.reference is not None else "old_logp"} if measure_kl else set()
+    of_policy = any(one.role == "policy" for one in training)
+    measure_kl = measure_kl and of_policy
+    held = state.reference is not None and not monitor_kl
+    kl_to = {"ref_logp" if held else "old_logp"} if measure_kl else set()
     batches = []
     for samples in _split(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
         batches.append(packed.with_tokens(**before(state, packed, forward, (needed | kl_to) - set(packed.by_token))))
+    watched = kl_to_reference(state, batches, forward) if monitor_kl and of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
     rows: dict[str, list[Row]] = {one.role: [] for one in training}
     for packed in _passes(batches, settings.epochs, seed):
         state, refused = _update_each(state, packed, settings, training, coefficients, rows)
         if refused:
             break
-    measured = kl_of_policy(state, batches, forward) if measure_kl else {}
+    measured = watched | (kl_of_policy(state, batches, forward) if measure_kl else {})
     found = {"updates": 0.0} | {name: float(value) for name, value in jax.device_get(measured).items()}
     for one in training:
         prefix = "" if one.role == "policy" else f"{one.role}/"
@@ -116,8 +122,11 @@ def _update_each(
 ) -> tuple[TrainState, bool]:
     """One minibatch for every role; ``rows`` get what each update says.
 
-    Returns the state, and whether the passes end here.
+    Returns the state, and whether the passes end here. What is frozen is kept out of the updates: they are the same
+    programs with it and without.
     """
+    frozen = state.frozen
+    state = state._replace(frozen={})
     for one in training:
         seen = rows[one.role]
         own = coefficients
@@ -126,8 +135,8 @@ def _update_each(
         state, metrics = one.update(state, one.reads(packed), own)
         seen.append({name: float(value) for name, value in jax.device_get(metrics).items()})
         if seen[-1]["refused/not_finite"] or seen[-1].get("refused/far"):
-            return state, True
-    return state, False
+            return state._replace(frozen=frozen), True
+    return state._replace(frozen=frozen), False
 
 
 def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
@@ -151,6 +160,21 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
         "controller/kl": far / sum(one.tokens for one in counts),
         "controller/kl_sequence": far / sum(one.sequences for one in counts),
     }
+
+
+def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
+    """``kl``: how far the policy is from a reference that no objective reads, nats per token; by passes of its own, so
+    that what is learned is the same bit for bit without it.
+
+    Unbiased k3, weighted by policy over sampler; 0 while the policy is the reference; NaN where no token is in the
+    loss.
+    """
+    far: Any = 0
+    for packed in batches:
+        lacking = {"old_logp", "ref_logp"} - set(packed.by_token)
+        both = packed.with_tokens(**before(state, packed, forward, lacking))
+        far += divergence(both, both.by_token["old_logp"])
+    return {"kl": far / sum(packed.totals.counts["policy"].tokens for packed in batches)}
 
 
 def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[Packed]:

@@ -199,7 +199,8 @@ def old_policy(
 
 @jax.jit
 def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
-    """How far a policy of these log-probabilities is from what it is held to; nats, summed over the tokens that count.
+    """How far a policy of these log-probabilities is from what it is held to; nats, summed over the tokens that the
+    policy's loss counts.
 
     ``KL(policy || reference)`` where there is a reference, weighted by policy / sampler since another policy drew the
     tokens; ``KL(old || policy)`` otherwise, whose tokens they are. Of each token given those before it.
@@ -211,7 +212,7 @@ def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
     else:
         # The old policy of an earlier step's token is the one that sampled it.
         estimate = K3()(jnp.where(given["fresh"], given["old_logp"], sampler), logp)
-    return jnp.sum(jnp.where(packed.mask, estimate, 0.0))
+    return jnp.sum(jnp.where(packed.mask & packed.counted["policy"][..., None], estimate, 0.0))
 
 
 def combined(total: Metrics, new: Metrics) -> Metrics:

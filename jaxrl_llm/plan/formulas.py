@@ -126,11 +126,12 @@ def work(run: Configuration, outline: Outline, learned: Sequence[Learned], mean:
 
     _, microbatches = packed_shapes(samples, layout)
     policy = outline.training[0]
-    in_reward = outline.state.reference is not None and "ref_logp" not in policy.needs
+    scored = policy.needs | ({"old_logp", "ref_logp"} if run.output.monitor_kl else set())
+    in_reward = outline.state.reference is not None and "ref_logp" not in scored
     counted = sum(one.passes * sum(flops(one.config, one.predicts)) for one in learned)
     sampling = (0.0, 0.0) if outline.sampler is None else flops(learned[0].config, True)
     return Work(
-        completions, mean, *sampling, len(policy.needs) + in_reward, counted / run.learner.minibatches,
+        completions, mean, *sampling, len(scored) + in_reward, counted / run.learner.minibatches,
         sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
         run.learner.updates,
     )  # fmt: skip

@@ -194,7 +194,7 @@ def prepare(
         forward=programs.forward,
         label=run.task.label,
         problems=prints | texts,
-        reference=run.recipe.algorithm.needs_reference,
+        reference=of_devices.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
         notes=[*left_out, *dropped, size_of(run, len(loaded.train), len(problems)), *configs.notes(run)],

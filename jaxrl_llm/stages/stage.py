@@ -50,7 +50,7 @@ class Stage:
       forward: how the learner runs its models.
       label: of its data, for people.
       problems: fingerprints of the data that it trains and tests on.
-      reference: whether it needs the policy as it was, frozen.
+      reference: whether the policy as it was is kept, frozen: for the loss, for the reward, or to be watched.
       coefficients: that objectives read and rules may move, as they are at first.
       rules: what decides between steps, by name; of several that stop the run the first says why.
       notes: lines for people before the first step: how large its data and a step are, what does nothing.

@@ -24,6 +24,7 @@ from tiny import Compilations, largest_difference, tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Optimiser, PolicyGradient, Training, create_state, learn
 from jaxrl_llm.learner.epochs import _split
+from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 
 MESH = one_device()
@@ -237,6 +238,60 @@ def test_nothing_is_measured_for_a_controller_that_is_not_there():
     run(Learner(), record, held=True, algorithm=HELD_IN["reward"], measure_kl=True)
     assert not computed(record.seen[0]), "what the KL is measured with is not in the loss"
     assert not any(name.startswith("controller/") for name in run(Learner(), Record())[1])
+
+
+def with_reference(state):
+    """The state whose reference is another policy than its own."""
+    return state._replace(frozen={"reference": jax.tree.map(jnp.copy, OTHER)})
+
+
+@pytest.mark.parametrize(("settings", "scored"), [(Learner(), set()), (Learner(minibatches=3), {"old_logp"})])
+def test_a_reference_is_watched_that_nothing_is_learned_from(settings, scored):
+    # A text beside the groups is none of the policy's, and tokens of another policy count by their weight.
+    samples = [changed(s, sampler_logp=s.arrays["sampler_logp"] - np.float32(0.3)) for s in rollout()]
+    text = dataclasses.replace(samples[0], mask=np.ones_like(samples[0].mask), counted_by=("text/",))
+    given = [[dataclasses.replace(s, counted_by=("policy",)) for s in group] for group in groups(samples)]
+    record = Record()
+    training = (Training((PolicyGradient(PRESETS["dapo"], settings.updates > 1), Beside()), record),)
+    state = with_reference(create_state(tiny("windows"), build(settings.optimiser), True, MESH))
+    state, metrics = learn(state, [*given, [text]], settings, FORWARD, training, {}, 3, monitor_kl=True)
+    logp, ref = (np.float64(unpacked_logp(model, samples)) for model in (tiny("windows"), OTHER))
+    sampler, mask = (padded(samples, name) for name in ("sampler_logp", "mask"))
+    terms = np.exp(logp - sampler) * (np.exp(ref - logp) - 1 - (ref - logp))
+    np.testing.assert_allclose(metrics["kl"], np.sum(terms * mask) / mask.sum(), rtol=1e-4)
+    assert all(computed(packed) == scored for packed in record.seen), "the updates see nothing of it"
+    assert state.reference is not None and metrics["kl"] > 0.01
+
+
+class Beside(Objective):
+    """An objective of the policy that counts texts."""
+
+    name, role, outputs, needs = "text/", "policy", (), ()
+
+
+def test_to_watch_the_kl_changes_nothing_that_is_learned():
+    settings = Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=3)
+    training = (policy_training(PRESETS["dapo"], settings.optimiser, several=True),)
+    plain = watched = None
+    for step in range(2):
+        states, found = [], []
+        for before, held in ((plain, False), (watched, True)):
+            state = before or create_state(tiny("windows"), build(settings.optimiser), held, MESH)
+            state, metrics = learn(state, groups(rollout()), settings, FORWARD, training, {}, step, monitor_kl=held)
+            states.append(state)
+            found.append(metrics)
+        plain, watched = states
+        assert (found[1].pop("kl") > 0) == (step > 0), "0 exactly before the first update"
+        assert found[0] == found[1] and found[0]["grad_norm"] > 0
+        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(state.policy) for state in states))
+    assert largest_difference(watched.policy.params, watched.reference) > 1e-3
+
+
+def test_a_watched_reference_is_not_what_a_controller_holds_the_policy_to():
+    found = [
+        run(Learner(), jump, held=held, measure_kl=True, monitor_kl=held)[1]["controller/kl"] for held in (True, False)
+    ]
+    assert found[0] == found[1] > 0
 
 
 def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():

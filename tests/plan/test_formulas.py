@@ -10,6 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from plan.tinyrun import CONFIG, tiny_run, with_learner
 
 from jaxrl_llm import learner
+from jaxrl_llm.config import Output
 from jaxrl_llm.engine.sampling import asked
 from jaxrl_llm.engine.slots import as_rules, empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
@@ -17,6 +18,8 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.plan.arrays import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.plan.formulas import attention_share, counts, forward_flops, update_flops, visible_pairs, work
 from jaxrl_llm.plan.lowering import compile_one, subject
+from jaxrl_llm.plan.memory import resident
+from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.stages.programs import coefficients_of
 
@@ -144,3 +147,14 @@ def test_slots_are_planned_at_the_largest_that_an_engine_takes():
     assert (
         most[:2] == [planned.rows, planned.columns] and most[2] <= planned.blocks and most[3] == planned.prompt_columns
     )
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_watched_reference_is_held_and_read_with_the_policy(minibatches):
+    run = with_learner(tiny_run((1, 1, 1), recipe=RECIPES["dapo"]), minibatches=minibatches)
+    watched = dataclasses.replace(run, output=Output(monitor_kl=True))
+    plain, held = (subject(one, CONFIG, jax.devices()[:1]) for one in (run, watched))
+    assert resident(plain.arrays).reference == 0
+    assert resident(held.arrays).reference == resident(held.arrays).weights > 0
+    passes = [work(one.run, one.outline, one.arrays.learned).score_passes for one in (plain, held)]
+    assert passes == [int(minibatches > 1), 2]
