@@ -11,6 +11,7 @@ import numpy as np
 from jaxrl_llm.engine.engine import Engine
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.collect import Status, Watch, complete
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, extract
@@ -34,6 +35,10 @@ class Evaluated:
       given_up: the share of completions that were ended before their end; None where none could be. They are wrong.
       best: float64[n], whether the answer that a reward model likes best is correct; None where none was asked.
       weighted: float64[n], whether the answer with most of its scores is; None where none was asked.
+      refused: float64[n, k], 1 where the model refuses to answer, NaN where that could not be told; None where it is
+        not measured.
+      won: float64[n, k], 1 where a judge finds the answer better than the first policy's, 0.5 where neither is, else 0,
+        and NaN where there are no two to compare; None where there is no judge, or these are the first ones.
     """
 
     task: str
@@ -45,6 +50,8 @@ class Evaluated:
     given_up: float | None = None
     best: np.ndarray | None = None
     weighted: np.ndarray | None = None
+    refused: np.ndarray | None = None
+    won: np.ndarray | None = None
 
     @property
     def answers(self) -> "Evaluated":
@@ -59,9 +66,7 @@ class Evaluated:
     @property
     def reward(self) -> float:
         """The mean reward of the completions that could be scored; NaN where the answers are verified."""
-        if self.rewards is None or np.isnan(self.rewards).all():
-            return math.nan
-        return float(np.nanmean(self.rewards))
+        return math.nan if self.rewards is None else known_mean(self.rewards)
 
     def metrics(self) -> dict[str, float]:
         """``eval/<task>/...`` by the pinned names."""
@@ -69,6 +74,9 @@ class Evaluated:
         found = {f"{name}/reward": self.reward} if self.correct is None else self._verified(name)
         if self.given_up is not None:
             found[f"{name}/given_up"] = self.given_up
+        for metric, shares in {"refusals": self.refused, "win_rate": self.won}.items():
+            if shares is not None:
+                found[f"{name}/{metric}"] = known_mean(shares)
         found[f"{name}/problems"] = float(len(self.problems))
         found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
         return found
@@ -170,14 +178,22 @@ def evaluate(
     done = complete(engine, model, tokenizer, prompts, seeds, sampling, status=evaluating, watch=watch)
     items = [(problems[i // samples], c) for i, c in enumerate(done)]
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
-    if problems[0].verifier == "none":
-        rewards = scorer.score(items).reward.reshape(len(problems), samples)
-        return Evaluated(task.label, tuple(problems), rows, None, None, rewards)
+    unverified = problems[0].verifier == "none"
+    scores = scorer.score(items) if unverified else scorer.only(items, (REFUSED,))
+    refused = scores.parts[REFUSED].reshape(len(problems), samples) if REFUSED in scores.parts else None
+    if unverified:
+        rewards = scores.reward.reshape(len(problems), samples)
+        return Evaluated(task.label, tuple(problems), rows, None, None, rewards, refused=refused)
     whole = np.asarray([is_whole(c) for c in done])
-    correct = ((scorer.verify(items) >= 1) & whole).reshape(len(problems), samples)
+    correct = ((scores.accuracy >= 1) & whole).reshape(len(problems), samples)
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
     given_up = None if watch is None else 1.0 - float(whole.mean())
-    return Evaluated(task.label, tuple(problems), rows, correct, maj, given_up=given_up)
+    return Evaluated(task.label, tuple(problems), rows, correct, maj, given_up=given_up, refused=refused)
+
+
+def known_mean(values: np.ndarray) -> float:
+    """The mean of the numbers that are there; NaN where none is."""
+    return math.nan if np.isnan(values).all() else float(np.nanmean(values))
 
 
 def is_whole(completion: Completion) -> bool:

@@ -124,7 +124,7 @@ def before_steps(stage: Stage, state: TrainState, host: LoopState, told: Told, n
 
 def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> None:
     """The evaluation before training: row 0, which rules may remember."""
-    found = stage.test(policy_model(state))
+    found = stage.test_first(policy_model(state))
     row = {"step": 0} | (found.metrics() if found else {})
     told.progress.tested(0, row)
     _, host.memory = decide(stage.rules, row, host.memory)

@@ -1,6 +1,10 @@
-"""Runs that watch more than they learn from, through the command line: how far the policy is from its beginning."""
+"""Runs that measure more than they learn from, through the command line: how far the policy is from its beginning, who
+refuses, and how often today's answers beat the first ones.
+"""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,27 +14,27 @@ from commands import assert_refused, commands
 from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoint import Checkpoints, flatten
-from jaxrl_llm.config import load_json
+from jaxrl_llm.config import from_json, load_config, load_json, to_json, validate
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.rewards import Format, Hinge, ModelReward, Refusals, StepReward, Threshold
 from jaxrl_llm.telemetry import diagnose
 
-CONFIG = Path(__file__).parent / "fixtures" / "runs" / "ruled.py"
-PLAIN = f"train {CONFIG} --recipe dapo --output.checkpoint_every 2"
-LORA = "--learner.lora.rank 2 --learner.lora.targets attn/q mlp/down --learner.optimiser.learning_rate 1e-2 --steps 2"
+CONFIG = Path(__file__).parent / "fixtures" / "runs" / "watched.py"
+PLAIN = f"train {CONFIG} --output.checkpoint_every 2"
 LINES = {
     "off": f"{PLAIN} --run_dir off",
-    "on": f"{PLAIN} --run_dir on --monitor_kl",
+    "on": f"{PLAIN} --run_dir on --monitor-kl",
     "half": f"{PLAIN} --run_dir half --monitor_kl --steps 2",
     "rest": f"{PLAIN} --run_dir half --output.monitor_kl",
-    "off lora": f"{PLAIN} {LORA} --run_dir lora-off",
-    "on lora": f"{PLAIN} {LORA} --run_dir lora-on --monitor-kl",
     "from": f"{PLAIN} --run_dir from --from off@4 --steps 1 --monitor_kl",
     "begun without": f"{PLAIN} --run_dir off --monitor_kl",
     "begun with": f"{PLAIN} --run_dir on --steps 9",
-    "measured": f"train {CONFIG} --run_dir no --monitor_kl",
+    "measured": f"train {CONFIG} --recipe grpo --run_dir no --monitor_kl",
     "from data": "train sft_quickstart --run_dir no --monitor_kl",
+    "eval": "eval on --json",
 }
 
 
@@ -45,8 +49,8 @@ def answers(folder):
 
 
 def rows(folder):
-    """Rows of all steps without what the clock decides, and without evaluations."""
-    clock = ("time/", "throughput/", "event/resumed", "eval/")
+    """Rows of all steps without what the clock decides."""
+    clock = ("time/", "throughput/", "event/resumed")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]
 
@@ -55,22 +59,21 @@ def saved(folder, step):
     """Arrays by name of one checkpoint."""
     run = load_json(folder / "config.json")
     model, _ = load_pretrained(run.model)
-    like = abstract_state(model, build(run.learner.optimiser), run.output.monitor_kl, run.learner.lora)
+    like = abstract_state(model, build(run.learner.optimiser), run.output.monitor_kl)
     with Checkpoints(folder / "checkpoints") as store:
-        state, _ = store.restore(step, like, one_device(), model)
+        state, _ = store.restore(step, like, one_device())
     return {name: np.asarray(array) for name, array in jax.device_get(flatten(state)).items()}
 
 
-@pytest.mark.parametrize(("one", "other", "steps"), [("off", "on", 4), ("lora-off", "lora-on", 2)])
-def test_a_watched_kl_changes_nothing_that_a_run_learns(folder, answers, one, other, steps):
-    for name in ("off", "on", "off lora", "on lora"):
+def test_a_watched_kl_changes_nothing_that_a_run_learns(folder, answers):
+    for name in ("off", "on"):
         assert answers[name].code == 0, answers[name].err
-    plain, watched = (rows(folder / name) for name in (one, other))
-    assert len(plain) == steps + 1 and not any(row.pop("kl", None) for row in plain)
+    plain, watched = (rows(folder / name) for name in ("off", "on"))
+    assert len(plain) == 5 and not any(row.pop("kl", None) for row in plain)
     found = [row.pop("kl", None) for row in watched]
     assert plain == watched, "all that is measured beside it is the same to the last bit"
     assert found[0] is None and found[1] == 0 < min(found[2:]), found
-    before, after = (saved(folder / name, steps) for name in (one, other))
+    before, after = (saved(folder / name, 4) for name in ("off", "on"))
     references = {name: after.pop(name) for name in list(after) if name.startswith("reference/")}
     assert before.keys() == after.keys() and references
     for name in before:
@@ -112,3 +115,86 @@ def test_what_cannot_be_watched_is_refused(folder, answers):
         "from data": ("output.monitor_kl is for reinforcement learning", "leave it out"),
     }.items():
         assert_refused(answers[name], *words)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"task": None, "every": 0}, "evaluation.judge digits has no answers to compare: set task.holdout above 0"),
+    ({"judge": Format("a", weight=2.0)}, "evaluation.judge has the weight 2, which nothing reads"),
+    ({"judge": Format("(")}, "no regular expression"),
+    ({"judge": StepReward("a")}, "evaluation.judge is the step reward steps"),
+])  # fmt: skip
+def test_a_judge_of_nothing_is_refused(changes, words):
+    run = load_config(str(CONFIG))[1]
+    validate(run)
+    with pytest.raises(InputError, match=re.escape(words)):
+        validate(dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, **changes)))
+
+
+@pytest.mark.parametrize(("refusals", "words"), [
+    (Refusals(()), "Refusals has no pattern"),
+    (Format("a", weight=2.0), "format in Threshold has the weight 2, which nothing reads"),
+    (StepReward("a"), "Threshold holds the step reward steps"),
+])  # fmt: skip
+def test_refusals_that_nothing_can_tell_are_refused(refusals, words):
+    run = load_config(str(CONFIG))[1]
+    with pytest.raises(InputError, match=re.escape(words)):
+        validate(dataclasses.replace(run, scoring=dataclasses.replace(run.scoring, refusals=refusals)))
+
+
+def test_runs_from_data_have_no_policy_to_judge():
+    run = load_config("sft_quickstart")[1]
+    with pytest.raises(InputError, match="evaluation.judge compares the answers of a policy in reinforcement learning"):
+        validate(dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, judge=Format("a"))))
+
+
+@pytest.mark.parametrize("given", [Refusals(), Threshold(ModelReward("runs/rm"), 1.5), Hinge(Format("a"), 0.5)])
+def test_what_tells_and_what_judges_are_read_again(given):
+    run = load_config(str(CONFIG))[1]
+    run = dataclasses.replace(
+        run,
+        scoring=dataclasses.replace(run.scoring, refusals=given),
+        evaluation=dataclasses.replace(run.evaluation, judge=given),
+    )
+    found = from_json(json.loads(json.dumps(to_json(run))))
+    assert found.scoring.refusals == given == found.evaluation.judge
+
+
+def answers_in(path, **wanted):
+    """Texts of the rows of a file that have these values."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row["completion"] for row in found if wanted.items() <= row.items()]
+
+
+def digits(text):
+    return sum(character.isdigit() for character in text)
+
+
+def test_evaluations_tell_how_often_the_first_policy_is_beaten(folder, answers):
+    first = answers_in(folder / "on" / "first_answers.jsonl")
+    by_step = {row["step"]: row for row in rows(folder / "on")}
+    assert first == answers_in(folder / "on" / "samples.jsonl", kind="evaluation", step=0) and len(first) == 10
+    assert "eval/digits/win_rate" not in by_step[0], "the first answers have nothing before them"
+    assert len(set(first)) > 3
+    for step in (2, 4):
+        today = answers_in(folder / "on" / "samples.jsonl", kind="evaluation", step=step)
+        wanted = [(np.sign(digits(new) - digits(old)) + 1) / 2 for new, old in zip(today, first, strict=True)]
+        assert by_step[step]["eval/digits/win_rate"] == np.mean(wanted)
+    assert today != first and "eval/digits/win_rate" not in by_step[1]
+
+
+def test_refusals_are_measured_and_not_learned_from(folder, answers):
+    pattern = re.compile("[a-m]", re.IGNORECASE)
+    for row in rows(folder / "on"):
+        texts = answers_in(folder / "on" / "samples.jsonl", kind="evaluation", step=row["step"])
+        if texts:
+            wanted = np.mean([pattern.search(text) is not None for text in texts])
+            assert row["eval/digits/refusals"] == wanted
+    told = json.loads(answers["eval"].out)
+    assert (told["eval/digits/refusals"], "eval/digits/win_rate" in told) == (wanted, False)
+    lines = [json.loads(line) for line in (folder / "on" / "samples.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] == "training"]
+    for line in lines:
+        assert line["parts"]["completions/refusal"] == (pattern.search(line["completion"]) is not None)
+        assert line["reward"] == line["parts"]["format"]
+    shares = [row["completions/refusal_fraction"] for row in rows(folder / "on")[1:]]
+    assert all(0 < share <= 1 for share in shares), shares

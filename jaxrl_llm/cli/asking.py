@@ -62,6 +62,7 @@ def asking(
     problems: Sequence[Problem],
     options: Any,
     status: Callable[[str], None],
+    refusals: bool = False,
 ) -> Generator[Desk]:
     """The model, loaded, with what it takes to ask it these problems.
 
@@ -73,6 +74,7 @@ def asking(
       problems: at least one.
       options: ``max_new_tokens`` and ``slots``.
       status: hears what is going on.
+      refusals: also tell which answers refuse, where the settings say by what.
 
     Raises:
       InputError: a model that cannot be loaded, that has no tokenizer or no words, or that is too short.
@@ -92,14 +94,16 @@ def asking(
     policy = load_policy(name, trained, writes=True)
     check_tokenizer(policy.tokenizer, name)
     rewards = judges(settings, problems)
+    watched = configs.refusals(settings) if refusals else {}
     with (
         jax.set_mesh(policy.mesh),
-        Scorer(rewards, settings.scoring.workers, settings.scoring.timeout_s) as scorer,
+        Scorer(rewards, settings.scoring.workers, settings.scoring.timeout_s, watched=watched) as scorer,
         farewell(lambda *reason: scorer.close()),
     ):
         prompts = Prompts(task, policy.tokenizer)
         length = max_length(prompts.longest(problems), options.max_new_tokens, policy)
-        asked = as_asked(name, settings, rewards, length - options.max_new_tokens, options.max_new_tokens)
+        scoring = configs.Scoring(rewards, refusals=settings.scoring.refusals if refusals else None)
+        asked = as_asked(name, settings, scoring, length - options.max_new_tokens, options.max_new_tokens)
         scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, {task.label: prompts}, status)
         dtype = jnp.dtype(settings.learner.compute_dtype)
         platform = platform_of(policy.mesh)
@@ -116,11 +120,12 @@ def judges(settings: configs.Run, problems: Sequence[Problem]) -> tuple[Any, ...
 
 
 def as_asked(
-    name: str, settings: configs.Run, rewards: tuple[Any, ...], prompt_tokens: int, new_tokens: int
+    name: str, settings: configs.Run, scoring: configs.Scoring, prompt_tokens: int, new_tokens: int
 ) -> configs.Run:
     """The settings with what this model is asked, for judges on the devices."""
     rollout = dataclasses.replace(settings.rollout, max_prompt_tokens=prompt_tokens, max_new_tokens=new_tokens)
-    return dataclasses.replace(settings, model=name, rollout=rollout, scoring=configs.Scoring(rewards))
+    evaluation = dataclasses.replace(settings.evaluation, judge=None)
+    return dataclasses.replace(settings, model=name, rollout=rollout, scoring=scoring, evaluation=evaluation)
 
 
 def max_length(longest: int, max_new_tokens: int, policy: Policy) -> int:

@@ -150,7 +150,7 @@ def test(
         progress.status(f"reading task {options.task.label}")
         problems, notes = read_problems(options, settings, whole)
         check_verified(options, problems)
-        with asking(name, trained, settings, options.task, problems, options, progress.status) as desk:
+        with asking(name, trained, settings, options.task, problems, options, progress.status, True) as desk:
             stops = desk.model.config.tokens.eos
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
             asked = Questions(desk.prompts, problems, options.samples, options.seed)
@@ -209,7 +209,7 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
             lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":
             lines.append(f"  {'reward':<16}{value:8.3f}  +- {error:.3f}")
-        elif "@" in short or short == "given_up":
+        elif "@" in short or short in ("given_up", "refusals"):
             lines.append(f"  {short.replace('_', ' '):<16}{100 * value:6.1f} %")
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")

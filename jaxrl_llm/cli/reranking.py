@@ -114,7 +114,8 @@ def reranker(options: Any, desk: Desk, settings: configs.Run, status: Callable[[
     from jaxrl_llm.stages.judges import load_judge
 
     policy = desk.policy
-    asked = as_asked(policy.name, settings, (), desk.engine.max_length - options.max_new_tokens, options.max_new_tokens)
+    longest = desk.engine.max_length - options.max_new_tokens
+    asked = as_asked(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
     prompts = {options.task.label: desk.prompts}
     model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, prompts, status)
     separator = getattr(_learned_from(options.rerank), "separator", "\n")

@@ -35,7 +35,7 @@ from jaxrl_llm.config.saved import (
     to_json,
     whole,
 )
-from jaxrl_llm.config.scored import bases, of_steps, watched
+from jaxrl_llm.config.scored import JUDGED, asked, bases, of_steps, refusals, watched
 from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised, wording
 from jaxrl_llm.config.validation import (
     longest_row,
@@ -47,6 +47,7 @@ from jaxrl_llm.config.validation import (
 
 __all__ = [
     "FREE_TO_CHANGE",
+    "JUDGED",
     "KINDS",
     "MAX_SEED",
     "Answering",
@@ -64,6 +65,7 @@ __all__ = [
     "Start",
     "Unsaveable",
     "as_read",
+    "asked",
     "bases",
     "changes",
     "check_answers",
@@ -89,6 +91,7 @@ __all__ = [
     "own_modules",
     "read",
     "rebuilt",
+    "refusals",
     "refuse_readers",
     "require",
     "reloads",

@@ -73,6 +73,10 @@ def _check_learning(run: FromData) -> None:
 def _check_testing(run: FromData) -> None:
     evaluation = run.evaluation
     check_answers_asked(evaluation)
+    require(
+        evaluation.judge is None,
+        "evaluation.judge compares the answers of a policy in reinforcement learning: leave it out",
+    )
     if isinstance(run, RewardModel):
         only = Evaluation(every=evaluation.every, limit=evaluation.limit)
         require(

@@ -27,6 +27,8 @@ class Evaluation:
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
       limit: problems at most; 0 for all.
       task: None for the part of the training task that is held out.
+      judge: a reward, or a function, whose scores say which of two answers is better: each evaluation tells how often
+        today's answers beat those that the first policy gave to the same problems. None for no such contest.
     """
 
     every: int = 0
@@ -35,6 +37,11 @@ class Evaluation:
     top_p: float = 1.0
     limit: int = 0
     task: Task | None = None
+    judge: Reward | None = None
+
+    def __post_init__(self) -> None:
+        if self.judge is not None:
+            object.__setattr__(self, "judge", as_reward(self.judge))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Scoring:
       on_error: what such a completion, or one whose reward raises, scores.
       constraints: limits on the means of costs, each with a multiplier that a rule moves.
       gate: what a completion must pass to be reinforced; None for nothing.
+      refusals: tells which completions refuse to answer, to be measured: ``Refusals()`` by patterns, or any reward or
+        function, where it is at least 0.5 (``Threshold(reward, at)`` for another bound). None for no such measure.
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)
@@ -83,12 +92,15 @@ class Scoring:
     on_error: float = 0.0
     constraints: tuple[Constraint, ...] = ()
     gate: Gate | None = None
+    refusals: Reward | None = None
 
     def __post_init__(self) -> None:
         rewards = self.rewards if isinstance(self.rewards, (tuple, list)) else (self.rewards,)
         object.__setattr__(self, "rewards", tuple(as_reward(reward) for reward in rewards))
         given = self.constraints if isinstance(self.constraints, (tuple, list)) else (self.constraints,)
         object.__setattr__(self, "constraints", tuple(given))
+        if self.refusals is not None:
+            object.__setattr__(self, "refusals", as_reward(self.refusals))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,13 @@ FREE_TO_CHANGE = (
     "steps",
     "run_dir",
     "mesh",
-    "evaluation",
+    # All of the evaluation but its judge: what it compares with are answers from before the first step.
+    "evaluation.every",
+    "evaluation.samples",
+    "evaluation.temperature",
+    "evaluation.top_p",
+    "evaluation.limit",
+    "evaluation.task",
     # All of the output but monitor_kl: what it measures from is kept from the first step on.
     "output.checkpoint_every",
     "output.keep",

@@ -7,21 +7,37 @@ from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, base_of, check_bound
+from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, Threshold, base_of, check_bound
 from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE, StepReward
+from jaxrl_llm.rewards.refusals import REFUSED, REFUSES_FROM
 from jaxrl_llm.rewards.shaping import Reward
+
+JUDGED = "judged"
+"""The part that says how good the judge of evaluations finds an answer."""
 
 
 def watched(run: Run) -> dict[str, Any]:
-    """What is scored beside the rewards, by the names of its parts: the costs of constraints, and the gate."""
+    """What is scored beside the rewards, by the names of its parts: costs of constraints, the gate, who refuses."""
     scoring = run.scoring
     costs = {constraint.part: constraint.cost for constraint in scoring.constraints}
-    return costs if scoring.gate is None else costs | {REJECTED: scoring.gate}
+    gate = {} if scoring.gate is None else {REJECTED: scoring.gate}
+    return costs | gate | refusals(run)
+
+
+def refusals(run: Run) -> dict[str, Any]:
+    """What tells which completions refuse, by the name of its part; nothing where the run does not measure it."""
+    given = run.scoring.refusals
+    return {} if given is None else {REFUSED: Threshold(given, REFUSES_FROM)}
+
+
+def asked(run: Run) -> dict[str, Any]:
+    """What is scored in evaluations alone, by the names of its parts: how good their judge finds an answer."""
+    return {} if run.evaluation.judge is None else {JUDGED: run.evaluation.judge}
 
 
 def bases(run: Run) -> list[Any]:
     """All that is scored, bounds taken off."""
-    return [base_of(reward) for reward in (*run.scoring.rewards, *watched(run).values())]
+    return [base_of(reward) for reward in (*run.scoring.rewards, *watched(run).values(), *asked(run).values())]
 
 
 def of_steps(rewards: Sequence[Reward]) -> list[Any]:
@@ -46,6 +62,9 @@ def check_scored(run: Run) -> None:
             if not isinstance(value, wanted):
                 raise InputError(f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)")
             check_bound(value, shaping.check)
+    for value in refusals(run).values():
+        check_bound(value, shaping.check)
+    _check_judge(run)
     labels = [constraint.label for constraint in scoring.constraints]
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:
@@ -72,6 +91,22 @@ def check_scored(run: Run) -> None:
         _check_wording(run)
     if estimator.several and len(of_steps(scoring.rewards)) == len(scoring.rewards):
         raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
+
+
+def _check_judge(run: Run) -> None:
+    """Refuse a judge of nothing, and one that does not say one number of each answer."""
+    judge = run.evaluation.judge
+    if judge is None:
+        return
+    shaping.check(judge)
+    if isinstance(base_of(judge), OF_STEPS):
+        raise InputError(f"evaluation.judge is the step reward {judge.name}: give a reward with one value a completion")
+    if judge.weight != 1:
+        raise InputError(f"evaluation.judge has the weight {judge.weight:g}, which nothing reads: leave it out")
+    if run.evaluation.task is None and not run.task.holdout:
+        raise InputError(
+            f"evaluation.judge {judge.name} has no answers to compare: set task.holdout above 0, or evaluation.task"
+        )
 
 
 def _check_wording(run: Run) -> None:

@@ -5,6 +5,7 @@ from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.functions import Function, Local
 from jaxrl_llm.rewards.judge import Judge, Panel
 from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.rewards.refusals import Refusals
 from jaxrl_llm.rewards.scorer import Scorer, Scores
 from jaxrl_llm.rewards.shaping import (
     Accuracy,
@@ -33,6 +34,7 @@ __all__ = [
     "LengthPenalty",
     "Local",
     "Panel",
+    "Refusals",
     "RepetitionPenalty",
     "Reward",
     "Scorer",

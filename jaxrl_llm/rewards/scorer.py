@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -65,9 +65,10 @@ class Scorer:
     scores of all.
 
     ``watched``: rewards by the names of their parts that are no part of the sum (``Gate``, costs of constraints). Where
-    their call fails they are NaN: a placeholder could pass for harmless.
+    their call fails they are NaN: a placeholder could pass for harmless. ``asked``: such that ``score`` passes over.
 
     Attributes:
+      folder: the run's; None for none.
       tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
         empty, which is enough where nothing is learned.
       models: what gives the scores of ``ModelReward`` and ``StepReward``, by those rewards: they see all completions on
@@ -80,7 +81,7 @@ class Scorer:
     def __init__(
         self, rewards: Sequence[Reward | Callable[..., Any]], workers: int = 2, timeout_s: float = 5.0,
         on_error: float = 0.0, peers: "Peers | None" = None, folder: Path | None = None,
-        watched: Mapping[str, Any] | None = None,
+        watched: Mapping[str, Any] | None = None, asked: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
             raise InputError(
@@ -90,19 +91,22 @@ class Scorer:
         if not rewards:
             raise InputError("there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
-        given = dict(watched or {})
-        self._watched = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
+        given = dict(watched or {}) | dict(asked or {})
+        beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
+        self._watched = {name: one for name, one in beside.items() if name not in (asked or {})}
+        self._beside = beside
         for reward in self._rewards.values():
             shaping.check(reward)
-        for reward in self._watched.values():
+        for reward in beside.values():
             check_bound(reward, shaping.check) if isinstance(reward, Gate) else shaping.check(reward)
-        self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._watched).items()}
+        self._bases = {name: base_of(reward) for name, reward in (self._rewards | beside).items()}
         self._forms = {name: form_of_reward(base) for name, base in self._bases.items()}
         self.tokenizer: Any = None
         self.models: Mapping[Any, Callable[[Sequence[Item]], Any]] = {}
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._peers = peers
+        self.folder = folder
         self._errors = None if folder is None else folder / REWARD_ERROR
         self._writes = self._errors is not None and (peers is None or peers.leads)
         self._pool = Pool(workers)
@@ -126,12 +130,18 @@ class Scorer:
           InputError: a problem names an unknown extractor or verifier.
           RuntimeError: the worker processes do not start.
         """
-        given = {name: self.models[base](items) for name, base in self._bases.items() if isinstance(base, ON_DEVICE)}
-        return self._divided(items, self._rewards | self._watched, given)
+        return self._with_models(items, self._rewards | self._watched)
+
+    def only(self, items: Sequence[Item], names: Collection[str]) -> Scores:
+        """``Scores.accuracy``, and of what is watched or asked the parts of these names, as far as they are there.
+
+        It raises what ``score`` does.
+        """
+        return self._with_models(items, {name: one for name, one in self._beside.items() if name in names})
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """``Scores.accuracy`` alone: no reward is called. It raises what ``score`` does."""
-        return self._divided(items, {}).accuracy
+        return self.only(items, ()).accuracy
 
     def rehearse(self, problem: Problem, tokenizer: Any) -> None:
         """Calls every function once, in each process, on an invented completion: what always fails should do so early.
@@ -141,13 +151,19 @@ class Scorer:
             on.
         """
         count = 1 if self._peers is None else self._peers.count
-        called = self._rewards | self._watched
+        called = self._rewards | self._beside
         called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
         failures = self._divided([(problem, invented(problem, tokenizer))] * count, called).failures
         if failures.message:
             raise InputError(failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
+
+    def _with_models(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
+        """The scores of these rewards; the devices give theirs first."""
+        bases = {name: self._bases[name] for name in rewards}
+        given = {name: self.models[base](items) for name, base in bases.items() if isinstance(base, ON_DEVICE)}
+        return self._divided(items, rewards, given)
 
     def _divided(
         self, items: Sequence[Item], rewards: dict[str, Reward], given: Mapping[str, Any] = MappingProxyType({})
@@ -184,7 +200,7 @@ class Scorer:
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
         stepped = {name: columns[name] for name, base in bases.items() if isinstance(base, OF_STEPS)}
         whole = {name: shaped(rewards[name], columns[source[name]]) for name in rewards if name not in stepped}
-        for name in whole.keys() & self._watched.keys():
+        for name in whole.keys() & self._beside.keys():
             lost = [place for column, place in failed if column == source[name]]
             whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
         summed = (rewards[name].weight * whole[name] for name in whole if name in self._rewards)

@@ -11,6 +11,7 @@ from jaxrl_llm.rewards.bounds import Bound, Hinge, Threshold, check_bound
 from jaxrl_llm.rewards.forms import form_of
 from jaxrl_llm.rewards.functions import Function, Local, Lost
 from jaxrl_llm.rewards.models import ModelReward, StepReward, check_model
+from jaxrl_llm.rewards.refusals import Refusals, check_refusals
 from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
@@ -129,7 +130,7 @@ class Format:
         return float(_compiled(self.pattern).fullmatch(completion.text) is not None)
 
 
-BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format)
+BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format, Refusals)
 """Rewards that neither hang nor raise: the scorer calls them where it is."""
 
 Reward = (
@@ -139,6 +140,7 @@ Reward = (
     | CosineLength
     | RepetitionPenalty
     | Format
+    | Refusals
     | Hinge
     | Threshold
     | Function
@@ -179,9 +181,9 @@ def check(reward: Reward) -> None:
     """Refuses a reward that cannot work.
 
     Raises:
-      InputError: a weight or a time that is no finite number, a length below 1, a bad pattern, a path that names no
-        function, a function that cannot take a problem and a completion, one that a config.json could not hold, or a
-        bound that cannot work.
+      InputError: a weight or a time that is no finite number, a length below 1, a bad pattern or none, a path that
+        names no function, a function that cannot take a problem and a completion, one that a config.json could not
+        hold, or a bound that cannot work.
     """
     if not isinstance(reward.weight, (int, float)) or not math.isfinite(reward.weight):
         raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
@@ -195,6 +197,8 @@ def check(reward: Reward) -> None:
             raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
         case Format():
             _compiled(reward.pattern)
+        case Refusals():
+            check_refusals(reward)
         case Bound():
             check_bound(reward, check)
         case ModelReward() | StepReward():

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.rewards import Failures, Judge
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
+from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.loops import loops, written
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
@@ -243,7 +244,7 @@ def _quantiles(prefix: str, values: np.ndarray) -> dict[str, float]:
 
 def _metric(part: str) -> str:
     """What a part's mean is called."""
-    if part == REJECTED:
+    if part in (REJECTED, REFUSED):
         return f"{part}_fraction"
     return part if part.startswith("constraint/") else f"reward/{part}"
 

@@ -32,6 +32,7 @@ from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
+from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
@@ -48,8 +49,10 @@ groups, outline = of_devices.groups, of_devices.outline
 def resources(run: Run, peers: Peers, directory: Path) -> Scorer:
     """The run's rewards with their workers."""
     scoring = run.scoring
-    watched = configs.watched(run)
-    return Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory, watched)
+    return Scorer(
+        configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory,
+        configs.watched(run), configs.asked(run),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Reinforcement(Stage):
       evaluation: of such weights; None where there is nothing to test on.
       values: how the critic is run; None where there is none.
       mixture: texts that steps learn from beside their groups; None for none.
+      contest: today's answers against the first policy's; None for none.
     """
 
     run: Run
@@ -71,6 +75,7 @@ class Reinforcement(Stage):
     evaluation: Callable[[Decoder], Evaluated | None]
     values: Forward | None = None
     mixture: Mixture | None = None
+    contest: Contest | None = None
     records: ClassVar[Sequence[type]] = RECORDS
 
     def learning(self, step: int) -> Sequence[Training]:
@@ -84,8 +89,19 @@ class Reinforcement(Stage):
         return self.transfer(policy)
 
     def test(self, policy: Decoder) -> Evaluated | Tested | None:
-        """Answers to the problems to test on, and the loss on texts."""
+        """Answers to the problems to test on, where there is a judge against the first ones, and the loss on texts."""
         found = self.evaluation(self.transfer(policy))
+        return self.beside(policy, found if self.contest is None or found is None else self.contest.judged(found))
+
+    def test_first(self, policy: Decoder) -> Evaluated | Tested | None:
+        """The same; these answers are the first ones."""
+        found = self.evaluation(self.transfer(policy))
+        if self.contest is not None and found is not None:
+            self.contest.begin(found)
+        return self.beside(policy, found)
+
+    def beside(self, policy: Decoder, found: Evaluated | None) -> Evaluated | Tested | None:
+        """The evaluation, with the loss on texts where there are any."""
         numbers = {} if self.mixture is None else self.mixture.numbers(policy)
         return Tested(numbers, found) if numbers else found
 
@@ -207,6 +223,7 @@ def prepare(
         evaluation=test,
         values=programs.values,
         mixture=mixture,
+        contest=None if run.evaluation.judge is None else Contest(scorer.folder / FIRST_ANSWERS, scorer, peers),
     )
 
 

@@ -105,6 +105,10 @@ class Stage:
         """The text of each token of an example, for people; nothing leaves them out."""
         return []
 
+    def test_first(self, policy: Any) -> Evaluated | Tested | None:
+        """The evaluation before the first step, where a run is not gone on with."""
+        return self.test(policy)
+
     def test(self, policy: Any) -> Evaluated | Tested | None:
         """An evaluation of the live model; None where there is nothing to test on."""
         return None

@@ -26,6 +26,7 @@ from jaxrl_llm.learner import Layout, Learner, Optimiser, PolicyGradient, Traini
 from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.models.config import Lora
 
 MESH = one_device()
 FORWARD = forward_on(MESH, Layout(2, 40, T))
@@ -269,14 +270,15 @@ class Beside(Objective):
     name, role, outputs, needs = "text/", "policy", (), ()
 
 
-def test_to_watch_the_kl_changes_nothing_that_is_learned():
+@pytest.mark.parametrize("lora", [Lora(), Lora(2, 4.0, ("attn/q", "mlp/down"))])
+def test_to_watch_the_kl_changes_nothing_that_is_learned(lora):
     settings = Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=3)
     training = (policy_training(PRESETS["dapo"], settings.optimiser, several=True),)
     plain = watched = None
     for step in range(2):
         states, found = [], []
         for before, held in ((plain, False), (watched, True)):
-            state = before or create_state(tiny("windows"), build(settings.optimiser), held, MESH)
+            state = before or create_state(tiny("windows"), build(settings.optimiser), held, MESH, lora)
             state, metrics = learn(state, groups(rollout()), settings, FORWARD, training, {}, step, monitor_kl=held)
             states.append(state)
             found.append(metrics)

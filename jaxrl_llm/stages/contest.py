@@ -1,0 +1,85 @@
+"""Today's answers against those of the first policy: how often a judge finds them better."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config import JUDGED
+from jaxrl_llm.evaluate import Evaluated
+from jaxrl_llm.folders import new_file
+from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.telemetry.rows import append_rows, read_rows
+from jaxrl_llm.types import Completion, Problem
+
+FIRST_ANSWERS = "first_answers.jsonl"
+"""In the run's directory: what the first policy answered to the problems that are tested on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """A judge, and where the first policy's answers are.
+
+    Attributes:
+      path: of the file that holds them.
+      scorer: asks the judge.
+      peers: the run's processes; the first one writes and reads.
+    """
+
+    path: Path
+    scorer: Scorer
+    peers: Peers
+
+    def begin(self, found: Evaluated) -> None:
+        """Keep the answers of the first policy; those of an attempt before give way."""
+        if not self.peers.leads:
+            return
+        kept = ("problem", "sample", "completion", "finish_reason")
+        rows = zip(found.rows(), (answer for row in found.completions for answer in row), strict=True)
+        told = [{name: row[name] for name in kept} | {"tokens": answer.tokens} for row, answer in rows]
+        with new_file(self.path) as part, part.open("wb") as file:
+            append_rows(file, told)
+
+    def judged(self, found: Evaluated) -> Evaluated:
+        """The evaluation with ``won``: of each answer against the first policy's of the same number.
+
+        A tie where both have the same tokens, which nobody is asked about; NaN where there is no first answer (the
+        problems were others then, or the file is gone), or one of the two could not be scored.
+        """
+        known = {(row["problem"], row["sample"]): row for row in self.peers.first(self._read)}
+        first = [
+            [known.get((problem.id, number)) for number in range(len(row))]
+            for problem, row in zip(found.problems, found.completions, strict=True)
+        ]
+        won = np.full((len(first), len(first[0])), np.nan)
+        places = []
+        items: list[tuple[Problem, Completion]] = []
+        for at, row in np.ndenumerate(np.asarray(first, object)):
+            answer = found.completions[at[0]][at[1]]
+            if row is None:
+                continue
+            if row["tokens"] == answer.tokens.tolist():
+                won[at] = 0.5
+                continue
+            places.append(at)
+            items += [(found.problems[at[0]], as_completion(row)), (found.problems[at[0]], answer)]
+        scores = self.scorer.only(items, (JUDGED,)).parts[JUDGED].reshape(-1, 2) if items else ()
+        for at, (before, now) in zip(places, scores, strict=True):
+            won[at] = np.nan if np.isnan(before + now) else (np.sign(now - before) + 1) / 2
+        return dataclasses.replace(found, won=won)
+
+    def _read(self) -> Sequence[dict[str, Any]]:
+        return list(read_rows(self.path))
+
+
+def as_completion(row: dict[str, Any]) -> Completion:
+    """An answer as a judge reads it: its tokens and its text; who sampled it with what probability is not kept."""
+    tokens = np.asarray(row["tokens"], np.int32)
+    size = len(tokens)
+    return Completion(
+        tokens, np.zeros(size, np.float32), row["finish_reason"], np.ones(size, bool), np.zeros(size, np.int32),
+        text=row["completion"],
+    )  # fmt: skip
