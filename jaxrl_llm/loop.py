@@ -124,8 +124,11 @@ def before_steps(stage: Stage, state: TrainState, host: LoopState, told: Told, n
 
 def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> None:
     """The evaluation before training: row 0, which rules may remember."""
+    began = time.perf_counter()
     found = stage.test_first(policy_model(state))
-    row = {"step": 0} | (found.metrics() if found else {})
+    row: dict[str, Any] = {"step": 0}
+    if found is not None:
+        row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began}
     told.progress.tested(0, row)
     _, host.memory = decide(stage.rules, row, host.memory)
     told.progress.happened(0, row)

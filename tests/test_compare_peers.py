@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from commands import environment
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import logits
+from jaxrl_llm.rewards.verify import accuracy
+from jaxrl_llm.types import Completion, Problem
 
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -17,6 +20,7 @@ sys.path.insert(0, str(TOOLS))
 import bench_rollout  # noqa: E402
 import compare_peers  # noqa: E402
 import peer_checks  # noqa: E402
+import peer_learning  # noqa: E402
 import peer_processes  # noqa: E402
 
 TINY = tuple("--model tiny-random --slots 4 --group 2 --prompt 8 --completion 8 --repeats 2".split())
@@ -166,6 +170,7 @@ def test_completions_of_other_lengths_are_refused():
 def test_every_peer_has_exact_versions_and_ours_has_no_environment(tmp_path):
     for name, peer in peer_processes.PEERS.items():
         assert (TOOLS / "peers" / peer.script).is_file()
+        assert (TOOLS / "peers" / peer_learning.script_of(name)).is_file()
         assert bool(peer.pins) == (name != "ours")
         assert all(len(pin.split("==")) == 2 and pin.split("==")[1][0].isdigit() for pin in peer.pins)
     assert peer_processes.python_of((), tmp_path) == Path(sys.executable) and not list(tmp_path.iterdir())
@@ -176,3 +181,101 @@ def test_a_worker_that_dies_is_told_with_the_end_of_its_log(tmp_path):
     with pytest.raises(SystemExit, match="(?s)compare_peers: ours ended without an answer.*KeyError: 'model'"):
         worker.ask({"mode": ""})
     worker.close()
+
+
+OWN = """
+import dataclasses
+from jaxrl_llm.config import Run
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.recipes import DAPO
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.tasks import Table, Task
+
+config = Run(
+    "tiny-random",
+    Task(Table("FOLDER/sums.jsonl"), template="plain", holdout=0.5),
+    recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
+    rollout=Rollout(prompts=2, group=2, max_prompt_tokens=16, max_new_tokens=8, slots=4),
+    learner=Learner(microbatch_rows=8),
+    steps=9,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("learn")
+    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(8)]
+    (folder / "sums.jsonl").write_text("\n".join(rows))
+    (folder / "own.py").write_text(OWN.replace("FOLDER", str(folder)))
+    return folder / "own.py"
+
+
+def test_a_run_of_ours_is_tested_after_every_step(own, tmp_path):
+    found = peer_learning.learn(str(own), ["ours"], 1, tmp_path, steps=2)
+    (lines,) = found["runs"]["ours"]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["completions"] for line in lines] == [0, 4, 8]
+    seconds = [line["seconds"] for line in lines]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] and all(line["accuracy"] == 0 for line in lines)
+    assert found["levels"]["0.95"] == {"ours": {"reached": 0, "of": 1, "ratio": None}}
+    assert peer_learning.table(found).splitlines()[1].split() == ["ours", "0.95", "-", "-", "-", "-", "-", "0/1", "-"]
+
+
+def test_peers_are_told_the_same_prompts_and_problems(own, tmp_path):
+    work = peer_learning.work_of(str(own), tmp_path)
+    told = work["train"] + work["test"]
+    assert sorted(one["prompt"] for one in told) == [f"{n} + 1 =" for n in range(8)]
+    assert all(int(one["answer"]) == int(one["prompt"].split()[0]) + 1 for one in told) and len(work["train"]) == 4
+    assert (work["clip"], work["group"], work["temperature"]) == ([0.2, 0.28], 2, 1.0)
+
+
+def test_what_peers_would_run_otherwise_is_refused(tmp_path):
+    with pytest.raises(InputError, match="smoke has other rewards, loss, updates than compare_peers sets up"):
+        peer_learning.work_of("smoke", tmp_path)
+
+
+def test_peers_are_rewarded_as_we_are():
+    texts = ["5 - 4 = 1", "It is 1.", "1, or 2", "none", "-1", "so $1.0", "", "1,000"]
+    script = "from learning import OUT, json, reward_of, sys; print(reward_of(*json.load(sys.stdin)), file=OUT)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        input=json.dumps([texts, ["1"] * len(texts)]), capture_output=True, text=True, cwd=TOOLS / "peers",
+    )  # fmt: skip
+    problem = Problem("a", ({"role": "user", "content": "?"},), "1", "sums")
+    one = np.zeros(1, np.int32)
+    said = [Completion(one, one.astype(np.float32), "stop", one == 0, one, text=text) for text in texts]
+    ours = [accuracy(problem, completion) for completion in said]
+    assert json.loads(done.stdout) == ours == [1, 1, 0, 0, 0, 1, 0, 0]
+
+
+def test_when_a_level_was_reached():
+    def run_of(*accuracies):
+        return [
+            {"step": n, "seconds": 10.0 * n, "completions": 64 * n, "accuracy": x} for n, x in enumerate(accuracies)
+        ]
+
+    runs = {"ours": [run_of(0.5, 0.96, 0.9), run_of(0.5, 0.9, 0.97), run_of(0.5, 0.95)]}
+    runs["trl"] = [run_of(0.5, 0.6, 0.7, 0.96), run_of(0.5, 0.95), run_of(0.5, 0.6)]
+    runs["tunix"] = [run_of(0.5), run_of(0.5), run_of(0.5, 0.99)]
+    found = peer_learning.summed_up(runs, 0.95)
+    ours = {
+        "reached": 3,
+        "of": 3,
+        "seconds": 10,
+        "completions": 64,
+        "step": 1,
+        "fastest": 10,
+        "slowest": 20,
+        "ratio": 1,
+    }
+    assert found["ours"] == ours
+    assert found["trl"] == ours | {
+        "reached": 2,
+        "seconds": 30,
+        "completions": 192,
+        "step": 3,
+        "slowest": 30,
+        "ratio": 3,
+    }
+    assert found["tunix"] == {"reached": 1, "of": 3, "ratio": None}

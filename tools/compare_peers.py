@@ -16,7 +16,14 @@ tokens came; the losses and gradient norms of two updates by the same tokens aga
 log-probabilities and entropies of what it samples.
 
 One process for each stays alive; its loading, compiling and first run are left out (``warmup_s``); then they take turns
-while the others wait. Prints a table, then one JSON line with everything. Ratios are of median seconds, the peer's over
+while the others wait.
+
+``what`` learn is another comparison: whole runs of ``config``, ours by its own command, the peers' by their trainers
+with the same weights, prompts, rewards, groups and learning rate, one process after the other, with nothing compiled
+before; ``repeats`` is the number of seeds. After each step held-out problems are answered greedily; told are the
+seconds since the process was started, evaluations left out, and the completions sampled, until 0.95 and 0.98.
+
+Prints a table, then one JSON line with everything. Ratios are of median seconds, the peer's over
 ours. ``cpu_s`` is the median of the cores' time, which neighbours disturb less. ``useful`` is the share of the rows and
 positions computed that were asked for. ``peak_mb`` is the process's largest memory in a timed run. ``others`` is the
 largest share of the machine that other programs used during a run: above some hundredths, measure again.
@@ -33,6 +40,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
+import peer_learning
 import tyro
 from bench_rollout import SHAPES, WAVES, Options, model_of, work_of
 from peer_checks import agreement, checked, mean_logp, same_updates
@@ -53,13 +61,15 @@ class Comparison:
 
     Attributes:
       work: as in bench_rollout.
-      what: the part of a training step.
+      what: the part of a training step; or learn, which takes nothing of ``work`` but ``repeats``.
+      config: of ours, that learn compares.
       only: contestants, separated by commas; ours always takes part.
       folder: where the peers' environments and logs are kept.
     """
 
     work: Annotated[Options, tyro.conf.arg(name="")] = Options()
-    what: Literal["rollout", "update", "step"] = "rollout"
+    what: Literal["rollout", "update", "step", "learn"] = "rollout"
+    config: str = "quickstart"
     only: str = ",".join(PEERS)
     folder: Path = ROOT / ".peers"
 
@@ -70,7 +80,7 @@ def chosen(only: str, what: str = "rollout") -> list[str]:
     if unknown := [name for name in names if name not in PEERS]:
         raise SystemExit(f"compare_peers: no contestant {unknown[0]!r}: there are {', '.join(PEERS)}")
     others = [name for name in PEERS if name in names and name != "ours"]
-    return ["ours", *(name for name in others if what != "update" or PEERS[name].mode != "batching")]
+    return ["ours", *(name for name in others if what not in ("update", "learn") or PEERS[name].mode != "batching")]
 
 
 def lively(options: Options) -> Decoder:
@@ -185,6 +195,11 @@ def compare(comparison: Comparison) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = compare(tyro.cli(Comparison, description=__doc__))
-    print(table(found["rows"]))
+    asked = tyro.cli(Comparison, description=__doc__)
+    if asked.what == "learn":
+        found = peer_learning.learn(asked.config, chosen(asked.only, "learn"), asked.work.repeats, asked.folder)
+        print(peer_learning.table(found))
+    else:
+        found = compare(asked)
+        print(table(found["rows"]))
     print(json.dumps(found))

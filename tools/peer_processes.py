@@ -75,16 +75,32 @@ class Worker:
 
 
 def started(name: str, folder: Path) -> Worker:
-    """The contestant's process. Threads that wait sleep: spinning ones would take the cores from others."""
+    """The contestant's process, which keeps what it compiles from run to run."""
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder.absolute() / "compiled"))
+    process, log = process_of(name, PEERS[name].script, folder, compiled)
+    return Worker(name, process, log)
+
+
+def process_of(name: str, script: str, folder: Path, compiled: str) -> tuple[subprocess.Popen[str], IO[str]]:
+    """A contestant's process, and the log of what its libraries say.
+
+    Threads that wait sleep: spinning ones would take the cores from others.
+
+    Args:
+      name: whose environment it runs in.
+      script: in tools/peers.
+      folder: where environments and logs are kept.
+      compiled: folder for compiled programs.
+    """
     peer = PEERS[name]
     python = python_of(peer.pins, folder.absolute())
     folder.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.absolute() / "compiled"))
+    environment["JAX_COMPILATION_CACHE_DIR"] = compiled
     # A peer sees none of the packages of this environment.
     environment["PYTHONPATH"] = "" if peer.pins else os.pathsep.join((str(ROOT), str(ROOT / "tools")))
     log = open(folder / f"{name}.log", "w")
-    command = [str(python), str(ROOT / "tools" / "peers" / peer.script)]
+    command = [str(python), str(ROOT / "tools" / "peers" / script)]
     pipe = subprocess.PIPE
-    return Worker(name, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment), log)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment), log

@@ -1,0 +1,176 @@
+"""Time to accuracy of a run of ours and of the same work by peers, for compare_peers."""
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from peer_processes import PEERS, process_of
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import tasks
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.config import Run
+from jaxrl_llm.errors import require
+from jaxrl_llm.models import load_pretrained, save_pretrained
+
+LEVELS = (0.95, 0.98)
+"""Shares of right answers whose first reaching is timed; with the last one a contestant is done."""
+STEPS = 12
+"""At most."""
+MICROBATCH = 16
+"""Rows of one pass of the peers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """When a run first had this accuracy.
+
+    Attributes:
+      step: optimiser steps.
+      seconds: since the process was started, evaluations left out.
+      completions: sampled.
+    """
+
+    step: int
+    seconds: float
+    completions: int
+
+
+def reached(lines: Sequence[dict[str, Any]], level: float) -> Reached | None:
+    """When it was; None where it was not."""
+    for line in lines:
+        if line["accuracy"] >= level:
+            return Reached(line["step"], line["seconds"], line["completions"])
+    return None
+
+
+def work_of(config: str, folder: Path) -> dict[str, Any]:
+    """What all contestants are told of a configuration's run; its model is written to ``folder``."""
+    run = configs.resolved(configs.find_config(config).run)
+    refuse_what_peers_have_not(run, config)
+    model, tokenizer = load_pretrained(run.model)
+    save_pretrained(model, tokenizer, folder)
+    loaded = tasks.load(run.task)
+    prompts = tasks.Prompts(run.task, tokenizer)
+
+    def told(problems: Sequence[Any]) -> list[dict[str, str]]:
+        return [{"prompt": tokenizer.decode(prompts[one]), "answer": one.answer} for one in problems]
+
+    surrogate = run.recipe.algorithm.surrogate
+    return {
+        "model": str(folder),
+        "config": config,
+        "train": told(loaded.train),
+        "test": told(loaded.held_out),
+        "prompts": run.rollout.prompts,
+        "group": run.rollout.group,
+        "prompt": run.rollout.max_prompt_tokens,
+        "completion": run.rollout.max_new_tokens,
+        "temperature": run.rollout.temperature,
+        "learning_rate": run.learner.optimiser.learning_rate,
+        "clip_norm": run.learner.optimiser.clip_norm,
+        "clip": [surrogate.low, surrogate.high],
+        "microbatch": MICROBATCH,
+    }
+
+
+def refuse_what_peers_have_not(run: Run, config: str) -> None:
+    """Whatever would make another run of it.
+
+    Raises:
+      InputError: there is some.
+    """
+    alike = {
+        "rewards": run.scoring.rewards == Run.scoring.rewards and run.task.extractor == "last_number",
+        "loss": run.recipe.algorithm == PRESETS["dapo"],
+        "long answers": run.recipe.overlong_share == 0 and not run.recipe.drop_truncated,
+        "updates": run.learner.updates == 1,
+    }
+    other = [name for name, same in alike.items() if not same]
+    require(not other, f"{config} has other {', '.join(other)} than compare_peers sets up in TRL and Tunix")
+
+
+def script_of(name: str) -> str:
+    """Which of tools/peers trains."""
+    return PEERS[name].script.replace("run_", "learn_")
+
+
+def steps_of(name: str, work: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a contestant's process, which ends when no more are asked for."""
+    with tempfile.TemporaryDirectory() as cache:
+        began = time.time()
+        process, log = process_of(name, script_of(name), folder, cache)
+        try:
+            process.stdin.write(json.dumps(work | {"began": began}) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                yield json.loads(line)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+            log.close()
+
+
+def run_of(name: str, work: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """All lines of one contestant until it has the last level, or has made its steps."""
+    lines = []
+    for line in steps_of(name, work, folder):
+        lines.append(line)
+        told = f"{name} seed {work['seed']} step {line['step']}: {line['accuracy']:.3f} after {line['seconds']:.1f} s"
+        print(told, file=sys.stderr, flush=True)
+        if line["accuracy"] >= LEVELS[-1] or line["step"] == work["steps"]:
+            return lines
+    raise SystemExit(f"compare_peers: {name} ended after {len(lines)} steps; see {folder / name}.log")
+
+
+def learn(config: str, names: Sequence[str], seeds: int, folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Each contestant's run by each seed, one at a time, in turns."""
+    runs: dict[str, list[Any]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as model:
+        work = work_of(config, Path(model)) | {"steps": steps}
+        for seed in range(seeds):
+            for name in names:
+                runs[name].append(run_of(name, work | {"seed": seed}, folder))
+    return {"config": config, "seeds": seeds, "runs": runs, "levels": {str(x): summed_up(runs, x) for x in LEVELS}}
+
+
+def summed_up(runs: dict[str, list[Any]], level: float) -> dict[str, dict[str, Any]]:
+    """Of each contestant the medians over its seeds, and how many of them came there.
+
+    A seed that did not counts as later than all others.
+    """
+    found = {}
+    for name, seeds in runs.items():
+        when = [reached(lines, level) for lines in seeds]
+        there = sorted((one for one in when if one is not None), key=lambda one: one.seconds)
+        found[name] = {"reached": len(there), "of": len(seeds)}
+        if len(there) > len(seeds) / 2:
+            late = [float("inf")] * (len(seeds) - len(there))
+            for field in ("seconds", "completions", "step"):
+                found[name][field] = statistics.median([*(getattr(one, field) for one in there), *late])
+            found[name]["fastest"] = there[0].seconds
+            found[name]["slowest"] = there[-1].seconds
+    ours = found["ours"].get("seconds")
+    for one in found.values():
+        one["ratio"] = round(one["seconds"] / ours, 2) if ours and "seconds" in one else None
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    cells = [("", "accuracy", "seconds", "from", "to", "completions", "steps", "seeds", "ratio")]
+    for level, rows in found["levels"].items():
+        for name, one in rows.items():
+            seconds = [f"{one[key]:.0f}" if key in one else "-" for key in ("seconds", "fastest", "slowest")]
+            counts = [f"{one[key]:.0f}" if key in one else "-" for key in ("completions", "step")]
+            cells.append((name, level, *seconds, *counts, f"{one['reached']}/{one['of']}", str(one["ratio"] or "-")))
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)

@@ -1,0 +1,53 @@
+"""jaxrl_llm's own run, as ``jaxrl-llm train`` makes it, tested after every step; see ``learning``."""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from learning import OUT, work
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.launch import train
+
+
+def tell(directory: Path, began: float, group: int) -> None:
+    """A line for each row that the run writes; its evaluations are not counted."""
+    tested = 0.0
+    read = 0
+    metrics = directory / "metrics.jsonl"
+    while True:
+        lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
+        now = time.time()
+        for row in map(json.loads, lines[read:]):
+            tested += row["time/evaluation_s"]
+            accuracy = next(value for name, value in row.items() if name.endswith("/pass@1"))
+            line = {"step": row["step"], "seconds": now - began - tested, "accuracy": accuracy}
+            print(json.dumps(line | {"completions": int(row.get("prompts", 0)) * group}), file=OUT, flush=True)
+        read = len(lines)
+        time.sleep(0.02)
+
+
+def main(asked: dict[str, Any]) -> int:
+    """The run, in a folder that is nobody's; returns its exit code."""
+    run = configs.find_config(asked["config"]).run
+    with tempfile.TemporaryDirectory() as folder:
+        run = dataclasses.replace(
+            run,
+            steps=asked["steps"],
+            seed=asked["seed"],
+            run_dir=folder + "/run",
+            evaluation=dataclasses.replace(run.evaluation, every=1),
+            output=dataclasses.replace(run.output, checkpoint_every=asked["steps"]),
+        )
+        teller = threading.Thread(target=tell, args=(Path(run.run_dir), asked["began"], asked["group"]), daemon=True)
+        teller.start()
+        return train(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main(work()))
