@@ -232,7 +232,7 @@ def test_people_and_programs_see_it_beside_the_other_numbers(answers):
     said = json.loads(answers["json"].out)
     assert (said["rerank"], said["rerank_by"]) == ("rm", "product")
     table = answers["table"].out.splitlines()[2:]  # after what is asked, and that all problems are
-    names = ["avg@4", "pass@2", "pass@4", "maj@4", "rerank@4", "weighted maj@4", "given", "length"]
+    names = ["avg@4", "pass@2", "pass@4", "maj@4", "rerank@4", "weighted", "given", "length"]
     assert [row.split()[0] for row in table] == names
     assert table[4].split()[1] == f"{100 * said['eval/numbers/rerank@4']:.1f}"
     assert len({row.index(".") for row in table}) == 1, "one column"
