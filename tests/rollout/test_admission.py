@@ -85,5 +85,5 @@ def test_the_share_is_a_chance_and_old_groups_fade(batches):
     assert share_of(good, seen) == pytest.approx(0.5, abs=0.02)
 
 
-def test_where_nothing_was_seen_a_half_is_informative():
-    assert share_of(*remember(0.0, 0.0, 0, 0)) == 0.5 and share_of(2.0, 2.0) == 0.75
+def test_where_nothing_was_seen_four_of_five_are_informative():
+    assert share_of(*remember(0.0, 0.0, 0, 0)) == 0.8 and share_of(2.0, 2.0) == 0.9 and share_of(0.0, 2.0) == 0.4
