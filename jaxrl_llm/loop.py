@@ -119,7 +119,8 @@ def before_steps(stage: Stage, state: TrainState, host: LoopState, told: Told, n
     told.progress.begin()
     if new:
         test_first(stage, state, host, told)
-    told.progress.first_step()
+    if line := told.progress.compiling.slower(told.progress.now.step):
+        told.progress.note(line)
 
 
 def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> None:
@@ -174,8 +175,7 @@ def make_step(
     state = apply(decision, state, run)
     host.coefficients |= decision.coefficients
     row |= decision.events
-    told.progress.happened(step, row)
-    told.progress.learned(step, batch.examples)
+    told.progress.happened(step, row, batch.examples)
     record(told.writer, step, found, row, Learned(batch.examples[: run.output.samples], samples, stage.spell))
     return state, row, batch, decision
 

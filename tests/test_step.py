@@ -28,6 +28,7 @@ from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objective
 from jaxrl_llm.stages.rl import Reinforcement, problems_of, read_problems, separately
 from jaxrl_llm.step import learn_from, of_examples
 from jaxrl_llm.tasks import Task
+from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -75,7 +76,7 @@ def with_rows(train, test=None, **changes):
 
 
 def prints(run):
-    with Progress(1, console=Console(quiet=True)) as progress:
+    with Progress(Schedule(1), console=Console(quiet=True)) as progress:
         loaded, _, tested, _ = read_problems(run, progress)
     return json.loads(json.dumps(problems_of(run, loaded, tested)))
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,14 +129,14 @@ class Scorer:
           InputError: a problem names an unknown extractor or verifier.
           RuntimeError: the worker processes do not start.
         """
-        return self._with_models(items, self._rewards | self._watched)
+        return self._divided(items, self._rewards | self._watched)
 
     def only(self, items: Sequence[Item], names: Collection[str]) -> Scores:
         """``Scores.accuracy``, and of what is watched or asked the parts of these names, as far as they are there.
 
         It raises what ``score`` does.
         """
-        return self._with_models(items, {name: one for name, one in self._beside.items() if name in names})
+        return self._divided(items, {name: one for name, one in self._beside.items() if name in names})
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """``Scores.accuracy`` alone: no reward is called. It raises what ``score`` does."""
@@ -159,16 +158,10 @@ class Scorer:
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
-    def _with_models(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
-        """The scores of these rewards; the devices give theirs first."""
+    def _divided(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
+        """The scores of these rewards: of models on the device first, of all items; the others are shared out."""
         bases = {name: self._bases[name] for name in rewards}
         given = {name: self.models[base](items) for name, base in bases.items() if isinstance(base, ON_DEVICE)}
-        return self._divided(items, rewards, given)
-
-    def _divided(
-        self, items: Sequence[Item], rewards: dict[str, Reward], given: Mapping[str, Any] = MappingProxyType({})
-    ) -> Scores:
-        """``given``: the columns that are known already, of all items."""
         if self._peers is None or self._peers.count == 1:
             scores = self._score(items, rewards, given)
         else:
@@ -194,7 +187,9 @@ class Scorer:
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
                 jobs += jobs_of(name, base, self._forms[name], items, self._timeout_s)
-        failed = self._fill(columns, jobs)
+        pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
+        said = [next(pooled) if job.function is None else self._inside.run(job.function, job.call) for job in jobs]
+        failed = _fill(columns, jobs, said, self._on_error, self._bases)
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
@@ -216,20 +211,24 @@ class Scorer:
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
 
-    def _fill(self, columns: dict[str, np.ndarray], jobs: Sequence[Job]) -> dict[tuple[str, int], Outcome]:
-        """Makes the calls and fills their places; returns those that failed, with what is said of them."""
-        pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
-        failed: dict[tuple[str, int], Outcome] = {}
-        for job in jobs:
-            outcomes = next(pooled) if job.function is None else self._inside.run(job.function, job.call)
-            for place, outcome in zip(job.places, outcomes, strict=True):
-                instead = () if job.call.positions else self._on_error
-                columns[job.column][place] = outcome.value if outcome.status == "ok" else instead
-                if outcome.status != "ok":
-                    failed[job.column, place] = outcome._replace(
-                        message=told(job, self._bases.get(job.column), outcome)
-                    )
-        return failed
+
+def _fill(
+    columns: dict[str, np.ndarray],
+    jobs: Sequence[Job],
+    said: Sequence[Sequence[Outcome]],
+    on_error: float,
+    rewards: Mapping[str, Any],
+) -> dict[tuple[str, int], Outcome]:
+    """Fills the places of calls with what came of them; returns those that failed, with what is said of them."""
+    failed: dict[tuple[str, int], Outcome] = {}
+    for job, outcomes in zip(jobs, said, strict=True):
+        for place, outcome in zip(job.places, outcomes, strict=True):
+            instead = () if job.call.positions else on_error
+            columns[job.column][place] = outcome.value if outcome.status == "ok" else instead
+            if outcome.status != "ok":
+                message = told(job, rewards.get(job.column), outcome)
+                failed[job.column, place] = outcome._replace(message=message)
+    return failed
 
 
 def _failures(failed: dict[tuple[str, int], Outcome], source: dict[str, str], count: int) -> Failures:

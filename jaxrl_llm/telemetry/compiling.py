@@ -60,10 +60,13 @@ class Compiling:
         jax.monitoring.unregister_event_listener(self._happens)
         jax.monitoring.unregister_event_duration_listener(self._ends)
 
-    @property
-    def warm(self) -> bool:
-        """Whether all so far that is worth keeping was read from the cache, and there was something."""
-        return self.read > 0 and self.compiled == 0
+    def slower(self, step: int) -> str:
+        """That this first step takes longer; empty where all so far that is worth keeping was read from the cache."""
+        if self.read > 0 and self.compiled == 0:
+            return ""
+        return (
+            f"step {step} takes longer than those after it: it also compiles its programs, unless JAX's cache has them"
+        )
 
     def now(self) -> tuple[str, float] | None:
         """What is being compiled, and for how many seconds; None while nothing is, or nothing worth telling."""

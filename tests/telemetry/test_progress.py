@@ -14,7 +14,8 @@ from jaxrl_llm.telemetry.compiling import Compiling
 from jaxrl_llm.telemetry.header import model_line, steps_line
 from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress, patience
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.status import patience
 
 RUN = """
 import numpy as np
@@ -30,7 +31,7 @@ with Progress(Schedule(3), 2) as progress:
     none = np.zeros(0, np.int32)
     answer = Completion(none, none, "stop", none, none, text="\\x1b[2J[red]eight[/red]\\nor 9")
     problem = Problem("1", ({"role": "user", "content": "what is " * 30 + "3 + 5?"},), "8", "sums")
-    progress.learned(2, [Group(problem, none, (answer,), np.ones(1), np.ones(1))])
+    progress.happened(2, {"step": 2}, [Group(problem, none, (answer,), np.ones(1), np.ones(1))])
     progress.status("sampling 10/40 tokens"); time.sleep(0.8)
     progress.note("[bold]saved[/bold]")
     raise SystemExit(3)
@@ -119,11 +120,11 @@ def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():
         progress.pace.begin()
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
         deadline = time.monotonic() + 20
-        while "compiling" not in progress.describe() and time.monotonic() < deadline:
+        while "compiling" not in progress.now.describe() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert progress.describe().startswith("step 1/3  compiling the update  0.")
+        assert progress.now.describe().startswith("step 1/3  compiling the update  0.")
         jax.monitoring.record_event_duration_secs(COMPILE, 1000.0, fun_name="jit(update)")
-        assert progress.describe().startswith("step 1/3  updating  ")
+        assert progress.now.describe().startswith("step 1/3  updating  ")
         progress.step({"step": 1})
     assert console.file.getvalue() == "step 1/3  left 0.0 s\n"
 
@@ -156,8 +157,8 @@ def test_a_longer_first_step_is_announced_unless_the_cache_has_had_everything(tm
         progress.begin()
         for compiled in before:
             compiles(*compiled)
-        progress.first_step()
-    assert ("step 7 takes longer than those after it: it also compiles" in console.file.getvalue()) == told
+        said = progress.compiling.slower(7)
+    assert said.startswith("step 7 takes longer than those after it: it also compiles") if told else said == ""
     log = (tmp_path / "log.txt").read_text()
     assert ("compiled the update in 20.0 s" in log) == ((20.0, False) in before)
     assert ("read the update from JAX's cache in 2.0 s" in log) == ((2.0, True) in before)
@@ -168,7 +169,6 @@ def test_whoever_wants_no_progress_sees_warnings_and_each_but_once(tmp_path):
     finding = Finding("stalled", 2, "nothing rises", "It learns nothing.", "easier problems")
     with logged(tmp_path / "log.txt"), Progress(Schedule(9), 2, console, Found([finding]), quiet=True) as progress:
         progress.begin()
-        progress.first_step()
         progress.status("sampling")
         progress.note("a note")
         progress.step({"step": 2, "reward/mean": 0.25})
@@ -199,7 +199,7 @@ class Found:
 
 
 def shown_clock(progress):
-    text, elapsed = progress.describe().rsplit("  ", 1)
+    text, elapsed = progress.now.describe().rsplit("  ", 1)
     return text, float(elapsed.removesuffix(" s"))
 
 
