@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def quit_twice(tmp_path_factory):
     (folder / "waits.py").write_text(REWARD)
     (folder / "waiting.py").write_text(CONFIG)
     terminal = Terminal(MAIN, ["train", "waiting.py"], folder, columns=120, PYTHONPATH=f"{ROOT}:{folder}")
-    terminal.wait_for(" 1/400 ")
+    terminal.wait_for("best reward")
     (folder / "wait").touch()
     terminal.press(CTRL_C)
     terminal.wait_for(STOPPING)
@@ -78,6 +79,12 @@ def test_the_second_ctrl_c_quits_within_the_step(quit_twice):
     assert terminal.lines()[-2:] == [f"jaxrl-llm: {QUIT}", ""]
     assert_in_order(terminal)
     assert gone(worker)
+
+
+def test_a_terminal_shows_a_completion_that_was_learned_from(quit_twice):
+    screen = quit_twice[0].screen
+    shown = re.search(r"step (\d+)  best reward (\d)\S*  [^\n]*(\d|=|\?)", screen)
+    assert shown and int(shown[1]) >= 1 and int(shown[2]) > 3, screen
 
 
 def test_a_run_says_first_how_large_it_is(quit_twice):
