@@ -249,6 +249,23 @@ def test_peers_are_rewarded_as_we_are():
     assert json.loads(done.stdout) == ours == [1, 1, 0, 0, 0, 1, 0, 0]
 
 
+TELL = """
+from learning import Told
+test = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "?", "answer": "3"}]
+work = {"began": 90, "prompts": 2, "group": 4, "test": test}
+told = Told(work, lambda prompts: ["It is 2."] * len(prompts), iter([100, 103, 110, 115]).__next__)
+told.step(1)
+told.step(2)
+"""
+
+
+def test_what_evaluations_take_is_none_of_the_seconds():
+    done = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, cwd=TOOLS / "peers")
+    first = {"step": 1, "seconds": 10, "completions": 8, "accuracy": 0.5}
+    wanted = [first, {"step": 2, "seconds": 17, "completions": 16, "accuracy": 0.5}]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == wanted
+
+
 def test_when_a_level_was_reached():
     def run_of(*accuracies):
         return [

@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,36 +57,35 @@ class Told:
     Args:
       work: as it came.
       answer: the greedy answers to prompts, of the policy as it is.
+      clock: seconds, as those of ``began``.
     """
 
-    def __init__(self, work: dict[str, Any], answer: Callable[[list[str]], list[str]]):
+    def __init__(
+        self, work: dict[str, Any], answer: Callable[[list[str]], list[str]], clock: Callable[[], float] = time.time
+    ):
         self._work = work
         self._answer = answer
+        self._clock = clock
         self._tested = 0.0
 
     def step(self, number: int) -> None:
         """Step ``number`` has learned."""
-        began = time.time()
+        began = self._clock()
         texts = self._answer([problem["prompt"] for problem in self._work["test"]])
         right = reward_of(texts, [problem["answer"] for problem in self._work["test"]])
-        self.tell(number, began, number * self._work["prompts"] * self._work["group"], sum(right) / len(right))
-        self._tested += time.time() - began
-
-    def tell(self, number: int, now: float, completions: int, accuracy: float) -> None:
-        """One line."""
-        seconds = now - self._work["began"] - self._tested
-        line = {"step": number, "seconds": seconds, "completions": completions, "accuracy": accuracy}
+        line = {
+            "step": number,
+            "seconds": began - self._work["began"] - self._tested,
+            "completions": number * self._work["prompts"] * self._work["group"],
+            "accuracy": sum(right) / len(right),
+        }
         print(json.dumps(line), file=OUT, flush=True)
+        self._tested += self._clock() - began
 
 
 def work() -> dict[str, Any]:
     """What is to be done."""
     return json.loads(sys.stdin.readline())
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of each package."""
-    return {name: version(name) for name in packages}
 
 
 OUT = os.fdopen(os.dup(1), "w")
