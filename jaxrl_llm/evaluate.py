@@ -12,7 +12,7 @@ from jaxrl_llm.engine.engine import Engine
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.refusals import REFUSED
-from jaxrl_llm.rollout.collect import Status, Watch, complete
+from jaxrl_llm.rollout.collect import Status, Watch, drain
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, extract
 from jaxrl_llm.types import Completion, Problem
@@ -54,9 +54,9 @@ class Evaluated:
     won: np.ndarray | None = None
 
     @property
-    def answers(self) -> "Evaluated":
+    def answers(self) -> tuple["Evaluated", ...]:
         """Itself; see ``Tested``."""
-        return self
+        return (self,)
 
     @property
     def accuracy(self) -> float:
@@ -94,6 +94,7 @@ class Evaluated:
             for j, completion in enumerate(completions):
                 found.append(
                     {
+                        "task": self.task,
                         "problem": problem.id,
                         "sample": j,
                         "messages": list(problem.prompt),
@@ -120,19 +121,36 @@ class Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class Tested:
-    """What a test of another kind found, and answers where a task was asked too.
+    """What a test found: numbers of another kind, and the answers to each task that was asked.
 
     Attributes:
       numbers: metrics by name.
-      answers: to a task's problems; None where there is no task.
+      answers: to the problems of each task; none where there is no task.
     """
 
     numbers: Mapping[str, float]
-    answers: Evaluated | None = None
+    answers: tuple[Evaluated, ...] = ()
 
     def metrics(self) -> dict[str, float]:
-        """All of them."""
-        return dict(self.numbers) | ({} if self.answers is None else self.answers.metrics())
+        """All of them; of several tasks their averages come first."""
+        found = {} if len(self.answers) < 2 else averages(self.answers)
+        for one in self.answers:
+            found |= one.metrics()
+        return dict(self.numbers) | found
+
+
+AVERAGE = "eval/average"
+"""What the names of metrics begin with that are means over several tasks, each counting once."""
+
+
+def averages(found: Sequence[Evaluated]) -> dict[str, float]:
+    """The mean over tasks of each of their metrics but the number of problems, of the tasks that have it."""
+    by_name: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in one.metrics().items():
+            by_name.setdefault(name.removeprefix(f"eval/{one.task}/"), []).append(value)
+    by_name.pop("problems")
+    return {f"{AVERAGE}/{name}": known_mean(np.asarray(values)) for name, values in by_name.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,16 +158,18 @@ class Questions:
     """What is asked in one evaluation.
 
     Attributes:
-      prompts: of the task, as token ids.
-      problems: at least one.
+      prompts: of the tasks, as token ids.
+      problems: at least one; those of one task stand together.
       samples: answers to each.
       seed: decides every random number.
+      limits: tokens of an answer at most, by the label of its task; of others as many as the sampling allows.
     """
 
     prompts: Prompts
     problems: Sequence[Problem]
     samples: int
     seed: int
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def evaluate(
@@ -162,20 +182,68 @@ def evaluate(
     status: Status = lambda text: None,
     watch: Watch | None = None,
 ) -> Evaluated:
-    """Answer every problem and check the answers; score them in full where nothing is verified.
+    """Answer every problem of one task and check the answers; score them in full where nothing is verified.
 
     What ``watch`` ends early is no answer: it is wrong, whatever it has said.
     """
-    task = asked.prompts.task
-    problems = asked.problems
-    samples = asked.samples
-    prompts = [asked.prompts[problem] for problem in problems for _ in range(samples)]
+    done = answered(engine, model, tokenizer, asked, sampling, status, watch)
+    return checked(asked.prompts.tasks[0].label, asked.problems, asked.samples, done, scorer, watch is not None)
+
+
+def evaluate_tasks(
+    engine: Engine,
+    model: Any,
+    tokenizer: Any,
+    asked: Questions,
+    scorer: Scorer,
+    sampling: Sampling,
+    status: Status = lambda text: None,
+) -> tuple[Evaluated, ...]:
+    """As ``evaluate``, of several tasks that are sampled together."""
+    done = answered(engine, model, tokenizer, asked, sampling, status)
+    if len(asked.prompts.tasks) == 1:
+        return (checked(asked.prompts.tasks[0].label, asked.problems, asked.samples, done, scorer),)
+    found = []
+    begin = 0
+    for label in dict.fromkeys(problem.task for problem in asked.problems):
+        problems = [problem for problem in asked.problems if problem.task == label]
+        end = begin + len(problems) * asked.samples
+        found.append(checked(label, problems, asked.samples, done[begin:end], scorer))
+        begin = end
+    return tuple(found)
+
+
+def answered(
+    engine: Engine,
+    model: Any,
+    tokenizer: Any,
+    asked: Questions,
+    sampling: Sampling,
+    status: Status,
+    watch: Watch | None = None,
+) -> list[Completion]:
+    """``samples`` answers to each problem, one after the other."""
+    prompts = [asked.prompts[problem] for problem in asked.problems for _ in range(asked.samples)]
+    limits = [
+        asked.limits.get(problem.task, sampling.max_new_tokens)
+        for problem in asked.problems
+        for _ in range(asked.samples)
+    ]
     seeds = [request_seed(asked.seed, SEED_SPACE + n) for n in range(len(prompts))]
+    engine.start(sampling)
+    handles = engine.submit(prompts, seeds, limits)
+    return drain(engine, model, tokenizer, handles, status=lambda text: status(f"evaluating: {text}"), watch=watch)
 
-    def evaluating(text: str) -> None:
-        status(f"evaluating: {text}")
 
-    done = complete(engine, model, tokenizer, prompts, seeds, sampling, status=evaluating, watch=watch)
+def checked(
+    task: str,
+    problems: Sequence[Problem],
+    samples: int,
+    done: Sequence[Completion],
+    scorer: Scorer,
+    watched: bool = False,
+) -> Evaluated:
+    """What the answers to one task's problems are worth; ``watched``: whether some could be ended early."""
     items = [(problems[i // samples], c) for i, c in enumerate(done)]
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
     unverified = problems[0].verifier == "none"
@@ -183,12 +251,12 @@ def evaluate(
     refused = scores.parts[REFUSED].reshape(len(problems), samples) if REFUSED in scores.parts else None
     if unverified:
         rewards = scores.reward.reshape(len(problems), samples)
-        return Evaluated(task.label, tuple(problems), rows, None, None, rewards, refused=refused)
+        return Evaluated(task, tuple(problems), rows, None, None, rewards, refused=refused)
     whole = np.asarray([is_whole(c) for c in done])
     correct = ((scores.accuracy >= 1) & whole).reshape(len(problems), samples)
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
-    given_up = None if watch is None else 1.0 - float(whole.mean())
-    return Evaluated(task.label, tuple(problems), rows, correct, maj, given_up=given_up, refused=refused)
+    given_up = 1.0 - float(whole.mean()) if watched else None
+    return Evaluated(task, tuple(problems), rows, correct, maj, given_up=given_up, refused=refused)
 
 
 def known_mean(values: np.ndarray) -> float:

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from commands import commands, environment
 
+from jaxrl_llm.config import Run, validate
+from jaxrl_llm.config.code import execute
+from jaxrl_llm.rollout import Rollout
+
 TEXT = (Path(__file__).parents[1] / "docs" / "your_own_run.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 SMALLER = "--model tiny-random --steps {} --task.template plain"
@@ -49,7 +53,7 @@ def answers(folder):
 
 
 def test_the_page_has_its_files_and_commands():
-    assert files().keys() == {"my_rewards.py", "my_run.py", "my_loop.py", "sums.jsonl"}
+    assert files().keys() == {"my_rewards.py", "my_run.py", "my_mixture.py", "my_loop.py", "sums.jsonl"}
     assert [line.split()[1] for line in lines()] == ["train", "train", "eval", "export"]
 
 
@@ -61,6 +65,12 @@ def test_its_commands_work_in_an_empty_folder(folder, answers):
         assert all(f"reward/{part}" in row for row in rows[1:]), part
     assert not any(row["reward/errors"] or row["reward/timeouts"] for row in rows[1:])
     assert rows[1]["reward/short"] < 0 and (folder / "my_model" / "model.safetensors").exists()
+
+
+def test_its_mixture_is_a_task(folder):
+    mixture = execute(folder / "my_mixture.py").task
+    validate(Run("tiny-random", mixture, rollout=Rollout(temperature=1.0)))
+    assert [part.task.label for part in mixture.parts] == ["sums", "chain_sum", "letter_counting"]
 
 
 def test_its_loop_runs(folder):

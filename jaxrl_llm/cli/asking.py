@@ -58,7 +58,7 @@ def asking(
     name: str,
     trained: Trained | None,
     settings: configs.Run,
-    task: Task,
+    task: Task | configs.Mixture,
     problems: Sequence[Problem],
     options: Any,
     status: Callable[[str], None],
@@ -70,7 +70,7 @@ def asking(
       name: of the run or model.
       trained: the run.
       settings: give the rewards, the dtype and the engine's chunk.
-      task: the problems'; its template writes the prompts.
+      task: the problems', or several; their templates write the prompts.
       problems: at least one.
       options: ``max_new_tokens`` and ``slots``.
       status: hears what is going on.
@@ -100,11 +100,12 @@ def asking(
         Scorer(rewards, settings.scoring.workers, settings.scoring.timeout_s, watched=watched) as scorer,
         farewell(lambda *reason: scorer.close()),
     ):
-        prompts = Prompts(task, policy.tokenizer)
+        prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
         length = max_length(prompts.longest(problems), options.max_new_tokens, policy)
         scoring = configs.Scoring(rewards, refusals=settings.scoring.refusals if refusals else None)
         asked = as_asked(name, settings, scoring, length - options.max_new_tokens, options.max_new_tokens)
-        scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, {task.label: prompts}, status)
+        labels = [one.label for one in prompts.tasks]
+        scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, dict.fromkeys(labels, prompts), status)
         dtype = jnp.dtype(settings.learner.compute_dtype)
         platform = platform_of(policy.mesh)
         model = jax.jit(lambda m: for_sampling(cast(m, dtype), platform))(policy.model)
@@ -113,10 +114,10 @@ def asking(
 
 
 def judges(settings: configs.Run, problems: Sequence[Problem]) -> tuple[Any, ...]:
-    """The verifier alone; where nothing is verified, all rewards of the configuration."""
+    """The verifier alone; where some answers are not verified, all rewards of the configuration."""
     from jaxrl_llm.rewards import Accuracy
 
-    return configs.rewards(settings) if problems[0].verifier == "none" else (Accuracy(),)
+    return (Accuracy(),) if all(problem.verifier != "none" for problem in problems) else configs.rewards(settings)
 
 
 def as_asked(

@@ -61,6 +61,10 @@ def collect(arguments: list[str]) -> int:
     prepare_libraries()
     out = take(arguments, "--out", True)
     trained, settings = find_settings(name, arguments)
+    configs.require(
+        not isinstance(settings.task, configs.Mixture),
+        f"collect asks one task, and {name} has several: name a configuration of one with --config",
+    )
     options = parse(
         Options,
         arguments,

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from jaxrl_llm.cli.policy import Policy
 from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.folders import check_file, prepare_libraries, writable
-from jaxrl_llm.tasks import Task, dated
+from jaxrl_llm.tasks import Task
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
@@ -33,7 +34,7 @@ class Options:
     """What to test on, and how.
 
     Attributes:
-      task: the problems; those held out, or all where none are.
+      task: the problems, of one task or of several; those held out, or all where none are.
       samples: k, completions of each problem.
       temperature: 0 is greedy.
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
@@ -49,7 +50,7 @@ class Options:
         one before; needs a process reward model. 0 lets all go on.
     """
 
-    task: Task
+    task: Task | configs.Mixture
     samples: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
@@ -87,13 +88,13 @@ def evaluate(arguments: list[str]) -> int:
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
-    options = dataclasses.replace(options, task=dated(options.task, datetime.date.today().isoformat()))
+    options = dataclasses.replace(options, task=configs.dated(options.task, datetime.date.today().isoformat()))
     policy, found, notes = test(name, trained, settings, options, whole)
     if out is not None:
         from jaxrl_llm.telemetry.rows import write_rows
 
         with writable(Path(out), "--out"):
-            write_rows(Path(out), found.rows())
+            write_rows(Path(out), [row for one in found for row in one.rows()])
     print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
     return 0
 
@@ -124,7 +125,8 @@ def check(options: Options, settings: configs.Run) -> None:
     """Refuse what cannot work before anything is loaded."""
     from jaxrl_llm.tasks import check as check_task
 
-    check_task(options.task)
+    for task in configs.tasks_in(options.task):
+        check_task(task)
     configs.check_answers(dataclasses.replace(settings, task=options.task))
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
     for name in ("samples", "slots"):
@@ -136,47 +138,59 @@ def check(options: Options, settings: configs.Run) -> None:
         f"--samples {options.samples} at temperature 0 would all be the same: set --temperature above 0",
     )
     check_rerank(options)
+    configs.require(
+        options.rerank is None or not isinstance(options.task, configs.Mixture),
+        f"--rerank chooses among the answers to one task, and {options.task.label} has several: name a configuration "
+        "of one with --config",
+    )
 
 
 def test(
     name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool
-) -> tuple[Policy, Any, list[str]]:
-    """(policy, what ``evaluate`` found, notes on the problems)."""
-    from jaxrl_llm.evaluate import Questions, evaluate
+) -> tuple[Policy, tuple[Any, ...], list[str]]:
+    """(policy, what ``evaluate`` found of each task, notes on the problems)."""
+    from jaxrl_llm.evaluate import Questions, evaluate, evaluate_tasks
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
 
     with Progress(Schedule(1)) as progress:
-        progress.status(f"reading task {options.task.label}")
-        problems, notes = read_problems(options, settings, whole)
+        problems, notes = read_problems(options, settings, whole, progress.status)
         check_verified(options, problems)
         with asking(name, trained, settings, options.task, problems, options, progress.status, True) as desk:
             stops = desk.model.config.tokens.eos
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
-            asked = Questions(desk.prompts, problems, options.samples, options.seed)
-            tokenizer = desk.policy.tokenizer
+            limits = {
+                name: min(most, options.max_new_tokens)
+                for name, most in configs.limits_of(configs.parts_of_task(options.task), options.max_new_tokens).items()
+            }
+            asked = Questions(desk.prompts, problems, options.samples, options.seed, limits)
+            using = (desk.engine, desk.model, desk.policy.tokenizer, asked, desk.scorer, sampling, progress.status)
             rerank = reranker(options, desk, settings, progress.status)
-            watch = rerank and rerank.watch(problems, options.samples)
-            found = evaluate(desk.engine, desk.model, tokenizer, asked, desk.scorer, sampling, progress.status, watch)
-            found = rerank.choose(found) if rerank else found
+            if rerank is None:
+                found = evaluate_tasks(*using)
+            else:
+                found = (rerank.choose(evaluate(*using, rerank.watch(problems, options.samples))),)
     return desk.policy, found, notes
 
 
-def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple[tuple[Any, ...], list[str]]:
-    """The problems to test on, and a note where they may have been learned from."""
+def read_problems(
+    options: Options, settings: configs.Run, whole: bool, status: Callable[[str], None]
+) -> tuple[list[Any], list[str]]:
+    """The problems to test on, task by task, and a note where they may have been learned from."""
     from jaxrl_llm.tasks import load
 
-    loaded = load(options.task, configs.verifies(settings))
-    problems = loaded.train if whole or not loaded.held_out else loaded.held_out
-    notes = (
-        []
-        if whole or loaded.held_out
-        else ["no problems are held out (task.holdout is 0): these may be the ones that a run learned from"]
-    )
-    return problems[: options.limit or None], notes
+    loaded = []
+    for part in configs.parts_of_task(options.task):
+        status(f"reading task {part.task.label}")
+        loaded.append(load(part.task, configs.verifies(settings, part)))
+    held_out = any(one.held_out for one in loaded)
+    chosen = [one.held_out if held_out and not whole else one.train for one in loaded]
+    warning = "no problems are held out (task.holdout is 0): these may be the ones that a run learned from"
+    problems = [problem for one in chosen for problem in one[: options.limit or None]]
+    return problems, [] if whole or held_out else [warning]
 
 
-def as_json(policy: Policy, options: Options, found: Any) -> str:
+def as_json(policy: Policy, options: Options, found: tuple[Any, ...]) -> str:
     """One object: what was tested, how, and ``eval/<task>/...`` by their names in metrics.jsonl."""
     about = {
         "model": policy.name,
@@ -187,24 +201,40 @@ def as_json(policy: Policy, options: Options, found: Any) -> str:
     }
     if options.rerank is not None:
         about |= {"rerank": options.rerank, "rerank_by": options.rerank_by, "give_up_after": options.give_up_after}
-    return json.dumps(about | found.metrics())
+    from jaxrl_llm.evaluate import Tested
+
+    return json.dumps(about | Tested({}, found).metrics())
 
 
-def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> list[str]:
-    """A small table for people; the error is the standard error over problems."""
+def as_table(policy: Policy, options: Options, found: tuple[Any, ...], notes: list[str]) -> list[str]:
+    """A small table for each task, for people; of several the average too."""
+    from jaxrl_llm.evaluate import AVERAGE, averages
+
+    step = "" if policy.step is None else f", step {policy.step}"
+    tables = [of_task(f"{policy.name}{step}", options, one) for one in found]
+    lines = [tables[0][0], *notes, *tables[0][1:], *(line for table in tables[1:] for line in table)]
+    if len(found) > 1:
+        mean = averages(found)
+        shown = ", ".join(
+            f"{name.removeprefix(f'{AVERAGE}/')} {100 * value:.1f} %" for name, value in mean.items() if "@" in name
+        )
+        lines += [f"on average over {len(found)} tasks: {shown}"] if shown else []
+    return lines
+
+
+def of_task(name: str, options: Options, found: Any) -> list[str]:
+    """What was found of one task; the error is the standard error over problems."""
     import numpy as np
 
     scores = found.rewards if found.correct is None else found.correct
     rate = np.asarray(scores, float).mean(axis=1)
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
-    step = "" if policy.step is None else f", step {policy.step}"
     how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     lines = [
-        f"{policy.name}{step} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}",
-        *notes,
+        f"{name} on {found.task}: {len(found.problems)} problems, {options.samples} each, {how}",
     ]
-    for name, value in found.metrics().items():
-        short = name.removeprefix(f"eval/{found.task}/")
+    for metric, value in found.metrics().items():
+        short = metric.removeprefix(f"eval/{found.task}/")
         if short == "pass@1":
             lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":

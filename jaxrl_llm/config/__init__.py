@@ -14,6 +14,7 @@ from jaxrl_llm.config.files import (
     with_recipe,
 )
 from jaxrl_llm.config.kinds import KINDS, validate
+from jaxrl_llm.config.mixture import Mixture, Part, holds_out, limits_of, parts_of_task, tasks_in
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.numbers import MAX_SEED, check_seed
 from jaxrl_llm.config.origin import Origin, Start, located, split_step
@@ -52,6 +53,8 @@ __all__ = [
     "MAX_SEED",
     "Answering",
     "BatchSize",
+    "Mixture",
+    "Part",
     "Preference",
     "RewardModel",
     "Supervised",
@@ -80,8 +83,10 @@ __all__ = [
     "find_start",
     "flat",
     "from_json",
+    "holds_out",
     "is_run",
     "is_whole",
+    "limits_of",
     "load_config",
     "load_json",
     "located",
@@ -89,6 +94,7 @@ __all__ = [
     "notes",
     "of_steps",
     "own_modules",
+    "parts_of_task",
     "read",
     "rebuilt",
     "refusals",
@@ -98,6 +104,7 @@ __all__ = [
     "resolved",
     "rewards",
     "split_step",
+    "tasks_in",
     "to_json",
     "validate",
     "validate_on_devices",

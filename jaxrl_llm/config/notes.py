@@ -6,12 +6,11 @@ Said when the run begins.
 import math
 
 from jaxrl_llm.algorithms.advantages import ProcessSupervised
-from jaxrl_llm.config.run import Run, overlong_weight, resolved
+from jaxrl_llm.config.mixture import parts_of_task
+from jaxrl_llm.config.run import Run, given_rewards, has_accuracy, overlong_weight, resolved, rewards_of
 from jaxrl_llm.config.scored import of_steps
-from jaxrl_llm.rewards.bounds import base_of
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.models import OF_STEPS
-from jaxrl_llm.rewards.shaping import Accuracy
 
 USUAL_MINIBATCHES = 4
 """What is advised where a paper does not say how many updates it makes of a batch."""
@@ -142,9 +141,11 @@ def _rewards(run: Run) -> list[str]:
     """Punishments that punish nothing, and filters that read something else than they are known for."""
     recipe = run.recipe
     lines = []
-    verified = any(isinstance(base_of(reward), Accuracy) for reward in run.scoring.rewards)
-    if recipe.filter_groups and not verified:
-        lines.append("no Accuracy among the rewards: groups are filtered by reward")
+    parts = parts_of_task(run.task)
+    lacking = [part.task.label for part in parts if not has_accuracy(rewards_of(run, part))]
+    if recipe.filter_groups and lacking:
+        whose = "" if len(lacking) == len(parts) else f" of {', '.join(lacking)}"
+        lines.append(f"no Accuracy among the rewards{whose}: groups are filtered by reward")
     if recipe.overlong_share and recipe.overlong_weight is None:
         lines.append(
             f"no Accuracy among the rewards: recipe.overlong_share {recipe.overlong_share:g} punishes nothing; "
@@ -161,7 +162,7 @@ def _rewards(run: Run) -> list[str]:
 
 def _steps(run: Run) -> list[str]:
     """Rewards of steps, or of outcomes, that the estimator does not read."""
-    rewards = run.scoring.rewards
+    rewards = given_rewards(run)
     steps = of_steps(rewards)
     estimator = run.recipe.algorithm.advantage
     kind = type(estimator).__name__

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
+from jaxrl_llm.config.mixture import Mixture, Part, parts_of_task
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of
@@ -26,7 +28,7 @@ class Evaluation:
       temperature: 0 is greedy.
       top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
       limit: problems at most; 0 for all.
-      task: None for the part of the training task that is held out.
+      task: None for the part of the training task, or of each of them, that is held out.
       judge: a reward, or a function, whose scores say which of two answers is better: each evaluation tells how often
         today's answers beat those that the first policy gave to the same problems. None for no such contest.
     """
@@ -36,7 +38,7 @@ class Evaluation:
     temperature: float = 0.0
     top_p: float = 1.0
     limit: int = 0
-    task: Task | None = None
+    task: Task | Mixture | None = None
     judge: Reward | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class Run:
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name or a hub id.
-      task: prompts with checkable answers.
+      task: prompts with checkable answers; a ``Mixture`` of several tasks.
       scoring: rewards.
       recipe: the method.
       rollout: how groups are sampled.
@@ -123,7 +125,7 @@ class Run:
     """
 
     model: str
-    task: Task
+    task: Task | Mixture
     scoring: Scoring = Scoring()
     recipe: Recipe = DAPO
     rollout: Rollout = Rollout()
@@ -162,13 +164,13 @@ def resolved(run: Any) -> Any:
 def _(run: Run) -> Run:
     """Filled in are the recipe's temperature, the budget as Dr. GRPO's constant, a
     correction for tokens that an older policy sampled where sampling runs ahead, the size of the overlong punishment,
-    and the reward as what a filter of groups reads where accuracy is no part of it: groups that could all teach would
-    be thrown away."""
+    and the reward as what a filter of groups reads where accuracy is no part of that of each task: groups that could
+    all teach would be thrown away."""
     rollout = run.rollout
     recipe = run.recipe
     algorithm = run.recipe.algorithm
     reads = run.recipe.filter_groups
-    if reads == "accuracy" and not any(isinstance(base_of(reward), Accuracy) for reward in run.scoring.rewards):
+    if reads == "accuracy" and not all(has_accuracy(rewards_of(run, part)) for part in parts_of_task(run.task)):
         reads = "reward"
     if rollout.temperature is None:
         rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)
@@ -181,11 +183,35 @@ def _(run: Run) -> Run:
     return dataclasses.replace(run, rollout=rollout, recipe=recipe)
 
 
+def rewards_of(run: Run, part: Part) -> tuple[Reward, ...]:
+    """The rewards of a task's completions."""
+    return run.scoring.rewards if part.rewards is None else part.rewards
+
+
+def given_rewards(run: Run) -> list[Reward]:
+    """The rewards of all tasks; those that several have count once."""
+    found: list[Reward] = []
+    for part in parts_of_task(run.task):
+        known = list(found)
+        for reward in rewards_of(run, part):
+            if reward in known:
+                known.remove(reward)
+            else:
+                found.append(reward)
+    return found
+
+
+def has_accuracy(rewards: Sequence[Reward]) -> bool:
+    """Whether what the verifier says is among them."""
+    return any(isinstance(base_of(reward), Accuracy) for reward in rewards)
+
+
 def overlong_weight(run: Run) -> float:
     """What the recipe's punishment of long completions takes away at the end of the budget; 0 where it takes nothing.
 
     Unless the recipe says it, half of what lies between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of
-    the 2 between +1 and -1. Without an ``Accuracy`` nothing says how far that is.
+    the 2 between +1 and -1. Without an ``Accuracy`` nothing says how far that is. Of a mixture's tasks with rewards of
+    their own it is what ``scoring.rewards`` make it.
     """
     recipe = run.recipe
     if not recipe.overlong_share:

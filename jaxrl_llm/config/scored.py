@@ -1,10 +1,12 @@
 """What a run scores beside the sum of its rewards, and what is refused of it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
-from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.mixture import holds_out, limits_of, parts_of_task, tasks_in
+from jaxrl_llm.config.run import Run, given_rewards, rewards_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, Threshold, base_of, check_bound
@@ -37,7 +39,7 @@ def asked(run: Run) -> dict[str, Any]:
 
 def bases(run: Run) -> list[Any]:
     """All that is scored, bounds taken off."""
-    return [base_of(reward) for reward in (*run.scoring.rewards, *watched(run).values(), *asked(run).values())]
+    return [base_of(reward) for reward in (*given_rewards(run), *watched(run).values(), *asked(run).values())]
 
 
 def of_steps(rewards: Sequence[Reward]) -> list[Any]:
@@ -75,13 +77,14 @@ def check_scored(run: Run) -> None:
             f"scoring.constraints changes the sum of the rewards, and {kind} looks at {seen}: set scoring.constraints "
             "(), or take another estimator"
         )
-    if "step_rewards" in estimator.needs and not of_steps(scoring.rewards):
+    given = given_rewards(run)
+    if "step_rewards" in estimator.needs and not of_steps(given):
         raise InputError(
             f"recipe.algorithm.advantage {kind} needs step_rewards, and no reward values steps: add "
             "StepFunction('module:function') to scoring.rewards, or take an estimator of outcome rewards, such as "
             "GroupZScore"
         )
-    rising = [one for one in of_steps(scoring.rewards) if isinstance(one, StepReward) and one.differences]
+    rising = [one for one in of_steps(given) if isinstance(one, StepReward) and one.differences]
     if rising and not isinstance(getattr(estimator, "estimator", estimator), GAE):
         raise InputError(
             f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
@@ -89,7 +92,7 @@ def check_scored(run: Run) -> None:
         )
     if any(isinstance(base, ON_DEVICE) for base in bases(run)):
         _check_wording(run)
-    if estimator.several and len(of_steps(scoring.rewards)) == len(scoring.rewards):
+    if estimator.several and len(of_steps(given)) == len(given):
         raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
 
 
@@ -103,7 +106,7 @@ def _check_judge(run: Run) -> None:
         raise InputError(f"evaluation.judge is the step reward {judge.name}: give a reward with one value a completion")
     if judge.weight != 1:
         raise InputError(f"evaluation.judge has the weight {judge.weight:g}, which nothing reads: leave it out")
-    if run.evaluation.task is None and not run.task.holdout:
+    if run.evaluation.task is None and not holds_out(run.task):
         raise InputError(
             f"evaluation.judge {judge.name} has no answers to compare: set task.holdout above 0, or evaluation.task"
         )
@@ -111,14 +114,62 @@ def _check_judge(run: Run) -> None:
 
 def _check_wording(run: Run) -> None:
     """Refuse two tasks that a reward model could not tell apart, and would read in other words than the policy."""
-    trained, tested = run.task, run.evaluation.task
-    if tested is None or tested.label != trained.label:
+    pairs = [(one, other) for one in tasks_in(run.task) for other in tasks_in(run.evaluation.task)]
+    for trained, tested in pairs:
+        wording = ("template", "system", "suffix", "date") if tested.label == trained.label else ()
+        differ = [name for name in wording if getattr(trained, name) != getattr(tested, name)]
+        if differ:
+            raise InputError(
+                f"task and evaluation.task are both called {trained.label} and differ in {differ[0]}: give "
+                "evaluation.task another name, by which reward models tell them apart"
+            )
+
+
+def check_mixture(run: Run) -> None:
+    """Refuse tasks that cannot be told apart, and parts that cannot work.
+
+    Raises:
+      InputError: names the field, its value and the remedy.
+    """
+    for field, task in (("task", run.task), ("evaluation.task", run.evaluation.task)):
+        parts = parts_of_task(task)
+        if task is not None and not parts:
+            raise InputError(f"{field}.parts is empty: give at least one Part(Task(...))")
+        names = [part.task.label for part in parts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise InputError(f"{field} has two tasks called {twice[0]!r}: give one of them another name (Task.name)")
+        for number, part in enumerate(parts):
+            if not isinstance(part.weight, (int, float)) or not 0 < part.weight < math.inf:
+                raise InputError(f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out")
+            if part.rewards == ():
+                raise InputError(f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's")
+        for name, longest in limits_of(parts, run.rollout.max_new_tokens).items():
+            if not 1 <= longest <= run.rollout.max_new_tokens:
+                raise InputError(
+                    f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to rollout.max_new_tokens "
+                    f"{run.rollout.max_new_tokens}"
+                )
+    _check_own_rewards(run)
+
+
+def _check_own_rewards(run: Run) -> None:
+    """Refuse rewards of some tasks where something reads those of all, column by column."""
+    parts = parts_of_task(run.task)
+    alike = all(rewards_of(run, part) == rewards_of(run, parts[0]) for part in parts)
+    for part in parts:
+        for reward in rewards_of(run, part):
+            shaping.check(reward)
+    if alike:
         return
-    differ = [
-        name for name in ("template", "system", "suffix", "date") if getattr(trained, name) != getattr(tested, name)
-    ]
-    if differ:
+    kind = type(run.recipe.algorithm.advantage).__name__
+    if run.recipe.algorithm.advantage.several:
         raise InputError(
-            f"task and evaluation.task are both called {trained.label} and differ in {differ[0]}: give evaluation.task "
-            "another name, by which reward models tell them apart"
+            f"{kind} weighs each reward, and the tasks have different ones: give all parts the same rewards, or take "
+            "another estimator"
+        )
+    steps = of_steps(given_rewards(run))
+    if steps:
+        raise InputError(
+            f"reward {steps[0].name} values steps, and the tasks have different rewards: give all parts the same ones"
         )

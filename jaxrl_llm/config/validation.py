@@ -6,12 +6,14 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
 from jaxrl_llm.config.learning import check_critic, check_learner
+from jaxrl_llm.config.mixture import holds_out, limits_of, parts_of_task, tasks_in
 from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
-from jaxrl_llm.config.run import Run, overlong_weight, resolved
-from jaxrl_llm.config.scored import bases, check_scored, of_steps
+from jaxrl_llm.config.run import Run, overlong_weight, resolved, rewards_of
+from jaxrl_llm.config.scored import bases, check_mixture, check_scored, of_steps
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.rewards import group_shaping, shaping
+from jaxrl_llm.rewards.by_task import OfTasks
 from jaxrl_llm.rewards.shaping import RepetitionPenalty, Reward, SoftOverlong
 
 
@@ -29,9 +31,9 @@ def check_reinforcement(run: Run) -> None:
     check_scored(run)
     _check_scoring(run)
     check_answers(run)
-    for task in (run.task, run.evaluation.task):
-        if task is not None:
-            tasks.check(task)
+    check_mixture(run)
+    for task in tasks_in(run.task, run.evaluation.task):
+        tasks.check(task)
 
 
 def longest_row(run: Run) -> int:
@@ -39,12 +41,28 @@ def longest_row(run: Run) -> int:
     return run.rollout.max_length + int("bootstrap" in run.recipe.algorithm.advantage.needs)
 
 
-def rewards(run: Run) -> tuple[Reward, ...]:
-    """The configured rewards, and the recipe's punishment of completions near the length limit."""
-    longest = run.rollout.max_new_tokens
+def rewards(run: Run) -> tuple[Reward | OfTasks, ...]:
+    """The configured rewards, and the recipe's punishment of completions near the length limit of their task.
+
+    What not all tasks of a mixture have is ``OfTasks``.
+    """
+    parts = parts_of_task(run.task)
+    limits = limits_of(parts, run.rollout.max_new_tokens)
     weight = overlong_weight(run)
-    cache = round(run.recipe.overlong_share * longest)
-    return run.scoring.rewards + ((SoftOverlong(longest, cache, weight),) if cache and weight else ())
+    found: list[tuple[Reward, list[str]]] = []
+    for part in parts:
+        label = part.task.label
+        longest = limits[label]
+        cache = round(run.recipe.overlong_share * longest)
+        punished = (SoftOverlong(longest, cache, weight),) if cache and weight else ()
+        for reward in rewards_of(run, part) + punished:
+            same = [having for one, having in found if one == reward and label not in having]
+            if same:
+                same[0].append(label)
+            else:
+                found.append((reward, [label]))
+    every = len(parts)
+    return tuple(reward if len(having) == every else OfTasks(reward, tuple(having)) for reward, having in found)
 
 
 def _check_counts(run: Run) -> None:
@@ -201,7 +219,7 @@ def _check_evaluation(run: Run) -> None:
     evaluation = run.evaluation
     check_answers_asked(evaluation)
     require(
-        not evaluation.every or evaluation.task is not None or run.task.holdout > 0,
+        not evaluation.every or evaluation.task is not None or holds_out(run.task),
         f"evaluation.every {evaluation.every} has nothing to test on: set task.holdout above 0, or evaluation.task",
     )
 

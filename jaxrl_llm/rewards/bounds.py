@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.by_task import OfTasks
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.models import OF_STEPS
 
@@ -148,11 +149,13 @@ class Constraint:
 
 def base_of(reward: Any) -> Any:
     """What is scored for a reward: the innermost one that it is made of."""
-    return base_of(reward.of) if isinstance(reward, Bound) else reward
+    return base_of(reward.of) if isinstance(reward, (Bound, OfTasks)) else reward
 
 
 def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
     """The reward's values float64[n] from those of ``base_of(reward)``."""
+    if isinstance(reward, OfTasks):
+        return shaped(reward.of, values)
     return reward.shaped(shaped(reward.of, values)) if isinstance(reward, Bound) else values
 
 

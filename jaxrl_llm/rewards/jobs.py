@@ -36,16 +36,21 @@ def form_of_reward(reward: Reward) -> Form | None:
     return None if isinstance(reward, (Accuracy, *BUILT_IN, *ON_DEVICE)) else form_of(reward)
 
 
-def jobs_of(name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float) -> list[Job]:
-    """The calls of a function, of one completion each or of all; ``timeout_s`` is for one completion."""
+def jobs_of(
+    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int] | None = None
+) -> list[Job]:
+    """The calls of a function, of one completion each or of all; ``timeout_s`` is for one completion.
+
+    ``places``: of the completions that it scores; None for all.
+    """
     named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
     function = None if named else _callable(reward)
     seconds = getattr(reward, "timeout_s", None) or timeout_s * (BATCH_TIMES if form.batch else 1)
     path = reward.path if named else name
     positions = reward.positions if isinstance(reward, StepFunction) else ""
     bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
-    every = range(len(items))
-    shares = [every] if items and (form.batch or form.waits) else [[place] for place in every]
+    every = range(len(items)) if places is None else places
+    shares = [every] if every and (form.batch or form.waits) else [[place] for place in every]
     return [
         Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
     ]

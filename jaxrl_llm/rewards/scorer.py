@@ -1,6 +1,7 @@
 """Scores completions with several rewards; what may hang or crash runs in killable processes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, shaped
+from jaxrl_llm.rewards.by_task import places_of, spread
 from jaxrl_llm.rewards.calls import Outcome
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.forms import Item
@@ -161,7 +163,11 @@ class Scorer:
     def _divided(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
         """The scores of these rewards: of models on the device first, of all items; the others are shared out."""
         bases = {name: self._bases[name] for name in rewards}
-        given = {name: self.models[base](items) for name, base in bases.items() if isinstance(base, ON_DEVICE)}
+        given = {
+            name: _where(places_of(rewards[name], items), items, self.models[base])
+            for name, base in bases.items()
+            if isinstance(base, ON_DEVICE)
+        }
         if self._peers is None or self._peers.count == 1:
             scores = self._score(items, rewards, given)
         else:
@@ -179,14 +185,15 @@ class Scorer:
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
         columns, jobs = verified(items, self._timeout_s)
         bases = {name: self._bases[name] for name in rewards}
+        places = {name: places_of(reward, items) for name, reward in rewards.items()}
         for name, base in bases.items():
             if name in given:
                 columns[name] = given[name]
             elif isinstance(base, BUILT_IN):
-                columns[name] = np.array([base(*item) for item in items], np.float64)
+                columns[name] = _where(places[name], items, functools.partial(_called, base))
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
-                jobs += jobs_of(name, base, self._forms[name], items, self._timeout_s)
+                jobs += jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
         pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
         said = [next(pooled) if job.function is None else self._inside.run(job.function, job.call) for job in jobs]
         failed = _fill(columns, jobs, said, self._on_error, self._bases)
@@ -198,8 +205,11 @@ class Scorer:
         for name in whole.keys() & self._beside.keys():
             lost = [place for column, place in failed if column == source[name]]
             whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
-        summed = (rewards[name].weight * whole[name] for name in whole if name in self._rewards)
-        reward = sum(summed, np.zeros(len(items)))
+        reward = np.zeros(len(items))
+        for name in (name for name in whole if name in self._rewards):
+            at = slice(None) if places[name] is None else places[name]
+            reward[at] += rewards[name].weight * whole[name][at]
+            whole[name] = spread(whole[name][at], places[name], len(items))
         if math.isnan(self._on_error):
             reward[[place for column, place in failed if column in stepped]] = np.nan
         means = {name: np.array([mean_value(steps) for steps in column]) for name, column in stepped.items()}
@@ -207,9 +217,22 @@ class Scorer:
             reward=reward,
             accuracy=accuracy,
             parts={name: (means | whole)[name] for name in rewards},
-            failures=_failures(failed, source, len(items)),
+            failures=_failures(
+                failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
+            ),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
+
+
+def _where(
+    places: Sequence[int] | None, items: Sequence[Item], score: Callable[[Sequence[Item]], np.ndarray]
+) -> np.ndarray:
+    """The scores of the completions in these places; NaN elsewhere."""
+    return score(items) if places is None else spread(score([items[at] for at in places]), places, len(items))
+
+
+def _called(reward: Any, items: Sequence[Item]) -> np.ndarray:
+    return np.array([reward(*item) for item in items], np.float64)
 
 
 def _fill(
@@ -231,14 +254,20 @@ def _fill(
     return failed
 
 
-def _failures(failed: dict[tuple[str, int], Outcome], source: dict[str, str], count: int) -> Failures:
+def _failures(
+    failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
+) -> Failures:
+    """What went wrong, of rewards that score the completions in their ``places``."""
     lost = [column for column, _ in failed]
     first = {column: outcome for (column, _), outcome in reversed(failed.items())}
     names = {column: name for name, column in reversed(source.items())}
     return Failures(
         errors=sum(outcome.status == "error" for outcome in failed.values()),
         timeouts=sum(outcome.status == "timeout" for outcome in failed.values()),
-        of={name: (count, lost.count(column)) for name, column in source.items()},
+        of={
+            name: (len(places[name]), sum((column, at) in failed for at in places[name]))
+            for name, column in source.items()
+        },
         told={names.get(column, ""): first[column].message for column in dict.fromkeys(lost)},
         trace="\n".join(
             f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Hinge, Threshold, check_bound
+from jaxrl_llm.rewards.by_task import OfTasks
 from jaxrl_llm.rewards.forms import form_of
 from jaxrl_llm.rewards.functions import Function, Local, Lost
 from jaxrl_llm.rewards.models import ModelReward, StepReward, check_model
@@ -201,6 +202,8 @@ def check(reward: Reward) -> None:
             check_refusals(reward)
         case Bound():
             check_bound(reward, check)
+        case OfTasks():
+            check(reward.of)
         case ModelReward() | StepReward():
             check_model(reward)
         case Function() | Local() | StepFunction():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxrl_llm.rollout.settings import Collect
@@ -35,9 +36,10 @@ class AdmissionPolicy:
     Attributes:
       needed: P, groups to learn from.
       slots: the engine's.
-      longest: tokens of a completion at most.
+      longest: tokens of a completion at most, of any task.
       filter_groups: what says which groups are informative, "accuracy" or "reward"; False where all of them count.
       collect: the run's settings.
+      limits: tokens of a completion at most by the label of its task; ``longest`` for others.
     """
 
     needed: int
@@ -45,6 +47,7 @@ class AdmissionPolicy:
     longest: int
     filter_groups: str | bool
     collect: Collect
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def reach(self) -> int:
@@ -71,10 +74,15 @@ class AdmissionPolicy:
         """Steps that a group may be under way for after its first one; a token budget that takes several adds them."""
         return self.collect.max_age + self.segments - 1 if self.collect.max_age else math.inf
 
-    def limit(self, begun: int) -> int:
+    def longest_of(self, task: str) -> int:
+        """Tokens of a completion to a problem of this task at most."""
+        return self.limits.get(task, self.longest)
+
+    def limit(self, begun: int, task: str) -> int:
         """Tokens that a completion with ``begun`` of them may have at the end of this step."""
         budget = self.collect.token_budget
-        return min(begun + budget, self.longest) if budget else self.longest
+        longest = self.longest_of(task)
+        return min(begun + budget, longest) if budget else longest
 
     def wants(self, now: Underway, share: float) -> bool:
         """Whether to begin one more group, where ``share`` of them are informative.

@@ -20,6 +20,7 @@ from jaxrl_llm.rollout.groups import (
     PartialGroup,
     RolloutBatch,
     describe,
+    describe_tasks,
     informative,
     tokens_in,
     whole,
@@ -152,9 +153,10 @@ class GroupTracker:
             group = dataclasses.replace(group, problem=asked.problem, prompt=asked.prompt)
         seeds = source.seeds(group.number)
         admission = self._sampler.admission
-        lacking = [i for i, c in enumerate(group.completions) if not whole(c, admission.longest)]
+        task = group.problem.task
+        lacking = [i for i, c in enumerate(group.completions) if not whole(c, admission.longest_of(task))]
         begun = [group.completions[i] for i in lacking]
-        limits = [admission.limit(len(c.tokens) if c else 0) for c in begun]
+        limits = [admission.limit(len(c.tokens) if c else 0, task) for c in begun]
         handles = self._engine.submit([group.prompt] * len(lacking), [seeds[i] for i in lacking], limits, begun)
         self._begun[group.number] = group
         self._groups[group.number] = list(group.completions)
@@ -205,13 +207,13 @@ class Tally:
     def add(self, sampler: Sampler, back: list[PartialGroup], version: int) -> None:
         """Score the groups that are whole and keep what can teach; hold the others for the next step."""
         admission = sampler.admission
-        ended = [all(whole(c, admission.longest) for c in g.completions) for g in back]
+        ended = [all(whole(c, admission.longest_of(g.problem.task)) for c in g.completions) for g in back]
         done = [g for g, end in zip(back, ended, strict=True) if end]
         self.held += [g for g, end in zip(back, ended, strict=True) if not end]
         if not done:
             return
         began = time.perf_counter()
-        groups, failures = sampler.source.finish(done, version, admission.longest)
+        groups, failures = sampler.source.finish(done, version, admission.longest_of)
         self.seconds += time.perf_counter() - began
         self.failures += failures
         found = {u.number: group for u, group in zip(done, groups, strict=True)}
@@ -312,6 +314,7 @@ def _collected(
         seconds
         | failed
         | describe(sampled or groups)
+        | describe_tasks(sampler.source.labels, sampled or groups, groups)
         | {
             "prompts": float(cursor),
             "throughput/sampled_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9) if tokens else math.nan,

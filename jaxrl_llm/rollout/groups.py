@@ -133,6 +133,12 @@ class GroupSource:
     seed: int
     shaping: tuple[GroupShaping, ...]
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of the tasks of a mixture; of a single one none, since it is all there is."""
+        tasks = self.prompts.tasks
+        return tuple(task.label for task in tasks) if len(tasks) > 1 else ()
+
     def ask(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
         """The group of this number, not begun yet, and what the stream remembers then."""
         problem, memory = self.stream.next(number, memory)
@@ -148,10 +154,13 @@ class GroupSource:
             memory = self.stream.told(memory, group)
         return memory
 
-    def finish(self, whole: Sequence[PartialGroup], version: int, budget: int) -> tuple[list[Group], Failures]:
+    def finish(
+        self, whole: Sequence[PartialGroup], version: int, budget: Callable[[str], int]
+    ) -> tuple[list[Group], Failures]:
         """Groups whose completions are all there, with texts and scores of what was asked; and what failed.
 
-        ``version``: optimiser updates so far; ``budget``: the longest completion. Schedules of rewards read both.
+        ``version``: optimiser updates so far; ``budget``: the longest completion of a task, by its label. Schedules of
+        rewards read both.
         """
         done = [c for group in whole for c in group.completions]
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
@@ -167,7 +176,7 @@ class GroupSource:
                 Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], parts)
             )
         for shape in self.shaping:
-            groups = [shape(group, version, budget) for group in groups]
+            groups = [shape(group, version, budget(group.problem.task)) for group in groups]
         return groups, scores.failures
 
 
@@ -234,6 +243,27 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         **_quantiles("reward/", scores[~np.isnan(scores)]),
         **_quantiles("completions/length_", lengths),
     }
+
+
+OF_A_TASK = {
+    "reward": "reward/mean",
+    "accuracy": "reward/accuracy",
+    "zero_std_fraction": "reward/zero_std_fraction",
+    "mean_length": "completions/mean_length",
+    "truncated_fraction": "completions/truncated_fraction",
+}
+"""What is said of each task of a mixture, ``task/<label>/<name>``, and as which metric of all groups."""
+
+
+def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Sequence[Group]) -> dict[str, float]:
+    """Metrics of each task of a mixture: its groups that were finished in the step, before any filter, and how many of
+    those that are learned from are its own."""
+    found = {}
+    for label in labels:
+        own = describe([group for group in sampled if group.problem.task == label])
+        found |= {f"task/{label}/{name}": own[metric] for name, metric in OF_A_TASK.items()}
+        found[f"task/{label}/groups"] = sum(group.problem.task == label for group in learned)
+    return found
 
 
 def _quantiles(prefix: str, values: np.ndarray) -> dict[str, float]:

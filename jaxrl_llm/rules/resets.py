@@ -77,7 +77,7 @@ class OnStall:
 def evaluated(row: Row) -> float | None:
     """The share of problems solved in the step's evaluation, or the mean reward where nothing is verified.
 
-    None without one.
+    Of several tasks their average, which stands first in a row. None without one.
     """
     for ending in ("/pass@1", "/reward"):
         for name, value in row.items():

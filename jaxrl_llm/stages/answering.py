@@ -14,13 +14,14 @@ from jaxrl_llm.collection.source import collected
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
-from jaxrl_llm.evaluate import Evaluated, Questions, evaluate
+from jaxrl_llm.evaluate import Evaluated, Questions, evaluate_tasks
 from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.problems import read_parts
 from jaxrl_llm.tasks import Collected
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem
@@ -74,12 +75,12 @@ class Exam:
     sampling: Sampling
     status: Callable[[str], None]
 
-    def __call__(self, model: Decoder) -> Evaluated | None:
-        """Answers to the problems; None where there are none."""
+    def __call__(self, model: Decoder) -> tuple[Evaluated, ...]:
+        """Answers to the problems of each task; none where there are none."""
         if not self.asked.problems:
-            return None
+            return ()
         weights = self.transfer(model)
-        return evaluate(self.engine, weights, self.tokenizer, self.asked, self.scorer, self.sampling, self.status)
+        return evaluate_tasks(self.engine, weights, self.tokenizer, self.asked, self.scorer, self.sampling, self.status)
 
 
 def examination(
@@ -103,20 +104,21 @@ def examination(
         problems = loaded.train[: source.limit or None]
         questions = loaded.held_out
         longest = tasks.Prompts(source.task, tokenizer).longest(problems)
-    tested = run.evaluation.task
-    if tested is None:
-        tested = source.task
+    tested = configs.parts_of_task(run.evaluation.task)
+    if not tested:
+        tested = configs.parts_of_task(source.task)
+        questions = questions[: run.evaluation.limit or None]
     else:
-        progress.status(f"reading task {tested.label}")
-        questions = tasks.load(tested).train
-    questions = questions[: run.evaluation.limit or None]
-    test_prompts = tasks.Prompts(tested, tokenizer)
+        loaded_parts = read_parts(tested, lambda part: True, progress.status)
+        questions = [problem for one in loaded_parts for problem in one.train[: run.evaluation.limit or None]]
+    test_prompts = tasks.Prompts([part.task for part in tested], tokenizer)
     length = max(longest, test_prompts.longest(questions)) + run.answering.max_new_tokens
     check_positions(length, model.config, "answering.max_new_tokens")
     compute = compute_for(run.learner, model.config, platform_of(mesh))
     shapes = jax.eval_shape(lambda m: for_sampling(cast(m, compute.dtype), platform_of(mesh)), model)
     engine = Engine(shapes, run.answering.slots, length, run.answering.chunk, mesh)
-    asked = Questions(test_prompts, questions, run.evaluation.samples, run.seed)
+    limits = configs.limits_of(tested, run.answering.max_new_tokens)
+    asked = Questions(test_prompts, questions, run.evaluation.samples, run.seed, limits)
     transfer = weights_for_sampling(model, compute.dtype, mesh, mesh, keep=False)
     sampling = Sampling(
         run.evaluation.temperature,

@@ -1,7 +1,7 @@
 """Today's answers against those of the first policy: how often a judge finds them better."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,31 @@ class Contest:
     scorer: Scorer
     peers: Peers
 
-    def begin(self, found: Evaluated) -> None:
-        """Keep the answers of the first policy; those of an attempt before give way."""
+    def begin(self, found: Sequence[Evaluated]) -> None:
+        """Keep the answers of the first policy to each task; those of an attempt before give way."""
         if not self.peers.leads:
             return
-        kept = ("problem", "sample", "completion", "finish_reason")
-        rows = zip(found.rows(), (answer for row in found.completions for answer in row), strict=True)
-        told = [{name: row[name] for name in kept} | {"tokens": answer.tokens} for row, answer in rows]
+        kept = ("task", "problem", "sample", "completion", "finish_reason")
+        told = []
+        for one in found:
+            rows = zip(one.rows(), (answer for row in one.completions for answer in row), strict=True)
+            told += [{name: row[name] for name in kept} | {"tokens": answer.tokens} for row, answer in rows]
         with new_file(self.path) as part, part.open("wb") as file:
             append_rows(file, told)
 
-    def judged(self, found: Evaluated) -> Evaluated:
-        """The evaluation with ``won``: of each answer against the first policy's of the same number.
+    def judged(self, found: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
+        """The evaluation of each task with ``won``; see ``against``."""
+        first = {(row["task"], row["problem"], row["sample"]): row for row in self.peers.first(self._read)}
+        return tuple(self.against(first, one) for one in found)
+
+    def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: Evaluated) -> Evaluated:
+        """One task's evaluation with ``won``: of each answer against the first policy's of the same number.
 
         A tie where both have the same tokens, which nobody is asked about; NaN where there is no first answer (the
         problems were others then, or the file is gone), or one of the two could not be scored.
         """
-        known = {(row["problem"], row["sample"]): row for row in self.peers.first(self._read)}
         first = [
-            [known.get((problem.id, number)) for number in range(len(row))]
+            [known.get((found.task, problem.id, number)) for number in range(len(row))]
             for problem, row in zip(found.problems, found.completions, strict=True)
         ]
         won = np.full((len(first), len(first[0])), np.nan)

@@ -99,7 +99,7 @@ class PreferenceStage(DatasetStage):
                 "eval/pairs/accuracy": float(np.mean((np.sign(margin) + 1) / 2)),
                 "eval/pairs/margin": float(self.loss.beta * np.mean(margin)),
             }
-        answers = None if self.exam is None else self.exam(policy)
+        answers = () if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
 
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from jaxrl_llm import learner, tasks
 from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
-from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate
+from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate_tasks
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.samples import advantage_of, without_gain
 from jaxrl_llm.models.decoder import Decoder
@@ -35,13 +33,13 @@ from jaxrl_llm.stages import programs as of_devices
 from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
+from jaxrl_llm.stages.problems import check_prompts, problems_of, read_problems, sizes_of, stream_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
-from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks.template import check_tokenizer
-from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.telemetry.pieces import pieces
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.types import Group, Problem, TrainState
+from jaxrl_llm.types import Group, TrainState
 
 groups, outline = of_devices.groups, of_devices.outline
 
@@ -63,7 +61,7 @@ class Reinforcement(Stage):
       run: its settings.
       sampler: fills steps with groups.
       transfer: from the policy to weights to sample from.
-      evaluation: of such weights; None where there is nothing to test on.
+      evaluation: of such weights, task by task; nothing where there is nothing to test on.
       values: how the critic is run; None where there is none.
       mixture: texts that steps learn from beside their groups; None for none.
       contest: today's answers against the first policy's; None for none.
@@ -72,7 +70,7 @@ class Reinforcement(Stage):
     run: Run
     sampler: Sampler
     transfer: Callable[[Decoder], Decoder]
-    evaluation: Callable[[Decoder], Evaluated | None]
+    evaluation: Callable[[Decoder], tuple[Evaluated, ...]]
     values: Forward | None = None
     mixture: Mixture | None = None
     contest: Contest | None = None
@@ -88,22 +86,22 @@ class Reinforcement(Stage):
         """What is sampled from."""
         return self.transfer(policy)
 
-    def test(self, policy: Decoder) -> Evaluated | Tested | None:
+    def test(self, policy: Decoder) -> Tested | None:
         """Answers to the problems to test on, where there is a judge against the first ones, and the loss on texts."""
         found = self.evaluation(self.transfer(policy))
-        return self.beside(policy, found if self.contest is None or found is None else self.contest.judged(found))
+        return self.beside(policy, found if self.contest is None else self.contest.judged(found))
 
-    def test_first(self, policy: Decoder) -> Evaluated | Tested | None:
+    def test_first(self, policy: Decoder) -> Tested | None:
         """The same; these answers are the first ones."""
         found = self.evaluation(self.transfer(policy))
-        if self.contest is not None and found is not None:
+        if self.contest is not None and found:
             self.contest.begin(found)
         return self.beside(policy, found)
 
-    def beside(self, policy: Decoder, found: Evaluated | None) -> Evaluated | Tested | None:
+    def beside(self, policy: Decoder, found: tuple[Evaluated, ...]) -> Tested | None:
         """The evaluation, with the loss on texts where there are any."""
         numbers = {} if self.mixture is None else self.mixture.numbers(policy)
-        return Tested(numbers, found) if numbers else found
+        return Tested(numbers, found) if numbers or found else None
 
     def followed(self, state: TrainState, samples: list[Sample]) -> list[Sample]:
         """With ``ratio``, of the policy as it is now to what was sampled from, and ``clipped``, 1 where that ratio is
@@ -178,32 +176,34 @@ def prepare(
     """
     check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config)
-    loaded, test_task, problems, left_out = read_problems(run, progress)
-    prints = problems_of(run, loaded, problems)
+    read = read_problems(run, progress.status)
+    prints = problems_of(run, read)
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
-    problems = problems[: run.evaluation.limit or None]
-    prompts = tasks.Prompts(run.task, tokenizer)
-    test_prompts = tasks.Prompts(test_task, tokenizer)
-    check_prompts(run, prompts, loaded.train)
-    check_prompts(run, test_prompts, problems)
+    prompts = tasks.Prompts(configs.tasks_in(run.task), tokenizer)
+    test_prompts = tasks.Prompts(configs.tasks_in(read.tested), tokenizer)
+    check_prompts(run, prompts, [problem for one in read.train for problem in one])
+    check_prompts(run, test_prompts, read.asked)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
-    scorer.rehearse(loaded.train[0], tokenizer)
+    for problems in read.train:
+        scorer.rehearse(problems[0], tokenizer)
     stops = model.config.tokens.eos
-    asked = {test_task.label: test_prompts} | {run.task.label: prompts}
+    asked = {one.label: known for known in (test_prompts, prompts) for one in known.tasks}
     scorer.models = judges_of(run, rollout_mesh(run.mesh), tokenizer, asked, progress.status)
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
-    stream = tasks.Shuffled(loaded.train, run.seed)
+    stream = stream_of(run, read.train)
     names = [objective.name for one in programs.training for objective in one.objectives]
     mixture, texts, dropped = mixture_of(run, tokenizer, stops, programs.forward, names, progress)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
     answers = answering(run, stops)
 
-    def test(weights: Decoder) -> Evaluated | None:
-        if not problems:
-            return None
-        asked = Questions(test_prompts, problems, run.evaluation.samples, run.seed)
-        return evaluate(programs.engine, weights, tokenizer, asked, scorer, answers, progress.status)
+    limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
+
+    def test(weights: Decoder) -> tuple[Evaluated, ...]:
+        if not read.asked:
+            return ()
+        asked = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
+        return evaluate_tasks(programs.engine, weights, tokenizer, asked, scorer, answers, progress.status)
 
     return Reinforcement(
         training=programs.training,
@@ -213,7 +213,7 @@ def prepare(
         reference=of_devices.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*left_out, *dropped, size_of(run, len(loaded.train), len(problems)), *configs.notes(run)],
+        notes=[*read.notes, *dropped, *sizes_of(run, read), *configs.notes(run)],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.controller is not None,
@@ -233,15 +233,10 @@ def sampler_of(
     """What fills the run's steps with groups."""
     rollout = run.rollout
     admission = AdmissionPolicy(
-        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect
-    )
+        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect,
+        configs.limits_of(configs.parts_of_task(run.task), rollout.max_new_tokens),
+    )  # fmt: skip
     return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)
-
-
-def size_of(run: Run, problems: int, held_out: int) -> str:
-    """How much the run learns from, for people."""
-    rollout = run.rollout
-    return steps_line(run.task.label, problems, held_out, rollout.prompts, rollout.group, run.learner.updates)
 
 
 def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
@@ -262,42 +257,6 @@ def rules_for(run: Run) -> dict[str, Rule]:
     for one in run.scoring.constraints:
         rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
-
-
-def read_problems(
-    run: Run, progress: Progress
-) -> tuple[tasks.Loaded, tasks.Task, tuple[Problem, ...], tuple[str, ...]]:
-    """The task, the one that is tested on, and that one's problems; and lines that say what was dropped.
-
-    Raises:
-      InputError: there is no answer where something of the run reads which answers are right.
-    """
-    progress.status(f"reading task {run.task.label}")
-    loaded = tested = tasks.load(run.task, configs.verifies(run))
-    if run.evaluation.task:
-        tested = tasks.load(run.evaluation.task, configs.verifies(run))
-    for found in (loaded, tested):
-        if not found.verified:
-            configs.refuse_readers(run, f"task {found.train[0].task} without reference answers")
-    notes = tuple(dict.fromkeys((*loaded.notes, *tested.notes)))
-    return loaded, run.evaluation.task or run.task, tested.train if run.evaluation.task else loaded.held_out, notes
-
-
-def problems_of(run: Run, loaded: tasks.Loaded, tested: tuple[Problem, ...]) -> Fingerprints:
-    """What the run trains and tests on; the latter by its settings, since a run may be continued with another test."""
-    name = "held-out"
-    if run.evaluation.task:
-        settings = json.dumps(configs.to_json(run.evaluation.task))
-        name = f"evaluation {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
-    return {"training": tasks.fingerprint(loaded.train), name: tasks.fingerprint(tested)}
-
-
-def check_prompts(run: Run, prompts: tasks.Prompts, problems: Sequence[Problem]) -> None:
-    """Refuse a task whose longest prompt does not fit."""
-    longest = prompts.longest(problems)
-    limit = run.rollout.max_prompt_tokens
-    remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
-    configs.require(longest <= limit, f"the longest prompt of {prompts.task.label} has {longest} tokens: {remedy}")
 
 
 def dropped_endings(run: Run) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class SupervisedStage(DatasetStage):
     def test(self, policy: Decoder) -> Tested | None:
         """The loss on the texts that are held out, and answers to a task's problems."""
         numbers = text_numbers(self.forward, policy, self.held_out, self.status) if self.held_out else {}
-        answers = None if self.exam is None else self.exam(policy)
+        answers = () if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
 
 

@@ -3,6 +3,7 @@
 from jaxrl_llm.tasks.collected import Collected, check_collected
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
+from jaxrl_llm.tasks.interleaved import Interleaved, of_tasks
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import prompt_key
@@ -17,6 +18,7 @@ __all__ = [
     "Collected",
     "Fingerprint",
     "HubDataset",
+    "Interleaved",
     "Learned",
     "Loaded",
     "LoadedTexts",
@@ -47,6 +49,7 @@ __all__ = [
     "load_texts",
     "longest",
     "number",
+    "of_tasks",
     "problem_index",
     "prompt_key",
     "resolve",

@@ -4,7 +4,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,23 +22,26 @@ _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote
 
 
 class Prompts:
-    """The prompts of a task's problems as token ids, each encoded once.
+    """The prompts of problems as token ids, each encoded once.
 
     Args:
-      task: how they are templated.
+      tasks: how they are templated: one task, or several, whose labels their problems have.
       tokenizer: of the model.
     """
 
-    def __init__(self, task: Task, tokenizer: Any):
-        self.task = task
+    def __init__(self, tasks: Task | Sequence[Task], tokenizer: Any):
+        self.tasks = (tasks,) if isinstance(tasks, Task) else tuple(tasks)
+        self._by_label = {task.label: task for task in self.tasks}
         self._tokenizer = tokenizer
-        self._known: dict[str, np.ndarray] = {}
+        self._known: dict[tuple[str, str], np.ndarray] = {}
 
     def __getitem__(self, problem: Problem) -> np.ndarray:
         """int32[T]; see ``encode``. Problems of one task are told apart by their ids."""
-        if problem.id not in self._known:
-            self._known[problem.id] = encode(problem, self.task, self._tokenizer)
-        return self._known[problem.id]
+        key = (problem.task, problem.id)
+        if key not in self._known:
+            task = self._by_label[problem.task] if len(self.tasks) > 1 else self.tasks[0]
+            self._known[key] = encode(problem, task, self._tokenizer)
+        return self._known[key]
 
     def longest(self, problems: Iterable[Problem]) -> int:
         """Tokens of the longest; 0 where there is none."""

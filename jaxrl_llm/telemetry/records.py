@@ -45,7 +45,8 @@ def record(
     if writer is None:
         return
     lines = training_lines(learned)
-    lines += _answers(found.answers, LOGGED_ANSWERS - len(lines)) if found and found.answers else []
+    for answers in found.answers if found else ():
+        lines += _answers(answers, (LOGGED_ANSWERS - len(lines)) // len(found.answers))
     writer.samples(step, lines)
     writer.write(step, row)
     if found:

@@ -21,7 +21,7 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
     summary = RunSummary(str(run_dir), "", steps, seconds, others=_others(rows), judged=_judged(rows))
-    tested = [(row["step"], name, value) for row in rows for name, value in row.items() if _tells(name)]
+    tested = [(row["step"], name, row[name]) for row in rows if (name := _told(row))]
     if not tested:
         return summary
     (first, name, before) = tested[0]
@@ -52,9 +52,11 @@ def _others(rows: list[dict[str, Any]]) -> tuple[Measured, ...]:
     return tuple(found)
 
 
-def _tells(name: str) -> bool:
-    """Whether a metric sums an evaluation up: the accuracy, or the reward where nothing is verified."""
-    return name.startswith("eval/") and name.endswith(("/pass@1", "/reward"))
+def _told(row: dict[str, Any]) -> str:
+    """The metric that sums a row's evaluation up: the accuracy, or the reward where nothing is verified; of several
+    tasks the average, which stands first. Empty where there is none."""
+    names = (name for name in row if name.startswith("eval/") and name.endswith(("/pass@1", "/reward")))
+    return next(names, "")
 
 
 def _answered(rows: list[dict[str, Any]], step: int) -> list[Answered]:

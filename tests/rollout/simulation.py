@@ -108,6 +108,7 @@ class ToySource:
     group: int
     degenerate: float
     solved: bool = True
+    labels: tuple[str, ...] = ()
 
     def informative(self, number):
         return drawn(number, 7, 1000) >= 1000 * self.degenerate

@@ -233,7 +233,7 @@ def test_what_was_asked_is_scored_and_learned_from_whatever_changes_between_two_
     left = collect(needing(made, 2, Collect(token_budget=2)), model, 5, Carryover()).left
     assert all(len(u.prompt) for u in left.unfinished) and len(left.unfinished) >= 2
     answers = [dataclasses.replace(p, id=f"edited {p.id}", answer=p.answer * 2) for p in made.source.stream.problems]
-    task = dataclasses.replace(made.source.prompts.task, suffix=" Now.")
+    task = dataclasses.replace(made.source.prompts.tasks[0], suffix=" Now.")
     edited = needing(made, 2, stream=Shuffled(answers[::-1], 7), prompts=Prompts(task, made.source.tokenizer))
     wanted = collect(needing(made, 2), model, 5, Carryover()).groups
     for found, before in zip(collect(edited, model, 5, left).groups, wanted, strict=True):

@@ -1,0 +1,79 @@
+"""Several streams of problems as one, each with its exact share."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.tasks.stream import Memory, PromptStream
+from jaxrl_llm.types import Group, Problem
+
+ASKED = "asked"
+"""Where the memory of a mixture counts the prompts asked of each task; what each stream remembers stands beside it,
+under ``STREAMS``."""
+STREAMS = "streams"
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """Streams of several tasks: after n prompts a task with the share w of the weights has had w n, to less than one.
+
+    Which is asked next is a function of the counts alone (``turn``), so that no chance moves the balance. A stream's
+    problems are numbered by itself: its order does not change with what stands beside it.
+
+    Attributes:
+      streams: by the label of their task.
+      weights: positive, by the same labels.
+    """
+
+    streams: Mapping[str, PromptStream]
+    weights: Mapping[str, float]
+
+    def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
+        """The problem that is asked next, of the task whose turn it is."""
+        asked = {label: memory.get(ASKED, {}).get(label, 0) for label in self.streams}
+        label = turn(asked, self.weights)
+        inner = memory.get(STREAMS, {})
+        problem, remembered = self.streams[label].next(asked[label], inner.get(label, {}))
+        return problem, {ASKED: asked | {label: asked[label] + 1}, STREAMS: inner | {label: remembered}}
+
+    def told(self, memory: Memory, group: Group) -> Memory:
+        """What the stream of the group's task remembers then."""
+        label = group.problem.task
+        inner = memory.get(STREAMS, {})
+        remembered = self.streams[label].told(inner.get(label, {}), group)
+        return memory | {STREAMS: inner | {label: remembered}}
+
+
+def turn(asked: Mapping[str, int], weights: Mapping[str, float]) -> str:
+    """The task whose turn it is (R. Tijdeman, The chairman assignment problem, 1980): no count is ever a whole prompt
+    away from its share.
+
+    Of the tasks that may be asked once more without getting too far ahead, the one that would fall behind first.
+
+    Args:
+      asked: prompts of each task so far.
+      weights: positive.
+    """
+    if len(weights) == 1:
+        return next(iter(weights))
+    total = sum(weights.values())
+    number = sum(asked.values())
+    slack = 1 / (2 * len(weights) - 2)
+
+    def falls_behind(label: str) -> float:
+        """How many prompts later its share is too far above its count."""
+        share = weights[label] / total
+        return (1 - slack - share * number + asked[label]) / share
+
+    due = [label for label in weights if weights[label] / total * (number + 1) - asked[label] >= slack - TOLERANCE]
+    return min(due, key=falls_behind)
+
+
+TOLERANCE = 1e-9
+"""Of shares, which are no exact fractions."""
+
+
+def of_tasks(streams: Sequence[tuple[str, float, PromptStream]]) -> PromptStream:
+    """One stream of several (label, weight, stream); a single one stays as it is."""
+    if len(streams) == 1:
+        return streams[0][2]
+    return Interleaved({label: stream for label, _, stream in streams}, {label: weight for label, weight, _ in streams})
