@@ -312,6 +312,7 @@ def _collected(
         seconds
         | failed
         | describe(sampled or groups)
+        | sampler.source.measured(before.stream, tally.stream)
         | {
             "prompts": float(cursor),
             "throughput/sampled_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9) if tokens else math.nan,

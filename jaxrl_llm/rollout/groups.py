@@ -144,9 +144,11 @@ class GroupSource:
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """What the stream remembers once these groups are scored."""
-        for group in groups:
-            memory = self.stream.told(memory, group)
-        return memory
+        return self.stream.told(memory, groups)
+
+    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """What the stream measures of a step, from what it remembered before and after it."""
+        return self.stream.measured(before, after)
 
     def finish(self, whole: Sequence[PartialGroup], version: int, budget: int) -> tuple[list[Group], Failures]:
         """Groups whose completions are all there, with texts and scores of what was asked; and what failed.

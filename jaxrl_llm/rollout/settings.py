@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.tasks.curriculum import Curriculum
 from jaxrl_llm.tasks.texts import Texts
 
 
@@ -48,6 +49,7 @@ class Collect:
         that a token budget spreads a completion over come on top. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
       ptx: texts that each step learns from beside its groups; None for none.
+      curriculum: which problems are asked, by how often each was solved; None: all of them, in epochs.
     """
 
     max_rounds: int = 10
@@ -58,6 +60,7 @@ class Collect:
     max_age: int = 16
     patience: int = 3
     ptx: Ptx | None = None
+    curriculum: Curriculum | None = None
 
 
 @dataclasses.dataclass(frozen=True)

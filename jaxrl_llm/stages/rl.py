@@ -37,6 +37,7 @@ from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.stages.streams import stream_of
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.telemetry.pieces import pieces
@@ -193,7 +194,7 @@ def prepare(
     asked = {test_task.label: test_prompts} | {run.task.label: prompts}
     scorer.models = judges_of(run, rollout_mesh(run.mesh), tokenizer, asked, progress.status)
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
-    stream = tasks.Shuffled(loaded.train, run.seed)
+    stream = stream_of(run.rollout.collect.curriculum, loaded.train, run.seed)
     names = [objective.name for one in programs.training for objective in one.objectives]
     mixture, texts, dropped = mixture_of(run, tokenizer, stops, programs.forward, names, progress)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
