@@ -38,6 +38,7 @@ class AdmissionPolicy:
       longest: tokens of a completion at most.
       filter_groups: what says which groups are informative, "accuracy" or "reward"; False where all of them count.
       collect: the run's settings.
+      left_out: finish reasons of completions that the loss does not count.
     """
 
     needed: int
@@ -45,6 +46,7 @@ class AdmissionPolicy:
     longest: int
     filter_groups: str | bool
     collect: Collect
+    left_out: tuple[str, ...] = ()
 
     @property
     def reach(self) -> int:

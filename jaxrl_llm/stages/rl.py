@@ -233,8 +233,9 @@ def sampler_of(
 ) -> Sampler:
     """What fills the run's steps with groups."""
     rollout = run.rollout
+    reads, left_out = run.recipe.filter_groups, dropped_endings(run)
     admission = AdmissionPolicy(
-        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect
+        rollout.prompts, rollout.slots, rollout.max_new_tokens, reads, rollout.collect, left_out
     )
     return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)
 
