@@ -12,7 +12,7 @@ from jaxrl_llm.engine.engine import Engine
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.refusals import REFUSED
-from jaxrl_llm.rollout.collect import Status, Watch, drain
+from jaxrl_llm.rollout.completions import Status, Watch, drain
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, extract
 from jaxrl_llm.types import Completion, Problem

@@ -160,8 +160,8 @@ KIMI_K1_5 = Recipe(
 a length reward that is off at first. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. An iteration is one
 step here, and is meant to have many updates (learner.minibatches, learner.epochs): of a single one, AdamW that begins
 anew keeps the gradient's signs alone. How many is not published, nor are tau, the length reward's weight and its
-warm-up: tau 1, weight 1 and 50 updates are ours. Its partial rollouts are a run's: rollout.collect.token_budget. Its
-curriculum and prioritised prompts are not here."""
+warm-up: tau 1, weight 1 and 50 updates are ours. Its partial rollouts and its prioritised prompts, easy ones first, are
+a run's: rollout.collect.token_budget and rollout.collect.curriculum."""
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
 """DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the

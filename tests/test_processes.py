@@ -94,7 +94,7 @@ def test_the_first_steps_are_those_of_one_process(several, alone, request):
     assert not {problem for _, problem, _ in found} & held_out(), "evaluations ask the verifier alone"
     # The last step of the one is evaluated.
     for one, many in zip(rows(alone / "run")[:COMPARED], rows(other / "run")[:COMPARED], strict=True):
-        same = {name for name in one if name.startswith(("reward/", "completions/", "eval/"))}
+        same = {name for name in one if name.startswith(("reward/", "completions/", "eval/", "curriculum/"))}
         assert same and {name: one[name] for name in same} == {name: many[name] for name in same}
     # The first moments after one update are the accumulated gradient, times 0.1.
     first, others = arrays(alone, 1), arrays(other, 1)

@@ -19,7 +19,7 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.evaluate import majority, reranked
 from jaxrl_llm.models import save_pretrained, scores
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.rollout.collect import complete
+from jaxrl_llm.rollout.completions import complete
 from jaxrl_llm.stages.falling import first_fall
 from jaxrl_llm.tasks import Prompts, extract
 

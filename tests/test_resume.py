@@ -100,6 +100,8 @@ def test_the_signals_came_in_the_middle(folders):
     )
     assert any(row.get("dynamic_sampling/carried_in") for row in rows(whole)), "no group was ever carried over"
     assert any(row.get("rollout/resumed") for row in rows(whole)), "no group was ever interrupted"
+    assert any(row.get("replay/replaced") for row in rows(whole)), "no stored success was ever taken"
+    assert any(row.get("curriculum/dropped_unsolved") for row in rows(whole)), "no problem was ever dropped"
 
 
 def test_arrays_and_host_values_are_the_same_bit_for_bit(folders):

@@ -24,7 +24,7 @@ from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Scorer
-from jaxrl_llm.rollout.collect import drain
+from jaxrl_llm.rollout.completions import drain
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.collected import Collected, Kind

@@ -58,9 +58,10 @@ def _at_ratio_one(run: Run) -> list[str]:
 
 
 def _learns_earlier(run: Run) -> bool:
-    """Whether a batch may hold tokens that an earlier policy than its own sampled: surplus, or parts of completions."""
+    """Whether a batch may hold tokens that an earlier policy than its own sampled: surplus, parts of
+    completions, or stored successes."""
     collect = run.rollout.collect
-    leaves = bool(run.recipe.filter_groups) or collect.token_budget > 0 or collect.interrupt
+    leaves = bool(run.recipe.filter_groups or collect.token_budget or collect.interrupt or collect.replay)
     return collect.learn_earlier and leaves
 
 

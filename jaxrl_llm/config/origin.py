@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm.config.parts import with_parts
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.tasks.curriculum import Curriculum
 from jaxrl_llm.tasks.sources import HubDataset, Table
 
 SAVED_RUNS = "runs"
@@ -69,6 +70,7 @@ PLACES: tuple[tuple[type, str], ...] = (
     (Critic, "model"),
     (ModelReward, "path"),
     (StepReward, "path"),
+    (Curriculum, "statistics"),
 )
 """Fields that name a file or a folder, or several; so does every configuration's ``model``."""
 

@@ -5,6 +5,7 @@ import math
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
+from jaxrl_llm.config.asking import check_order, check_replay
 from jaxrl_llm.config.learning import check_critic, check_learner
 from jaxrl_llm.config.mixture import holds_out, limits_of, parts_of_task, tasks_in
 from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
@@ -24,6 +25,8 @@ def check_reinforcement(run: Run) -> None:
     _check_rollout(run)
     _check_staleness(run)
     _check_ptx(run)
+    check_order(run)
+    check_replay(run)
     check_learner(run.learner, ("rollout.prompts", run.rollout.prompts), longest_row(run))
     check_critic(run.recipe, run.learner)
     _check_recipe(run)

@@ -40,6 +40,7 @@ class AdmissionPolicy:
       filter_groups: what says which groups are informative, "accuracy" or "reward"; False where all of them count.
       collect: the run's settings.
       limits: tokens of a completion at most by the label of its task; ``longest`` for others.
+      left_out: finish reasons of completions that the loss does not count.
     """
 
     needed: int
@@ -48,6 +49,7 @@ class AdmissionPolicy:
     filter_groups: str | bool
     collect: Collect
     limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def reach(self) -> int:

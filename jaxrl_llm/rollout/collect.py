@@ -4,16 +4,13 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrl_llm.engine.engine import Engine
-from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Failures
 from jaxrl_llm.rollout.admission import AdmissionPolicy, Underway, remember, share_of
+from jaxrl_llm.rollout.completions import Status
 from jaxrl_llm.rollout.groups import (
     Carryover,
     GroupSource,
@@ -25,78 +22,9 @@ from jaxrl_llm.rollout.groups import (
     tokens_in,
     whole,
 )
+from jaxrl_llm.rollout.replay import PLACE, Store, replay, stored
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group
-
-Status = Callable[[str], None]
-Watch = Callable[[Mapping[int, Completion]], Mapping[int, int]]
-"""From completions with their texts, by number, to how many first tokens are enough of those that should not go on."""
-
-
-def complete(
-    engine: Engine,
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[np.ndarray],
-    seeds: Sequence[int],
-    sampling: Sampling,
-    version: int = 0,
-    status: Status = lambda text: None,
-    watch: Watch | None = None,
-) -> list[Completion]:
-    """One completion with its text for each prompt (token ids) and seed, in order.
-
-    ``status`` hears how far it is. ``watch`` is asked after each chunk about all that run, numbered as the prompts are,
-    and at the end about all: what it ends has the reason "aborted".
-    """
-    engine.start(sampling)
-    return drain(engine, model, tokenizer, engine.submit(prompts, seeds), version, status, watch)
-
-
-def drain(
-    engine: Engine,
-    model: Any,
-    tokenizer: Any,
-    handles: Sequence[int],
-    version: int = 0,
-    status: Status = lambda text: None,
-    watch: Watch | None = None,
-) -> list[Completion]:
-    """The completions of all requests that the engine has, with their texts, in the order of their handles."""
-    done: dict[int, Completion] = {}
-    tokens = 0
-    while engine.busy:
-        status(f"sampling {len(done)}/{len(handles)} completions, {tokens} tokens")
-        tokens += engine.step(model, version)
-        if watch is not None:
-            end_early(engine, tokenizer, handles, watch)
-        done |= dict(engine.collect())
-    found = with_texts([done[handle] for handle in handles], tokenizer)
-    if watch is None:
-        return found
-    ends = watch(dict(enumerate(found)))
-    cut = with_texts([first_tokens(found[number], end) for number, end in ends.items()], tokenizer)
-    for number, completion in zip(ends, cut, strict=True):
-        found[number] = completion
-    return found
-
-
-def end_early(engine: Engine, tokenizer: Any, handles: Sequence[int], watch: Watch) -> None:
-    """Abort those of the running requests that should not go on."""
-    numbers = {handle: number for number, handle in enumerate(handles)}
-    running = engine.running
-    made = with_texts([completion for _, completion in running], tokenizer)
-    ended = watch({numbers[handle]: c for (handle, _), c in zip(running, made, strict=True)})
-    if ended:  # the chunk that is being computed has to be waited for
-        engine.abort([handles[number] for number in ended])
-
-
-def with_texts(completions: Sequence[Completion], tokenizer: Any) -> list[Completion]:
-    """The completions with what their tokens say."""
-    if not completions:  # of no text at all tokenizers make one that is empty
-        return []
-    texts = tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
-    return [dataclasses.replace(c, text=text) for c, text in zip(completions, texts, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +131,8 @@ class Tally:
     held: list[PartialGroup] = dataclasses.field(default_factory=list)
     failures: Failures = Failures()
     seconds: float = 0.0
+    successes: Store = dataclasses.field(default_factory=dict)
+    replaced: list[int] = dataclasses.field(default_factory=list)
 
     def add(self, sampler: Sampler, back: list[PartialGroup], version: int) -> None:
         """Score the groups that are whole and keep what can teach; hold the others for the next step."""
@@ -213,16 +143,27 @@ class Tally:
         if not done:
             return
         began = time.perf_counter()
-        groups, failures = sampler.source.finish(done, version, admission.longest_of)
+        scored, failures = sampler.source.score(done)
         self.seconds += time.perf_counter() - began
         self.failures += failures
-        found = {u.number: group for u, group in zip(done, groups, strict=True)}
+        found = sampler.source.shaped(scored, version, admission.longest_of)
         reads = admission.filter_groups
-        good = {number: group for number, group in found.items() if not reads or informative(group, reads)}
-        self.stream = sampler.source.told(self.stream, groups)
+        learned = found | sampler.source.shaped(self.replay(sampler, scored), version, admission.longest_of)
+        good = {number: group for number, group in learned.items() if not reads or informative(group, reads)}
+        self.stream = sampler.source.told(self.stream, list(found.values()))
         self.sampled |= found
         self.kept |= good
         self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
+
+    def replay(self, sampler: Sampler, scored: dict[int, Group]) -> dict[int, Group]:
+        """Those of the groups that failed and of which a success is stored, with it in the place of a member."""
+        settings = sampler.admission.collect.replay
+        if settings is None:
+            return {}
+        admission = sampler.admission
+        self.successes, replaced = replay(settings, self.successes, scored, sampler.source.seed, admission.left_out)
+        self.replaced += replaced
+        return replaced
 
     def split(self, admission: AdmissionPolicy) -> tuple[list[PartialGroup], list[PartialGroup]]:
         """The groups to go on with in the next step, by number and a step older.
@@ -258,7 +199,7 @@ def collect(sampler: Sampler, model: Any, version: int, left: Carryover) -> Roll
     tokens = 0
     cursor = left.cursor
     requests = GroupTracker(sampler)
-    tally = Tally(left.good, left.seen, left.stream)
+    tally = Tally(left.good, left.seen, left.stream, successes=left.successes)
     for group in left.unfinished:
         requests.begin(group)
 
@@ -305,9 +246,12 @@ def _collected(
     carried, dropped = (spare, []) if admission.collect.learn_earlier else ([], spare)
     dropped += before.carried[admission.needed :]
     unfinished, expired = tally.split(admission)
-    after = Carryover(cursor, tuple(carried), tuple(unfinished), tally.good, tally.seen, tally.stream)
+    after = Carryover(
+        cursor, tuple(carried), tuple(unfinished), tally.good, tally.seen, tally.stream, successes=tally.successes
+    )
     learned = tokens_in(groups)
     thrown = tokens_in([*dropped, *expired, *(g for number, g in tally.sampled.items() if number not in tally.kept)])
+    thrown += sum(len(tally.sampled[n].completions[PLACE].tokens) for n in tally.replaced if n in tally.kept)
     sampled = [tally.sampled[number] for number in sorted(tally.sampled)]
     failed = tally.failures.metrics() if tally.sampled else {}
     metrics = (
@@ -315,6 +259,7 @@ def _collected(
         | failed
         | describe(sampled or groups)
         | describe_tasks(sampler.source.labels, sampled or groups, groups)
+        | sampler.source.measured(before.stream, tally.stream)
         | {
             "prompts": float(cursor),
             "throughput/sampled_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9) if tokens else math.nan,
@@ -325,6 +270,9 @@ def _collected(
             "rollout/expired": len(expired),
         }
     )
+    if admission.collect.replay is not None:
+        counts = (len(tally.replaced), stored(tally.successes), len(tally.successes))
+        metrics |= dict(zip(("replay/replaced", "replay/stored", "replay/prompts"), counts, strict=True))
     if admission.filter_groups:
         metrics["dynamic_sampling/kept_fraction"] = len(tally.kept) / len(tally.sampled) if tally.sampled else math.nan
     if admission.filter_groups or admission.partial:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.loops import loops, written
+from jaxrl_llm.rollout.replay import Solved, Store, Success
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
@@ -57,6 +58,7 @@ class Carryover:
       seen: how many those are; both fade (see ``remember``).
       stream: what the stream of prompts remembers.
       texts: texts drawn beside the groups.
+      successes: stored for replay.
     """
 
     cursor: int = 0
@@ -66,6 +68,7 @@ class Carryover:
     seen: float = 0.0
     stream: dict[str, Any] = dataclasses.field(default_factory=dict)
     texts: int = 0
+    successes: Store = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +110,7 @@ class RolloutBatch:
                 yield from (array for name, array in completion.extras.items() if name == STEP_REWARDS)
 
 
-RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem)
+RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem, Solved, Success)
 """What checkpoints hold of groups."""
 
 
@@ -150,17 +153,15 @@ class GroupSource:
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """What the stream remembers once these groups are scored."""
-        for group in groups:
-            memory = self.stream.told(memory, group)
-        return memory
+        return self.stream.told(memory, groups)
 
-    def finish(
-        self, whole: Sequence[PartialGroup], version: int, budget: Callable[[str], int]
-    ) -> tuple[list[Group], Failures]:
-        """Groups whose completions are all there, with texts and scores of what was asked; and what failed.
+    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """What the stream measures of a step, from what it remembered before and after it."""
+        return self.stream.measured(before, after)
 
-        ``version``: optimiser updates so far; ``budget``: the longest completion of a task, by its label. Schedules of
-        rewards read both.
+    def score(self, whole: Sequence[PartialGroup]) -> tuple[dict[int, Group], Failures]:
+        """Groups whose completions are all there, by number, with texts and scores of what was asked; and what
+        failed.
         """
         done = [c for group in whole for c in group.completions]
         texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
@@ -168,16 +169,25 @@ class GroupSource:
         scores = self.judge.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
         for i, steps in enumerate(scores.steps):
             done[i] = dataclasses.replace(done[i], extras=done[i].extras | {STEP_REWARDS: steps})
-        groups = []
+        groups = {}
         for index, asked in enumerate(whole):
             at = slice(index * self.group, (index + 1) * self.group)
             parts = {name: values[at] for name, values in scores.parts.items()}
-            groups.append(
-                Group(asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], parts)
+            groups[asked.number] = Group(
+                asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], parts
             )
-        for shape in self.shaping:
-            groups = [shape(group, version, budget(group.problem.task)) for group in groups]
         return groups, scores.failures
+
+    def shaped(self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]) -> dict[int, Group]:
+        """The groups with their rewards shaped.
+
+        ``version``: optimiser updates so far; ``budget``: the longest completion of a task, by its label. Schedules of
+        rewards read both.
+        """
+        found = dict(groups)
+        for shape in self.shaping:
+            found = {number: shape(group, version, budget(group.problem.task)) for number, group in found.items()}
+        return found
 
 
 def request_seed(run_seed: int, number: int) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.tasks.curriculum import Curriculum
 from jaxrl_llm.tasks.texts import Texts
 
 
@@ -23,6 +24,22 @@ class Ptx:
     texts: Texts
     rows: int = 8
     coef: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Answers that were right are stored, and where a whole group of their problem fails one takes the place of its
+    first member: GUI-ARPO (arXiv 2505.16282).
+
+    The loss takes its ratio against the policy that sampled it. A stored token takes about 10 bytes of a checkpoint.
+
+    Attributes:
+      per_prompt: answers stored of each problem; the oldest give way.
+      prompts: problems of which any are stored; the one whose latest group was solved best gives way.
+    """
+
+    per_prompt: int = 8
+    prompts: int = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +65,8 @@ class Collect:
         that a token budget spreads a completion over come on top. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
       ptx: texts that each step learns from beside its groups; None for none.
+      curriculum: which problems are asked, by how often each was solved; None: all of them, in epochs.
+      replay: successes of before for groups that fail altogether; None for none.
     """
 
     max_rounds: int = 10
@@ -58,6 +77,8 @@ class Collect:
     max_age: int = 16
     patience: int = 3
     ptx: Ptx | None = None
+    curriculum: Curriculum | None = None
+    replay: Replay | None = None
 
 
 @dataclasses.dataclass(frozen=True)

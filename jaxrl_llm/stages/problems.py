@@ -10,6 +10,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.config import Run
 from jaxrl_llm.stages.stage import Fingerprints
+from jaxrl_llm.stages.streams import stream_of
 from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.types import Problem
 
@@ -98,12 +99,12 @@ def sizes_of(run: Run, read: Problems) -> list[str]:
     return [whole, f"prompts of each task: {', '.join(shares)}"]
 
 
-def stream_of(run: Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
+def streams_of(run: Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
     """The order in which the problems of each task are asked."""
     parts = configs.parts_of_task(run.task)
     return tasks.of_tasks(
         [
-            (part.task.label, part.weight, tasks.Shuffled(problems, run.seed))
+            (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, run.seed))
             for part, problems in zip(parts, train, strict=True)
         ]
     )

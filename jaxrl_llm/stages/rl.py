@@ -33,7 +33,7 @@ from jaxrl_llm.stages import programs as of_devices
 from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
-from jaxrl_llm.stages.problems import check_prompts, problems_of, read_problems, sizes_of, stream_of
+from jaxrl_llm.stages.problems import check_prompts, problems_of, read_problems, sizes_of, streams_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -191,7 +191,7 @@ def prepare(
     asked = {one.label: known for known in (test_prompts, prompts) for one in known.tasks}
     scorer.models = judges_of(run, rollout_mesh(run.mesh), tokenizer, asked, progress.status)
     programs = build_programs(run, model, mesh, rollout_mesh(run.mesh), tokenizer)
-    stream = stream_of(run, read.train)
+    stream = streams_of(run, read.train)
     names = [objective.name for one in programs.training for objective in one.objectives]
     mixture, texts, dropped = mixture_of(run, tokenizer, stops, programs.forward, names, progress)
     source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
@@ -232,9 +232,10 @@ def sampler_of(
 ) -> Sampler:
     """What fills the run's steps with groups."""
     rollout = run.rollout
+    reads, left_out = run.recipe.filter_groups, dropped_endings(run)
     admission = AdmissionPolicy(
-        rollout.prompts, rollout.slots, rollout.max_new_tokens, run.recipe.filter_groups, rollout.collect,
-        configs.limits_of(configs.parts_of_task(run.task), rollout.max_new_tokens),
+        rollout.prompts, rollout.slots, rollout.max_new_tokens, reads, rollout.collect,
+        configs.limits_of(configs.parts_of_task(run.task), rollout.max_new_tokens), left_out,
     )  # fmt: skip
     return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)
 

@@ -1,12 +1,14 @@
 """Tasks: prompts with checkable answers, as values."""
 
 from jaxrl_llm.tasks.collected import Collected, check_collected
+from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, check_curriculum
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
 from jaxrl_llm.tasks.interleaved import Interleaved, of_tasks
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import prompt_key
+from jaxrl_llm.tasks.scheduled import Scheduled
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Table
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
@@ -16,6 +18,9 @@ from jaxrl_llm.tasks.texts import LoadedTexts, Pairs, Steps, Texts, check_texts,
 __all__ = [
     "CHATML",
     "Collected",
+    "Curriculum",
+    "Dropping",
+    "EasyToHard",
     "Fingerprint",
     "HubDataset",
     "Interleaved",
@@ -23,11 +28,13 @@ __all__ = [
     "Loaded",
     "LoadedTexts",
     "Pairs",
+    "Prioritised",
     "PromptStream",
     "Prompts",
     "Ranked",
     "ReasoningGym",
     "Rows",
+    "Scheduled",
     "Shuffled",
     "Source",
     "Stepped",
@@ -38,6 +45,7 @@ __all__ = [
     "Texts",
     "check",
     "check_collected",
+    "check_curriculum",
     "check_texts",
     "dated",
     "difference",

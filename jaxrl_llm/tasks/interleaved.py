@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxrl_llm.tasks.stream import Memory, PromptStream
 from jaxrl_llm.types import Group, Problem
@@ -35,12 +36,23 @@ class Interleaved:
         problem, remembered = self.streams[label].next(asked[label], inner.get(label, {}))
         return problem, {ASKED: asked | {label: asked[label] + 1}, STREAMS: inner | {label: remembered}}
 
-    def told(self, memory: Memory, group: Group) -> Memory:
-        """What the stream of the group's task remembers then."""
-        label = group.problem.task
+    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
+        """What the stream of each group's task remembers then."""
         inner = memory.get(STREAMS, {})
-        remembered = self.streams[label].told(inner.get(label, {}), group)
-        return memory | {STREAMS: inner | {label: remembered}}
+        remembered = {}
+        for label in dict.fromkeys(group.problem.task for group in groups):
+            own = [group for group in groups if group.problem.task == label]
+            remembered[label] = self.streams[label].told(inner.get(label, {}), own)
+        return memory | {STREAMS: inner | remembered}
+
+    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """What each stream measures, ``task/<label>/...``; events are all tasks' own."""
+        found = {}
+        for label, stream in self.streams.items():
+            of_task = stream.measured(*(memory.get(STREAMS, {}).get(label, {}) for memory in (before, after)))
+            for name, value in of_task.items():
+                found[name if name.startswith("event/") else f"task/{label}/{name}"] = value
+        return found
 
 
 def turn(asked: Mapping[str, int], weights: Mapping[str, float]) -> str:

@@ -11,7 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Group, Problem
 
 Memory = dict[str, Any]
-"""What a stream remembers: JSON values, saved with the run."""
+"""What a stream remembers: JSON values and arrays, saved with the run. It is never changed, only replaced."""
 
 
 class PromptStream(Protocol):
@@ -20,8 +20,11 @@ class PromptStream(Protocol):
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """The problem that is asked as number ``number`` of the run, counted from 0, and what is remembered then."""
 
-    def told(self, memory: Memory, group: Group) -> Memory:
-        """What is remembered once the answers to a problem are scored."""
+    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
+        """What is remembered once these groups of answers are scored."""
+
+    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """Metrics and events of a step, from what was remembered before and after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +43,13 @@ class Shuffled:
         """The problem at that position of the stream."""
         return self.problems[problem_index(self.seed, number, len(self.problems))], memory
 
-    def told(self, memory: Memory, group: Group) -> Memory:
+    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """The same."""
         return memory
+
+    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
 
 def problem_index(seed: int, cursor: int, size: int) -> int:
@@ -57,11 +64,12 @@ def problem_index(seed: int, cursor: int, size: int) -> int:
     if size < 1 or seed < 0 or cursor < 0:
         raise InputError(f"no problem at seed {seed}, cursor {cursor}, size {size}; size starts at 1, the others at 0")
     epoch, position = divmod(cursor, size)
-    return int(_permutation(seed, epoch, size)[position])
+    return int(permutation(seed, epoch, size)[position])
 
 
 @functools.lru_cache(maxsize=8)
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The numbers below ``size`` in an order of their own for each (seed, epoch); it is shared, so never change it."""
     # Raw bits and a stable sort: NumPy promises their values across versions, and not those of its own shuffle.
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
     return np.argsort(bits, kind="stable")

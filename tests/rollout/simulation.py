@@ -123,13 +123,19 @@ class ToySource:
     def told(self, memory, groups):
         return memory
 
-    def finish(self, whole, version, budget):
-        found = []
+    def measured(self, before, after):
+        return {}
+
+    def score(self, whole):
+        found = {}
         for group in whole:
             right = np.ones(self.group)
             right[0] = not self.informative(group.number)
-            found.append(Group(group.problem, group.prompt, group.completions, right, right * self.solved))
+            found[group.number] = Group(group.problem, group.prompt, group.completions, right, right * self.solved)
         return found, Failures(1, 0, {"toy": (len(found), 1)}, {"toy": f"failed after {whole[0].number}"})
+
+    def shaped(self, groups, version, budget):
+        return dict(groups)
 
 
 def sampler(needed, slots, degenerate=0.0, group=4, filter_groups=True, engine=None, **settings):

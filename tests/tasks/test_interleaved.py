@@ -49,8 +49,11 @@ class Counting:
     def next(self, number, memory):
         return self.problems[number % len(self.problems)], memory
 
-    def told(self, memory, group):
-        return {"told": memory.get("told", 0) + 1}
+    def told(self, memory, groups):
+        return {"told": memory.get("told", 0) + len(groups)}
+
+    def measured(self, before, after):
+        return {"new": after.get("told", 0) - before.get("told", 0)}
 
 
 def asked_of(stream, count, memory=None):
@@ -84,17 +87,20 @@ def test_what_it_remembers_goes_on_from_a_file():
     assert first + rest == whole and memory == last
 
 
-def test_a_stream_is_told_of_its_own_groups_alone():
-    mixed = Interleaved({name: Counting(problems(name, 2)) for name in "ab"}, {"a": 1.0, "b": 1.0})
-    _, memory = asked_of(mixed, 4)
-    before = json.dumps(memory)
-    for task, _count in (("a", 1), ("b", 1), ("b", 2)):
-        memory_after = mixed.told(memory, Group(problems(task, 1)[0], np.zeros(1), (), np.zeros(0), np.zeros(0)))
-        assert json.dumps(memory) == before, "what was handed in has changed"
-        memory = memory_after
-        before = json.dumps(memory)
-    assert memory["streams"] == {"a": {"told": 1}, "b": {"told": 2}}
-    assert memory["asked"] == {"a": 2, "b": 2}
+def group_of(task):
+    return Group(problems(task, 1)[0], np.zeros(1), (), np.zeros(0), np.zeros(0))
+
+
+def test_a_stream_is_told_of_its_own_groups_alone_and_measures_them():
+    mixed = Interleaved({name: Counting(problems(name, 2)) for name in "abc"}, dict.fromkeys("abc", 1.0))
+    _, first = asked_of(mixed, 6)
+    before = json.dumps(first)
+    second = mixed.told(first, [group_of("a"), group_of("b"), group_of("b")])
+    third = mixed.told(second, [group_of("b")])
+    assert json.dumps(first) == before, "what was handed in has changed"
+    assert third["streams"] == {"a": {"told": 1}, "b": {"told": 3}, "c": {}}
+    assert third["asked"] == {"a": 2, "b": 2, "c": 2}
+    assert mixed.measured(second, third) == {"task/a/new": 0, "task/b/new": 1, "task/c/new": 0}
 
 
 def test_a_single_task_stays_as_it_is():

@@ -1,0 +1,67 @@
+"""The order of a run's problems: of its curriculum, which may begin with what another run has counted."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm import codec, tasks
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoint import host_file
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
+from jaxrl_llm.tasks.scheduled import digest
+from jaxrl_llm.tasks.stream import Memory, PromptStream
+from jaxrl_llm.types import Problem
+
+FIELD = "rollout.collect.curriculum"
+"""Where a run says it."""
+
+
+def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:
+    """The stream of these problems; epochs, each a fresh permutation, where there is no curriculum.
+
+    Raises:
+      InputError: the curriculum reads what is not there: right answers, a column, another run's statistics.
+    """
+    if curriculum is None:
+        return tasks.Shuffled(problems, seed)
+    require(
+        not curriculum.reads_success or problems[0].verifier != "none",
+        f"{FIELD} counts answers that are right, and task {problems[0].task} has no reference answers: give it answers "
+        f"and a verifier, or set {FIELD} None (easy_to_hard by a column needs no answers)",
+    )
+    easy = curriculum.easy_to_hard
+    if easy is not None and easy.by != BY_SUCCESS:
+        difficulties(easy, problems)
+    known = {} if curriculum.statistics is None else statistics(curriculum.statistics, problems)
+    return tasks.Scheduled(curriculum, problems, seed, known)
+
+
+def statistics(name: str, problems: Sequence[Problem]) -> Memory:
+    """What the newest checkpoint of RUN, or that of RUN@STEP, has counted of these problems; no weights are read.
+
+    Raises:
+      InputError: there is no such run, it had no curriculum, or other problems.
+    """
+    start = configs.find_start(name)
+    saved = json.loads(host_file(start.run, start.step).read_text())
+    found = list(_memories(saved))
+    if not found:
+        raise InputError(f"{FIELD}.statistics {name} has none: that run had no {FIELD}; give another, or leave it out")
+    wanted = digest(problems)
+    for memory in found:
+        if memory["problems"] == wanted:
+            return codec.from_json(memory)
+    raise InputError(
+        f"{FIELD}.statistics {name} is about other problems than the {len(problems)} of {problems[0].task}: give a run "
+        "of the same task, source and holdout, or leave it out"
+    )
+
+
+def _memories(saved: Any) -> list[dict[str, Any]]:
+    """Every stream's memory among the host values of a checkpoint, as they were written."""
+    if isinstance(saved, dict):
+        if {"problems", "tries", "solved", "streak"} <= saved.keys():
+            return [saved]
+        return [memory for item in saved.values() for memory in _memories(item)]
+    return [memory for item in saved for memory in _memories(item)] if isinstance(saved, list) else []

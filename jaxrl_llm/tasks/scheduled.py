@@ -1,0 +1,150 @@
+"""The stream of a curriculum: what is counted of each problem, and which one a prompt asks."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
+from jaxrl_llm.tasks.stream import Memory, permutation
+from jaxrl_llm.types import Group, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """The stream of a curriculum.
+
+    It remembers, as arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of answers
+    that were verified and of those that were right; ``streak`` and ``last`` as ``Dropping`` reads them; and besides
+    ``asked``, prompts so far, ``begun``, where the present round began, and ``problems``, a digest of their ids.
+
+    Attributes:
+      curriculum: what decides.
+      problems: all of them, N.
+      seed: of every draw, with the prompt's number.
+      known: what another run's stream remembered; empty for nothing.
+    """
+
+    curriculum: Curriculum
+    problems: Sequence[Problem]
+    seed: int
+    known: Memory = dataclasses.field(default_factory=dict)
+
+    def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
+        """The problem that is drawn for this prompt."""
+        memory = memory or self.first
+        asked = self.active(number, memory)
+        begun = memory["begun"]
+        if self.curriculum.prioritised is not None:
+            weights = np.where(asked, self.curriculum.prioritised(self.success(memory)), 0.0)
+            weights = weights if weights.any() else asked.astype(float)
+        else:
+            unasked = asked & (memory["last"] < begun)
+            if not unasked.any():
+                begun = number
+                unasked = asked
+            weights = unasked.astype(float)
+        index = drawn(weights, self.seed, number)
+        last = memory["last"].copy()
+        last[index] = number
+        return self.problems[index], memory | {"last": last, "begun": begun, "asked": number + 1}
+
+    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
+        """With the answers counted whose accuracy is known; 1 or more is right."""
+        memory = memory or self.first
+        tries, solved, streak = (memory[name].copy() for name in ("tries", "solved", "streak"))
+        for group in groups:
+            index = self._index.get(group.problem.id)
+            known = group.accuracy[~np.isnan(group.accuracy)]
+            if index is None or not len(known):
+                continue
+            right = int((known >= 1).sum())
+            tries[index] = tries[index] * np.float32(self.curriculum.fade) + np.float32(len(known))
+            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(right)
+            if right == len(known):
+                streak[index] = max(streak[index], 0) + 1
+            else:
+                streak[index] = 0 if right else min(streak[index], 0) - 1
+        return memory | {"tries": tries, "solved": solved, "streak": streak}
+
+    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """How many problems may be asked next, how many are dropped, and the mean success of those that were tried.
+
+        An event where nothing but dropped ones was left.
+        """
+        after = after or self.first
+        dropped = self.dropped(after["asked"], after)
+        seen = after["tries"] > 0
+        rates = after["solved"][seen] / after["tries"][seen]
+        found: dict[str, Any] = {
+            "curriculum/active": int(self.active(after["asked"], after).sum()),
+            "curriculum/dropped_solved": int((dropped & (after["streak"] > 0)).sum()),
+            "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
+            "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
+        }
+        earlier = before or self.first
+        if dropped.all() and not self.dropped(earlier["asked"], earlier).all():
+            found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked on"
+        return found
+
+    def success(self, memory: Memory) -> np.ndarray:
+        """The estimate for each problem, float64[N]; with ``strength`` 0 that of a problem never tried is ``prior``."""
+        given = self.curriculum
+        tries = memory["tries"].astype(np.float64)
+        counted = tries + given.strength
+        estimate = (memory["solved"] + given.prior * given.strength) / np.where(counted > 0, counted, 1.0)
+        return np.where(counted > 0, estimate, given.prior)
+
+    def dropped(self, number: int, memory: Memory) -> np.ndarray:
+        """Which problems are dropped, bool[N]."""
+        drop = self.curriculum.drop
+        return np.zeros(len(self.problems), bool) if drop is None else drop(memory["streak"], memory["last"], number)
+
+    def active(self, number: int, memory: Memory) -> np.ndarray:
+        """Which problems prompt ``number`` may ask, bool[N]: never none."""
+        left = ~self.dropped(number, memory)
+        left = left if left.any() else ~left
+        easy = self.curriculum.easy_to_hard
+        if easy is None:
+            return left
+        hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
+        return easy(hard, left, number, permutation(self.seed, 0, len(self.problems)))
+
+    @functools.cached_property
+    def first(self) -> Memory:
+        """What it remembers before the first prompt."""
+        size = len(self.problems)
+        counts = {
+            "tries": np.zeros(size, np.float32),
+            "solved": np.zeros(size, np.float32),
+            "streak": np.zeros(size, np.int32),
+        }
+        known = {name: array for name, array in self.known.items() if name in counts}
+        own = {"last": np.full(size, -1, np.int64), "begun": 0, "asked": 0, "problems": digest(self.problems)}
+        return counts | known | own
+
+    @functools.cached_property
+    def _index(self) -> dict[str, int]:
+        return {problem.id: index for index, problem in enumerate(self.problems)}
+
+    @functools.cached_property
+    def _difficulty(self) -> np.ndarray:
+        return difficulties(self.curriculum.easy_to_hard, self.problems)
+
+
+def drawn(weights: np.ndarray, seed: int, number: int) -> int:
+    """An index with probability in proportion to its weight, a function of seed and number."""
+    bits = np.random.PCG64(np.random.SeedSequence((seed, number))).random_raw()
+    total = np.cumsum(weights)
+    # Rounding may reach the total itself, and what has no weight is never drawn.
+    found = int(np.searchsorted(total, (bits >> 11) * 2.0**-53 * total[-1], side="right"))
+    return min(found, int(np.flatnonzero(weights)[-1]))
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """Tells one sequence of problems from another, by their ids, which are made of their prompts."""
+    return hashlib.sha256("\n".join(problem.id for problem in problems).encode()).hexdigest()[:16]
