@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import snapshots
 from jaxrl_llm.begin import load
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Configuration, Start
@@ -76,7 +77,7 @@ def train(
     """
     configs.validate_on_devices(run, jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
-    store = Checkpoints(directory / "checkpoints", run.output.keep)
+    store = Checkpoints(directory / snapshots.CHECKPOINTS, run.output.keep)
     start, begun = peers.first(lambda: (store.latest(), (directory / "metrics.jsonl").exists()))
     resumed = start is not None or begun
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
@@ -100,6 +101,7 @@ def train(
             first = {"event/resumed": True} if resumed and step == (start or 0) + 1 else {}
             state, row, batch, decision = make_step(stage, run, state, host, step, told, first)
             asked = agreed_to_stop(peers, stop, step, batch.common, row)
+            keep_models(decision, store, directory, step, state)
             if schedule.saves(step) or decision.stop is not None or asked:
                 progress.status("saving")
                 store.save(step, state, host.to_json(stage.records))
@@ -178,6 +180,13 @@ def make_step(
     told.progress.happened(step, row, batch.examples)
     record(told.writer, step, found, row, Learned(batch.examples[: run.output.samples], samples, stage.spell))
     return state, row, batch, decision
+
+
+def keep_models(decision: Decision, store: Checkpoints, directory: Path, step: int, state: TrainState) -> None:
+    """Write the snapshot of this step where one is decided: whole before the checkpoint of the step is begun."""
+    if decision.snapshot:
+        store.wait()
+        snapshots.keep(directory, step, state)
 
 
 def ending(decision: Decision, asked: bool, step: int, directory: Path) -> tuple[int, str]:

@@ -36,6 +36,7 @@ ROOMS = (
     "learner",
     "rules",
     "checkpoint",
+    "snapshots",
     "evaluate",
     "telemetry",
     "collection",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
+from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy
@@ -18,13 +19,15 @@ from jaxrl_llm.tasks import Task, dated
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
-                      [--out FILE.jsonl]
+                      [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
 another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
 of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
-its score. --out writes every answer to a file.
+its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
+token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
+RUN@STEP is a checkpoint or a snapshot of the run.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
@@ -71,7 +74,9 @@ def evaluate(arguments: list[str]) -> int:
     prepare_libraries()
     own = find_run(name)
     named = any(argument.partition("=")[0] == "--config" for argument in arguments)
+    to = take(arguments, "--kl-to", True)
     if own is not None and not named and not isinstance(own.run, configs.Run):
+        configs.require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
     trained, settings = find_settings(name, arguments)
     out = take(arguments, "--out", True)
@@ -79,22 +84,29 @@ def evaluate(arguments: list[str]) -> int:
         Options,
         arguments,
         f"jaxrl-llm eval {name}",
-        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer.",
-        defaults(settings),
+        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
+        "RUN_OR_MODEL measures how far the model is from that one.",
+        defaults(settings) if to is None else as_sampled(settings),
     )
     check(options, settings)
+    check_distance(to, options)
     check_out(out)
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
     options = dataclasses.replace(options, task=dated(options.task, datetime.date.today().isoformat()))
-    policy, found, notes = test(name, trained, settings, options, whole)
+    policy, found, notes, far = test(name, trained, settings, options, whole, to)
+    more = far.rows() if far else [{}] * (len(found.problems) * options.samples)
     if out is not None:
         from jaxrl_llm.telemetry.rows import write_rows
 
         with writable(Path(out), "--out"):
-            write_rows(Path(out), found.rows())
-    print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
+            write_rows(Path(out), (row | far_off for row, far_off in zip(found.rows(), more, strict=True)))
+    print(
+        as_json(policy, options, found, far)
+        if options.json
+        else "\n".join(as_table(policy, options, found, far, notes))
+    )
     return 0
 
 
@@ -120,6 +132,11 @@ def defaults(run: configs.Run) -> Options:
     )
 
 
+def as_sampled(run: configs.Run) -> Options:
+    """The same, with answers drawn from the policy as it was trained: at its temperature, with nothing cut off."""
+    return dataclasses.replace(defaults(run), temperature=configs.resolved(run).rollout.temperature, top_p=1.0)
+
+
 def check(options: Options, settings: configs.Run) -> None:
     """Refuse what cannot work before anything is loaded."""
     from jaxrl_llm.tasks import check as check_task
@@ -139,9 +156,9 @@ def check(options: Options, settings: configs.Run) -> None:
 
 
 def test(
-    name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool
-) -> tuple[Policy, Any, list[str]]:
-    """(policy, what ``evaluate`` found, notes on the problems)."""
+    name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool, to: str | None
+) -> tuple[Policy, Any, list[str], Distance | None]:
+    """(policy, what ``evaluate`` found, notes on the problems, how far it is from the model named ``to``)."""
     from jaxrl_llm.evaluate import Questions, evaluate
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
@@ -159,7 +176,8 @@ def test(
             watch = rerank and rerank.watch(problems, options.samples)
             found = evaluate(desk.engine, desk.model, tokenizer, asked, desk.scorer, sampling, progress.status, watch)
             found = rerank.choose(found) if rerank else found
-    return desk.policy, found, notes
+            far = None if to is None else measure(to, desk, settings, options, found, progress.status)
+    return desk.policy, found, notes, far
 
 
 def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple[tuple[Any, ...], list[str]]:
@@ -176,7 +194,7 @@ def read_problems(options: Options, settings: configs.Run, whole: bool) -> tuple
     return problems[: options.limit or None], notes
 
 
-def as_json(policy: Policy, options: Options, found: Any) -> str:
+def as_json(policy: Policy, options: Options, found: Any, far: Distance | None) -> str:
     """One object: what was tested, how, and ``eval/<task>/...`` by their names in metrics.jsonl."""
     about = {
         "model": policy.name,
@@ -187,10 +205,12 @@ def as_json(policy: Policy, options: Options, found: Any) -> str:
     }
     if options.rerank is not None:
         about |= {"rerank": options.rerank, "rerank_by": options.rerank_by, "give_up_after": options.give_up_after}
-    return json.dumps(about | found.metrics())
+    if far is not None:
+        about |= {"kl_to": far.to, "kl_to_step": far.step}
+    return json.dumps(about | found.metrics() | (far.metrics(found.task) if far else {}))
 
 
-def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> list[str]:
+def as_table(policy: Policy, options: Options, found: Any, far: Distance | None, notes: list[str]) -> list[str]:
     """A small table for people; the error is the standard error over problems."""
     import numpy as np
 
@@ -213,4 +233,4 @@ def as_table(policy: Policy, options: Options, found: Any, notes: list[str]) -> 
             lines.append(f"  {short.replace('_', ' '):<16}{100 * value:6.1f} %")
         elif short == "mean_length":
             lines.append(f"  {'length':<16}{value:6.1f} tokens")
-    return lines
+    return lines + (far.lines() if far else [])

@@ -23,6 +23,7 @@ class Decision:
       remedy: flags under which a new run from this state may fare better; empty where flags are no help.
       reset_reference: the policy as it is becomes the reference.
       reset_optimiser: the optimiser starts anew.
+      snapshot: the models as they are after this step are kept for good.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
     """
@@ -32,6 +33,7 @@ class Decision:
     remedy: str = ""
     reset_reference: bool = False
     reset_optimiser: bool = False
+    snapshot: bool = False
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
 
@@ -60,6 +62,7 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
     return Decision(
         reset_reference=any(d.reset_reference for d in decisions),
         reset_optimiser=any(d.reset_optimiser for d in decisions),
+        snapshot=any(d.snapshot for d in decisions),
         coefficients=_merged(d.coefficients for d in decisions),
         events=_merged(d.events for d in decisions),
     ), remembered

@@ -91,5 +91,6 @@ def _reset(reference: bool, optimiser: bool) -> Decision:
     return Decision(
         reset_reference=reference,
         reset_optimiser=optimiser,
+        snapshot=reference,
         events={name: True for name, made in events.items() if made},
     )
