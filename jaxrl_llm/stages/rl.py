@@ -18,7 +18,7 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.learner import Forward, Sample, Training
-from jaxrl_llm.learner.samples import advantage_of, without_gain
+from jaxrl_llm.learner.samples import advantage_of, size_of_advantages, without_gain
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
@@ -162,10 +162,12 @@ class Reinforcement(Stage):
         if run.scoring.gate is not None:
             samples = gated(samples, batch.groups)
         teaching = [bool(np.any(advantage_of(sample))) for group in samples for sample in group]
+        size = size_of_advantages(sample for group in samples for sample in group)
         completions = len(batch.groups) * run.rollout.group
         if self.mixture is not None:
             samples = self.mixture.mixed(samples, batch.left.texts)
-        return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching)), "completions": completions}
+        found = {"advantage/nonzero_fraction": float(np.mean(teaching)), "advantage/abs_mean": size}
+        return samples, measured | found | {"completions": completions}
 
 
 def prepare(
@@ -258,7 +260,7 @@ def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
 
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
-    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every)
+    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every, run.recipe.algorithm.kl_coef)
     for one in run.scoring.constraints:
         rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}

@@ -205,7 +205,7 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     decision, memory = decide(rules, TAUGHT | {"step": 6}, {})
     assert decision.reset_reference and decision.reset_optimiser and decision.stop is None
     assert decision.events == {"event/reference_reset": True, "event/optimiser_reset": True}
-    assert memory.keys() == rules.keys()
+    assert memory.keys() == rules.keys() | {"last"}
     broken, _ = decide(rules, TAUGHT | {"step": 6, "updates/not_finite": 1.0}, {})
     assert broken.stop == GUARD and not broken.reset_reference and not broken.reset_optimiser
     assert broken.events.keys() == {"event/not_a_number"}
