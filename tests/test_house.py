@@ -37,6 +37,7 @@ ROOMS = (
     "rules",
     "checkpoint",
     "snapshots",
+    "requests",
     "evaluate",
     "telemetry",
     "collection",

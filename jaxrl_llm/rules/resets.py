@@ -7,6 +7,11 @@ from typing import Any
 
 from jaxrl_llm.rules.decision import REFERENCE_AGE, REFERENCE_RESET, Decision, Row, Rule
 
+ASKED = "asked/reset"
+"""What rules read of a request that somebody has made: its ``id``, and whether it is ``with_optimiser``."""
+BY_HAND = "by_hand"
+"""The name of the rule that answers it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Resets:
@@ -160,6 +165,22 @@ class OnKL:
         if self.jump and len(before) == self.window and kl > self.jump * statistics.median(before) > 0:
             return f"the KL, {kl:.4g}, is {kl / statistics.median(before):.1f} times what it was, above {self.jump:g}"
         return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHand:
+    """Resets the reference where somebody has asked for it, once for each request."""
+
+    mix: float = 1.0
+    snapshot: bool = True
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers the ``id`` of the last request, and the ``step`` at which it was answered."""
+        asked = row.get(ASKED)
+        if asked is None or asked["id"] == own.get("id"):
+            return Decision(), own
+        decision = _reset(True, asked["with_optimiser"], self.mix, self.snapshot, "by hand")
+        return decision, {"id": asked["id"], "step": row["step"]}
 
 
 @dataclasses.dataclass(frozen=True)

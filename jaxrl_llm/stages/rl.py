@@ -28,7 +28,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
+from jaxrl_llm.rules import BY_HAND, ByHand, Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
@@ -261,6 +261,8 @@ def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
     rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every, run.recipe.algorithm.kl_coef)
+    if of_devices.keeps_reference(run):
+        rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
     for one in run.scoring.constraints:
         rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
