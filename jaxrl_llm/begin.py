@@ -16,6 +16,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
 from jaxrl_llm.models.heads import split
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.snapshots import SNAPSHOTS, kept
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.step import LoopState
@@ -96,7 +97,7 @@ def begin(
         host = LoopState()
         if weights is not None:
             state = borrowed(state, run, weights, mesh, note)
-            state = with_others(state, others, Path(weights.run) / "checkpoints" / str(weights.step), mesh, note)
+            state = with_others(state, others, kept(Path(weights.run))[weights.step], mesh, note)
     else:
         like = abstract_state(model, optimiser, stage.reference, lora, others)
         state, data = store.restore(start, like, mesh, split(model)[0])
@@ -108,8 +109,8 @@ def begin(
 def borrowed(
     state: TrainState, run: Configuration, weights: Start, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
-    """A fresh state whose policy and reference are those of another run's checkpoint, and its optimiser where its
-    settings are the same.
+    """A fresh state whose policy and reference are those of another run's checkpoint or snapshot, and its optimiser
+    where that is there and its settings are the same.
 
     Raises:
       InputError: the other run's model or adapter is of another kind.
@@ -123,16 +124,16 @@ def borrowed(
         raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
     if old.lora != run.learner.lora:
         raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
-    same = old.optimiser == run.learner.optimiser
+    place = kept(Path(weights.run))[weights.step]
+    snapshot = place.parent.name == SNAPSHOTS
+    same = old.optimiser == run.learner.optimiser and not snapshot
     policy = state.policy
     like = jax.eval_shape(parts_of_policy, policy.params, policy.opt_state if same else None)
     for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
         array.delete()  # there need not be room for both
-    found = restore_parts(Path(weights.run) / "checkpoints" / str(weights.step), like, mesh, policy.base).policy
-    note(
-        f"begins with {shown}: its weights"
-        + (" and its optimiser" if same else "; the optimiser is new, as its settings are")
-    )
+    found = restore_parts(place, like, mesh, policy.base).policy
+    why = "a snapshot keeps none" if snapshot else "its settings are"
+    note(f"begins with {shown}: its weights" + (" and its optimiser" if same else f"; the optimiser is new, as {why}"))
     return reset_reference(
         state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
     )

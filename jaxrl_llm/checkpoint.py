@@ -68,10 +68,10 @@ class Checkpoints:
 
     Args:
       directory: the folder; made when first needed.
-      keep: how many checkpoints stay.
+      keep: how many checkpoints stay; None for all.
     """
 
-    def __init__(self, directory: Path, keep: int = 2):
+    def __init__(self, directory: Path, keep: int | None = 2):
         import orbax.checkpoint as ocp
 
         self._args = ocp.args
@@ -88,9 +88,18 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
-        """Begin to write; the arrays are copied off the device before this returns, so the state may be donated."""
+        """Begin to write; the arrays are copied off the device before this returns, so the state may be donated.
+
+        What is there of this step already was saved by a run that has gone on from before it since: it is replaced.
+        """
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
         items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
         self._manager.save(step, args=items, force=True)
+
+    def wait(self) -> None:
+        """Until what is being written is there."""
+        self._manager.wait_until_finished()
 
     def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
         """State and host values of a step, laid out on this mesh whatever mesh it was saved from.

@@ -20,6 +20,7 @@ from jaxrl_llm.folders import InUse, alone, new_file, prepare_libraries, writabl
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import farewell
+from jaxrl_llm.snapshots import kept
 from jaxrl_llm.telemetry.voice import Voice
 
 FILE_SYSTEM_S = 20.0
@@ -40,7 +41,7 @@ def launch(
       found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
         none.
       fresh: start over in a new one.
-      start: begin a new run with the weights of this checkpoint.
+      start: begin a new run with the weights of this checkpoint or snapshot.
       peers: the other processes of the run.
       lines: said first.
       voice: how much is said after them.
@@ -207,7 +208,7 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
         start = configs.read(directory / "config.json", own=False).origin.start
     if start is None or steps_in(directory / "checkpoints"):
         return start
-    if start.step not in steps_in(Path(start.run) / "checkpoints"):
+    if start.step not in kept(Path(start.run)):
         raise InputError(
             f"{directory} begins with step {start.step} of {start.run}, which is not there any more: give another with "
             "--from RUN@STEP"

@@ -16,8 +16,9 @@ import numpy as np
 from rich.console import Console
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import requests, snapshots
 from jaxrl_llm.begin import load
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rules import DONE, Decision, decide
@@ -40,17 +41,19 @@ from jaxrl_llm.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """Who hears of a run's steps.
+    """Who hears of a run's steps, and asks for something between them.
 
     Attributes:
       schedule: when the run tests and saves.
       progress: people.
       writer: the files; None on all processes but the first.
+      asked: what people have asked for, as rules read it; the same on every process.
     """
 
     schedule: Schedule
     progress: Progress
     writer: RunWriter | None
+    asked: Callable[[], dict[str, Any]] = dict
 
 
 def train(
@@ -76,9 +79,8 @@ def train(
     """
     configs.validate_on_devices(run, jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
-    store = Checkpoints(directory / "checkpoints", run.output.keep)
-    start, begun = peers.first(lambda: (store.latest(), (directory / "metrics.jsonl").exists()))
-    resumed = start is not None or begun
+    start, first = going_on(directory, peers)
+    store = Checkpoints(directory / snapshots.CHECKPOINTS, run.output.keep)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
     code = DONE
     last_words = ""
@@ -87,31 +89,43 @@ def train(
         jax.set_mesh(mesh),
         logged(directory / "log.txt") if peers.leads else nullcontext(),
         watching(directory, schedule, start, peers, voice.quiet) as progress,
-        writing(run, directory, (-1 if start is None else start) if resumed else None, peers, voice) as writer,
+        writing(run, directory, (-1 if start is None else start) if first else None, peers, voice) as writer,
         stage_of(run).resources(run, peers, directory) as resources,
         farewell(lambda *reason: resources.close()),
         ExitStack() as stack,
     ):
-        told = Told(schedule, progress, writer)
+        told = Told(schedule, progress, writer, lambda: peers.first(lambda: requests.asked(directory)))
         stage, state, host = load(run, mesh, store, start, resources, progress, peers, weights)
         before_steps(stage, state, host, told, start is None)
         stop = stack.enter_context(Preemption(progress.warn))  # from here on there is a step to finish
         for step in range((start or 0) + 1, run.steps + 1):
-            first = {"event/resumed": True} if resumed and step == (start or 0) + 1 else {}
-            state, row, batch, decision = make_step(stage, run, state, host, step, told, first)
+            row = first if step == (start or 0) + 1 else {}
+            state, row, batch, decision = make_step(stage, run, state, host, step, told, row)
             asked = agreed_to_stop(peers, stop, step, batch.common, row)
+            keep_models(decision, store, directory, step, state)
+            settle(peers, directory, host)
             if schedule.saves(step) or decision.stop is not None or asked:
-                progress.status("saving")
-                store.save(step, state, host.to_json(stage.records))
-                progress.pace.took(SAVE)
+                save(store, step, state, host.to_json(stage.records), progress)
             code, last_words = ending(decision, asked and step < run.steps, step, directory)
             if last_words:
                 break
-        progress.status("saving")
         store.close()
+        settle(peers, directory, host)
     if last_words:
         say(last_words)
     return code
+
+
+def going_on(directory: Path, peers: Peers) -> tuple[int | None, dict[str, Any]]:
+    """The step whose checkpoint the run goes on from, None where it has none, and what the row of its next step says of
+    that: nothing where the run is new."""
+
+    def look() -> tuple[int | None, bool]:
+        steps = steps_in(directory / snapshots.CHECKPOINTS)
+        return max(steps, default=None), (directory / "metrics.jsonl").exists()
+
+    start, begun = peers.first(look)
+    return start, {"event/resumed": True} if start is not None or begun else {}
 
 
 def before_steps(stage: Stage, state: TrainState, host: LoopState, told: Told, new: bool) -> None:
@@ -171,13 +185,33 @@ def make_step(
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         told.progress.tested(step, row)
 
-    decision, host.memory = decide(stage.rules, row, host.memory)
+    decision, host.memory = decide(stage.rules, row | told.asked(), host.memory)
     state = apply(decision, state, run)
     host.coefficients |= decision.coefficients
     row |= decision.events
     told.progress.happened(step, row, batch.examples)
     record(told.writer, step, found, row, Learned(batch.examples[: run.output.samples], samples, stage.spell))
     return state, row, batch, decision
+
+
+def keep_models(decision: Decision, store: Checkpoints, directory: Path, step: int, state: TrainState) -> None:
+    """Write the snapshot of this step where one is decided: whole before the checkpoint of the step is begun."""
+    if decision.snapshot:
+        store.wait()
+        snapshots.keep(directory, step, state)
+
+
+def save(store: Checkpoints, step: int, state: TrainState, host: dict[str, Any], progress: Progress) -> None:
+    """Begin to write a checkpoint."""
+    progress.status("saving")
+    store.save(step, state, host)
+    progress.pace.took(SAVE)
+
+
+def settle(peers: Peers, directory: Path, host: LoopState) -> None:
+    """Take away what was asked for and is safe by now."""
+    if peers.leads:
+        requests.forget(directory, host.memory)
 
 
 def ending(decision: Decision, asked: bool, step: int, directory: Path) -> tuple[int, str]:

@@ -149,9 +149,9 @@ PRORL_V2 = Recipe(
 )
 """ProRL v2 and its open recipes: REINFORCE++-baseline, k2, a reset of the reference every 200 to 500 steps which keeps
 the optimiser, a cosine of the length now and then, nothing for answers that were cut off. 3000 steps at 8k tokens beat
-the first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL are not here, nor is
-its correction for a sampler that is another program than the learner (IcePop, ``MaskedIS(0.5, 5.0)``): here both are
-one model."""
+the first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL, for
+which it gives no number, are recipe.resets.on_kl_jump. Its correction for a sampler that is another program than the
+learner (IcePop, ``MaskedIS(0.5, 5.0)``) is not here: both are one model."""
 
 KIMI_K1_5 = Recipe(
     "kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(warmup=50),), resets=Resets(optimiser_every=1)

@@ -16,7 +16,7 @@ from jaxrl_llm import codec, learner
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import reset_optimiser, reset_reference
+from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rollout import earlier
 from jaxrl_llm.rules import Decision, Memory
@@ -149,7 +149,7 @@ def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tu
 def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:
     """The state after what the rules have decided: the one place where their decisions act on it."""
     if decision.reset_reference:
-        state = reset_reference(state)
+        state = reset_reference(state) if decision.mix == 1 else mix_reference(state, decision.mix)
     if decision.reset_optimiser:
         state = reset_optimiser(state, build(run.learner.optimiser))
     return state

@@ -11,11 +11,12 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.architecture import architecture
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import check_name
+from jaxrl_llm.snapshots import kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A run and one of its checkpoints.
+    """A run and one of its checkpoints, or of its snapshots.
 
     Attributes:
       run: with data and model where they are found from the current folder.
@@ -61,7 +62,7 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
     run = configs.located(saved.run, saved.origin, directory)
-    return Trained(run, directory / "checkpoints" / str(start.step), start.step)
+    return Trained(run, kept(directory)[start.step], start.step)
 
 
 def _check_name(name: str, directory: Path) -> None:

@@ -36,6 +36,8 @@ ROOMS = (
     "learner",
     "rules",
     "checkpoint",
+    "snapshots",
+    "requests",
     "evaluate",
     "telemetry",
     "collection",

@@ -61,7 +61,7 @@ def evaluated(folder, by, give_up_after=0, chunk=None):
         give_up_after=give_up_after,
     )
     command.check(options, settings)
-    _, (found,), _ = command.test(str(folder / "model"), None, settings, options, False)
+    _, (found,), _, _ = command.test(str(folder / "model"), None, settings, options, False, None)
     return found, settings.task
 
 

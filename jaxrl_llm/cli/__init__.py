@@ -17,6 +17,7 @@ USAGE = """usage: jaxrl-llm COMMAND ...
   collect RUN      write its verified answers as data         jaxrl-llm collect runs/quickstart --out answers.jsonl
   generate MODEL   a chat, or one answer with --prompt        jaxrl-llm generate smollm2-135m
   export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
+  reset RUN        make its policy its reference, by hand     jaxrl-llm reset runs/quickstart
   report RUN       one page: curves, findings, completions    jaxrl-llm report runs/quickstart
   plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
   list             configurations, tasks, recipes, models     jaxrl-llm list
@@ -152,6 +153,12 @@ def _export(arguments: list[str]) -> int:
     return export(arguments)
 
 
+def _reset(arguments: list[str]) -> int:
+    from jaxrl_llm.cli.reset import reset
+
+    return reset(arguments)
+
+
 def _report_page(arguments: list[str]) -> int:
     from jaxrl_llm.cli.report import report
 
@@ -176,6 +183,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "collect": _collect,
     "generate": _generate,
     "export": _export,
+    "reset": _reset,
     "report": _report_page,
     "plan": _plan,
     "list": _list,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
+from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy
@@ -19,13 +20,15 @@ from jaxrl_llm.tasks import Task
 from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
-                      [--out FILE.jsonl]
+                      [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
 
 A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
 another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
 of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
-its score. --out writes every answer to a file.
+its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
+token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
+RUN@STEP is a checkpoint or a snapshot of the run.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
@@ -72,7 +75,9 @@ def evaluate(arguments: list[str]) -> int:
     prepare_libraries()
     own = find_run(name)
     named = any(argument.partition("=")[0] == "--config" for argument in arguments)
+    to = take(arguments, "--kl-to", True)
     if own is not None and not named and not isinstance(own.run, configs.Run):
+        configs.require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
     trained, settings = find_settings(name, arguments)
     out = take(arguments, "--out", True)
@@ -80,22 +85,28 @@ def evaluate(arguments: list[str]) -> int:
         Options,
         arguments,
         f"jaxrl-llm eval {name}",
-        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer.",
-        defaults(settings),
+        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
+        "RUN_OR_MODEL measures how far the model is from that one.",
+        defaults(settings) if to is None else as_sampled(settings),
     )
     check(options, settings)
+    check_distance(to, options)
     check_out(out)
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
     options = dataclasses.replace(options, task=configs.dated(options.task, datetime.date.today().isoformat()))
-    policy, found, notes = test(name, trained, settings, options, whole)
+    policy, found, notes, far = test(name, trained, settings, options, whole, to)
     if out is not None:
         from jaxrl_llm.telemetry.rows import write_rows
 
         with writable(Path(out), "--out"):
-            write_rows(Path(out), [row for one in found for row in one.rows()])
-    print(as_json(policy, options, found) if options.json else "\n".join(as_table(policy, options, found, notes)))
+            write_rows(Path(out), rows_of(found, far))
+    print(
+        as_json(policy, options, found, far)
+        if options.json
+        else "\n".join(as_table(policy, options, found, far, notes))
+    )
     return 0
 
 
@@ -119,6 +130,11 @@ def defaults(run: configs.Run) -> Options:
         run.rollout.slots,
         run.seed,
     )
+
+
+def as_sampled(run: configs.Run) -> Options:
+    """The same, with answers drawn from the policy as it was trained: at its temperature, with nothing cut off."""
+    return dataclasses.replace(defaults(run), temperature=configs.resolved(run).rollout.temperature, top_p=1.0)
 
 
 def check(options: Options, settings: configs.Run) -> None:
@@ -146,9 +162,10 @@ def check(options: Options, settings: configs.Run) -> None:
 
 
 def test(
-    name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool
-) -> tuple[Policy, tuple[Any, ...], list[str]]:
-    """(policy, what ``evaluate`` found of each task, notes on the problems)."""
+    name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool, to: str | None
+) -> tuple[Policy, tuple[Any, ...], list[str], tuple[Distance, ...]]:
+    """(policy, what ``evaluate`` found of each task, notes on the problems, how far it is from the model named ``to``
+    on each; empty where none is)."""
     from jaxrl_llm.evaluate import Questions, evaluate, evaluate_tasks
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
@@ -170,7 +187,8 @@ def test(
                 found = evaluate_tasks(*using)
             else:
                 found = (rerank.choose(evaluate(*using, rerank.watch(problems, options.samples))),)
-    return desk.policy, found, notes
+            far = () if to is None else measure(to, desk, settings, options, found, progress.status)
+    return desk.policy, found, notes, far
 
 
 def read_problems(
@@ -190,7 +208,7 @@ def read_problems(
     return problems, [] if whole or held_out else [warning]
 
 
-def as_json(policy: Policy, options: Options, found: tuple[Any, ...]) -> str:
+def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...]) -> str:
     """One object: what was tested, how, and ``eval/<task>/...`` by their names in metrics.jsonl."""
     about = {
         "model": policy.name,
@@ -201,17 +219,31 @@ def as_json(policy: Policy, options: Options, found: tuple[Any, ...]) -> str:
     }
     if options.rerank is not None:
         about |= {"rerank": options.rerank, "rerank_by": options.rerank_by, "give_up_after": options.give_up_after}
+    if far:
+        about |= {"kl_to": far[0].to, "kl_to_step": far[0].step}
     from jaxrl_llm.evaluate import Tested
 
-    return json.dumps(about | Tested({}, found).metrics())
+    away = {name: value for one in far for name, value in one.metrics().items()}
+    return json.dumps(about | Tested({}, found).metrics() | away)
 
 
-def as_table(policy: Policy, options: Options, found: tuple[Any, ...], notes: list[str]) -> list[str]:
+def rows_of(found: tuple[Any, ...], far: tuple[Distance, ...]) -> list[dict[str, Any]]:
+    """One for each answer, for a file."""
+    rows = [row for one in found for row in one.rows()]
+    away = [row for one in far for row in one.rows()] or [{}] * len(rows)
+    return [row | more for row, more in zip(rows, away, strict=True)]
+
+
+def as_table(
+    policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...], notes: list[str]
+) -> list[str]:
     """A small table for each task, for people; of several the average too."""
     from jaxrl_llm.evaluate import AVERAGE, averages
 
     step = "" if policy.step is None else f", step {policy.step}"
     tables = [of_task(f"{policy.name}{step}", options, one) for one in found]
+    for table, one in zip(tables, far, strict=bool(far)):
+        table += one.lines()
     lines = [tables[0][0], *notes, *tables[0][1:], *(line for table in tables[1:] for line in table)]
     if len(found) > 1:
         mean = averages(found)

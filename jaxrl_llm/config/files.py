@@ -16,6 +16,7 @@ from jaxrl_llm.config.saved import is_run, read, whole
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.snapshots import CHECKPOINTS, kept, listed
 
 
 def config_folder() -> Path:
@@ -92,23 +93,27 @@ def find_config(name: str) -> Found:
 
 
 def find_start(name: str) -> Start:
-    """The checkpoint that ``RUN@STEP`` names; the newest of ``RUN``.
+    """The checkpoint or snapshot that ``RUN@STEP`` names; the newest checkpoint of ``RUN``.
 
     Raises:
-      InputError: there is no such run, or it has no such checkpoint.
+      InputError: there is no such run, or it keeps no such step.
     """
     directory, step = split_step(name)
     path = directory / "config.json"
     require(is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
     model = read(path, own=False).run.model
-    steps = steps_in(directory / "checkpoints")
-    if not steps:
+    found = kept(directory)
+    newest = max(steps_in(directory / CHECKPOINTS), default=None)
+    if not found or (step is None and newest is None):
+        snapshots = f", or give RUN@STEP: it keeps {listed(directory)}" if found else ""
         raise InputError(
             f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({model})"
+            + snapshots
         )
-    kept = ", ".join(map(str, steps))
-    require(step is None or step in steps, f"{directory} has no checkpoint of step {step}: it keeps {kept}")
-    return Start(os.path.abspath(directory), steps[-1] if step is None else step)
+    require(
+        step is None or step in found, f"{directory} has no checkpoint of step {step}: it keeps {listed(directory)}"
+    )
+    return Start(os.path.abspath(directory), newest if step is None else step)
 
 
 def _saved(path: Path) -> Found:

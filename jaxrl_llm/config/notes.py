@@ -12,6 +12,7 @@ from jaxrl_llm.config.scored import of_steps
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.models import OF_STEPS
 
+MANY_SNAPSHOTS = 20
 USUAL_MINIBATCHES = 4
 """What is advised where a paper does not say how many updates it makes of a batch."""
 
@@ -109,6 +110,12 @@ def _too_late(run: Run) -> list[str]:
         )
         if every > run.steps
     ]
+    kept = run.steps // recipe.resets.reference_every if recipe.resets.reference_every else 0
+    if recipe.resets.snapshots and kept > MANY_SNAPSHOTS:
+        lines.append(
+            f"recipe.resets.reference_every {recipe.resets.reference_every} keeps {kept} snapshots of the models for "
+            "good; --recipe.resets.no-snapshots keeps none"
+        )
     if recipe.critic is not None and recipe.critic.warmup >= run.steps:
         lines.append(f"recipe.critic.warmup {recipe.critic.warmup} leaves the policy none of {run.steps} steps")
     for shape in recipe.shaping:

@@ -21,7 +21,7 @@ class Start:
 
     Attributes:
       run: its directory.
-      step: a checkpoint of it.
+      step: of a checkpoint, or of a snapshot.
     """
 
     run: str

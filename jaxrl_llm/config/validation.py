@@ -9,6 +9,7 @@ from jaxrl_llm.config.asking import check_order, check_replay
 from jaxrl_llm.config.learning import check_critic, check_learner
 from jaxrl_llm.config.mixture import holds_out, limits_of, parts_of_task, tasks_in
 from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
+from jaxrl_llm.config.resets import check_resets
 from jaxrl_llm.config.run import Run, overlong_weight, resolved, rewards_of
 from jaxrl_llm.config.scored import bases, check_mixture, check_scored, of_steps
 from jaxrl_llm.errors import require
@@ -30,6 +31,7 @@ def check_reinforcement(run: Run) -> None:
     check_learner(run.learner, ("rollout.prompts", run.rollout.prompts), longest_row(run))
     check_critic(run.recipe, run.learner)
     _check_recipe(run)
+    check_resets(run)
     _check_evaluation(run)
     check_scored(run)
     _check_scoring(run)
@@ -85,9 +87,6 @@ def _check_counts(run: Run) -> None:
         "rollout.collect.token_budget": rollout.collect.token_budget,
         "rollout.collect.max_age": rollout.collect.max_age,
         "rollout.collect.patience": rollout.collect.patience,
-        "recipe.resets.reference_every": run.recipe.resets.reference_every,
-        "recipe.resets.on_stall": run.recipe.resets.on_stall,
-        "recipe.resets.optimiser_every": run.recipe.resets.optimiser_every,
     }
     check_numbers(run, counts, others)
 
@@ -204,18 +203,6 @@ def _check_recipe(run: Run) -> None:
     )
     for shape in recipe.shaping:
         group_shaping.check(shape)
-    for name in ("reference_every", "on_stall"):
-        value = getattr(recipe.resets, name)
-        require(
-            not value or recipe.algorithm.needs_reference,
-            f"recipe.resets.{name} {value} has no reference to reset: set recipe.algorithm.kl_coef above 0, or "
-            f"recipe.resets.{name} 0",
-        )
-    require(
-        not recipe.resets.on_stall or run.evaluation.every > 0,
-        f"recipe.resets.on_stall {recipe.resets.on_stall} waits for evaluations: set evaluation.every "
-        "above 0, or recipe.resets.on_stall 0",
-    )
 
 
 def _check_evaluation(run: Run) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,6 +110,15 @@ def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
 def advantage_of(sample: Sample) -> Any:
     """A number, or one for each token."""
     return sample.scalars["advantages"] if "advantages" in sample.scalars else sample.arrays["advantages"]
+
+
+def size_of_advantages(samples: Iterable[Sample]) -> float:
+    """The mean of |advantage| over the tokens that the loss counts; NaN where it counts none."""
+    total, tokens = 0.0, 0
+    for sample in samples:
+        total += float(np.sum(np.abs(advantage_of(sample)) * sample.mask))
+        tokens += int(np.sum(sample.mask))
+    return total / tokens if tokens else math.nan
 
 
 def without_gain(sample: Sample) -> Sample:

@@ -1,5 +1,6 @@
 """The state on the device: made, looked at as shapes, reset."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,6 +101,27 @@ def reset_reference(state: TrainState) -> TrainState:
     if state.reference is None:
         return state
     return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
+
+
+def mix_reference(state: TrainState, share: float) -> TrainState:
+    """The state whose reference is ``(1 - share) reference + share policy``, in buffers of its own, by weight.
+
+    The reference is donated. Computed in float32; the dtype of each weight stays. Without a reference nothing changes.
+    """
+    if state.reference is None:
+        return state
+    return state._replace(
+        frozen=state.frozen | {"reference": _mixed(state.reference, state.policy.params, jnp.float32(share))}
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
+    def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+        before = old.astype(jnp.float32)
+        return (before + share * (new.astype(jnp.float32) - before)).astype(old.dtype)
+
+    return jax.tree.map(mixed, reference, policy)
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:

@@ -3,16 +3,21 @@
 from jaxrl_llm.rules.controllers import Controlled, Multiplier
 from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing, guards_of
-from jaxrl_llm.rules.resets import OnSchedule, OnStall, Resets, rules_of
+from jaxrl_llm.rules.resets import ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
 
 __all__ = [
+    "ASKED",
+    "BY_HAND",
     "DONE",
     "GUARD",
+    "Averaged",
+    "ByHand",
     "Controlled",
     "Decision",
     "Memory",
     "Multiplier",
     "NotANumber",
+    "OnKL",
     "OnSchedule",
     "OnStall",
     "Resets",

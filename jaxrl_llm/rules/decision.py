@@ -7,6 +7,12 @@ from typing import Any, Protocol
 DONE, GUARD = 0, 3
 """Exit codes: finished; stopped by a guard with state saved."""
 
+REFERENCE_RESET = "event/reference_reset"
+REFERENCE_AGE = "reference/age"
+"""What rules read beside a step's metrics: the steps since the reference was last reset, or since the run began."""
+LAST = "last"
+"""In the memory: the step of the last reset, which no rule knows of by itself."""
+
 Row = Mapping[str, Any]
 """A step's metrics by name, ``step`` among them; what was not measured is absent or not a number."""
 Memory = dict[str, dict[str, Any]]
@@ -21,8 +27,10 @@ class Decision:
       stop: the exit code to end the run with, after its state is saved; None to go on.
       reason: why it stops, in one line.
       remedy: flags under which a new run from this state may fare better; empty where flags are no help.
-      reset_reference: the policy as it is becomes the reference.
+      reset_reference: the policy as it is goes into the reference.
+      mix: how much of it; the rest is the reference as it was. 1 makes the policy the reference.
       reset_optimiser: the optimiser starts anew.
+      snapshot: the models as they are after this step are kept for good.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
     """
@@ -31,7 +39,9 @@ class Decision:
     reason: str = ""
     remedy: str = ""
     reset_reference: bool = False
+    mix: float = 1.0
     reset_optimiser: bool = False
+    snapshot: bool = False
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
 
@@ -46,22 +56,31 @@ class Rule(Protocol):
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
     """What all rules decide together, and what they remember.
 
-    The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset.
+    The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset. Of
+    several resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE``.
     """
     decisions = []
-    remembered: Memory = {}
+    remembered: Memory = {LAST: memory[LAST]} if LAST in memory else {}
+    row = {**row, REFERENCE_AGE: row["step"] - memory.get(LAST, {}).get(REFERENCE_RESET, 0)}
     for name, rule in rules.items():
         decision, own = rule(row, memory.get(name, {}))
         decisions.append(decision)
         remembered[name] = own
     stopping = [decision for decision in decisions if decision.stop is not None]
     if stopping:
+        undone = [name for name, d in zip(rules, decisions, strict=True) if d.reset_reference or d.reset_optimiser]
+        remembered |= {name: memory.get(name, {}) for name in undone}  # is still to come
         return dataclasses.replace(stopping[0], events=_merged(d.events for d in stopping)), remembered
+    events = _merged(d.events for d in decisions)
+    if REFERENCE_RESET in events:
+        remembered[LAST] = {REFERENCE_RESET: row["step"]}
     return Decision(
+        mix=max((d.mix for d in decisions if d.reset_reference), default=1.0),
         reset_reference=any(d.reset_reference for d in decisions),
         reset_optimiser=any(d.reset_optimiser for d in decisions),
+        snapshot=any(d.snapshot for d in decisions),
         coefficients=_merged(d.coefficients for d in decisions),
-        events=_merged(d.events for d in decisions),
+        events=events,
     ), remembered
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate_tasks
 from jaxrl_llm.learner import Forward, Sample, Training
-from jaxrl_llm.learner.samples import advantage_of, without_gain
+from jaxrl_llm.learner.samples import advantage_of, size_of_advantages, without_gain
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
@@ -26,7 +26,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rules import Controlled, Multiplier, Rule, guards_of, rules_of
+from jaxrl_llm.rules import BY_HAND, ByHand, Controlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
@@ -160,10 +160,12 @@ class Reinforcement(Stage):
         if run.scoring.gate is not None:
             samples = gated(samples, batch.groups)
         teaching = [bool(np.any(advantage_of(sample))) for group in samples for sample in group]
+        size = size_of_advantages(sample for group in samples for sample in group)
         completions = len(batch.groups) * run.rollout.group
         if self.mixture is not None:
             samples = self.mixture.mixed(samples, batch.left.texts)
-        return samples, measured | {"advantage/nonzero_fraction": float(np.mean(teaching)), "completions": completions}
+        found = {"advantage/nonzero_fraction": float(np.mean(teaching)), "advantage/abs_mean": size}
+        return samples, measured | found | {"completions": completions}
 
 
 def prepare(
@@ -254,7 +256,9 @@ def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
 
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
-    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every)
+    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every, run.recipe.algorithm.kl_coef)
+    if of_devices.keeps_reference(run):
+        rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
     for one in run.scoring.constraints:
         rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}

@@ -205,7 +205,7 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     decision, memory = decide(rules, TAUGHT | {"step": 6}, {})
     assert decision.reset_reference and decision.reset_optimiser and decision.stop is None
     assert decision.events == {"event/reference_reset": True, "event/optimiser_reset": True}
-    assert memory.keys() == rules.keys()
+    assert memory.keys() == rules.keys() | {"last"}
     broken, _ = decide(rules, TAUGHT | {"step": 6, "updates/not_finite": 1.0}, {})
     assert broken.stop == GUARD and not broken.reset_reference and not broken.reset_optimiser
     assert broken.events.keys() == {"event/not_a_number"}
@@ -213,10 +213,12 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
 
 def test_a_run_has_the_rules_of_its_recipe():
     guards = {"not_a_number", "reward_fails", "teaches_nothing"}
-    assert rules_for(SMOKE).keys() == guards
+    assert rules_for(SMOKE).keys() == guards | {"by_hand"}
     one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
-    assert one["stall"] == OnStall(3, SMOKE.evaluation.every, True) and one.keys() == guards | {"stall"}
-    assert two["reference"] == OnSchedule(300, True, False) and two.keys() == guards | {"reference"}
+    assert one["stall"] == OnStall(3, SMOKE.evaluation.every, True) and one.keys() == guards | {"stall", "by_hand"}
+    assert two["reference"] == OnSchedule(300, True, False) and two.keys() == guards | {"reference", "by_hand"}
+    without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])
+    assert rules_for(without).keys() == guards, "there is no reference that could be reset by hand"
     kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
     assert kimi["optimiser"] == OnSchedule(1, False, True)
     controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))

@@ -68,6 +68,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "tensor_model_parallel_size": ("mesh.tensor", ""),
     "sync_ref_model": ("recipe.resets.reference_every", "in steps"),
     "ref_model_sync_steps": ("recipe.resets.reference_every", "in steps"),
+    "ref_model_mixup_alpha": ("recipe.resets.mix", "of the policy"),
     # What is kept and shown.
     "output_dir": ("run_dir", ""),
     "default_local_dir": ("run_dir", ""),

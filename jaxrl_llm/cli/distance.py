@@ -1,0 +1,124 @@
+"""``jaxrl-llm eval ... --kl_to``: how far a model is from another, on answers that it has sampled itself."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.asking import Desk
+from jaxrl_llm.trained import find_run, load_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """KL(tested || other) of the next token given those before it, nats, from tokens that the tested model sampled.
+
+    ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are p's at the
+    temperature at which p and q are taken; k3 is never negative, and varies less where the two are near.
+
+    Attributes:
+      to: the other's name, as it was given.
+      step: of the run that it is of; None for a model.
+      task: the label of the task whose answers these are.
+      sums: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3.
+    """
+
+    to: str
+    step: int | None
+    task: str
+    sums: np.ndarray
+
+    def metrics(self) -> dict[str, float]:
+        """``eval/<task>/kl_k1`` and ``kl_k3``: means over all tokens."""
+        tokens, k1, k3 = self.sums.sum(axis=0)
+        return {f"eval/{self.task}/kl_k1": float(k1 / tokens), f"eval/{self.task}/kl_k3": float(k3 / tokens)}
+
+    def rows(self) -> list[dict[str, float]]:
+        """The same over the tokens of each completion, for a file."""
+        return [{"kl_k1": float(k1 / tokens), "kl_k3": float(k3 / tokens)} for tokens, k1, k3 in self.sums]
+
+    def lines(self) -> list[str]:
+        """Two of a table for people."""
+        k1, k3 = self.metrics().values()
+        step = "" if self.step is None else f", step {self.step}"
+        of = f"nats a token to {self.to}{step}"
+        return [f"  {'KL (k1)':<16}{k1:8.5f}  {of}", f"  {'KL (k3)':<16}{k3:8.5f}"]
+
+
+def check_distance(to: str | None, options: Any) -> None:
+    """Refuse a sampling under which the estimates would be of something else, and a model that is not there.
+
+    Raises:
+      InputError: names the flag and the remedy.
+    """
+    if to is None:
+        return
+    for name, value, wrong in (
+        ("temperature", options.temperature, options.temperature == 0),
+        ("top_p", options.top_p, options.top_p < 1),
+    ):
+        configs.require(
+            not wrong, f"--kl_to needs answers drawn from the model as it is, and --{name} is {value:g}: set --{name} 1"
+        )
+    find_run(to)
+
+
+def measure(
+    to: str, desk: Desk, settings: configs.Run, options: Any, found: Sequence[Any], status: Callable[[str], None]
+) -> tuple[Distance, ...]:
+    """How far the model at the desk is from the one named ``to``, on the answers that it has just given to each task.
+
+    Both are read by the learner's own forward pass at the sampling temperature: a model is at distance 0 from itself,
+    bit for bit.
+
+    Raises:
+      InputError: the other is no language model, has other tokens, or was made for shorter texts.
+    """
+    from jaxrl_llm.learner import Forward, Sample
+    from jaxrl_llm.learner.platform import compute_for, layout_for
+    from jaxrl_llm.models.heads import ScalarModel
+    from jaxrl_llm.sharding import platform_of
+    from jaxrl_llm.sharding.mesh import batch_parts
+    from jaxrl_llm.stages.reading import scored
+
+    policy = desk.policy
+    status(f"loading {to}")
+    other, tokenizer = load_model(to, settings.learner.dtype, policy.mesh)
+    trained = find_run(to)
+    configs.require(not isinstance(other, ScalarModel), f"--kl_to {to} is a reward model: give a language model")
+    alike = tokenizer is None or tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    vocab = policy.model.config.vocab_size
+    configs.require(
+        alike and other.config.vocab_size == vocab,
+        f"--kl_to {to} has other tokens than {policy.name}: no KL between the two is defined",
+    )
+    samples = [
+        Sample(np.asarray(desk.prompts[problem], np.int32), completion.tokens, completion.mask)
+        for one in found
+        for problem, row in zip(one.problems, one.completions, strict=True)
+        for completion in row
+    ]
+    length = max(len(sample.prompt) for sample in samples) + options.max_new_tokens
+    positions = other.config.attention.max_positions
+    configs.require(length <= positions, f"--kl_to {to} was made for {positions} positions, and {length} are needed")
+    parts = batch_parts(policy.mesh)
+    rows = -(-settings.learner.microbatch_rows // parts) * parts
+    learner = dataclasses.replace(settings.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
+    logps = []
+    for model in (policy.model, other):
+        compute = compute_for(learner, model.config, platform_of(policy.mesh))
+        layout = layout_for(learner, compute, length, options.max_new_tokens, policy.mesh)
+        forward = Forward(layout, compute, options.temperature, policy.mesh)
+        logps.append(scored(forward, model, samples, "logp", status))
+    sums = [_sums(sample.mask, own, its) for sample, own, its in zip(samples, *logps, strict=True)]
+    ends = np.cumsum([len(one.problems) * options.samples for one in found])[:-1]
+    of_tasks = zip(found, np.split(np.asarray(sums), ends), strict=True)
+    return tuple(Distance(to, trained and trained.step, one.task, own) for one, own in of_tasks)
+
+
+def _sums(mask: np.ndarray, own: np.ndarray, its: np.ndarray) -> tuple[float, float, float]:
+    """Tokens, and the sums over them of k1 and of k3, in float64."""
+    away = (its.astype(np.float64) - own)[mask]
+    return float(mask.sum()), float(-away.sum()), float((np.expm1(away) - away).sum())

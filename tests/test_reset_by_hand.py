@@ -1,0 +1,120 @@
+"""``jaxrl-llm reset``: a request that is answered once, and that no kill loses."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import MAIN, commands, environment
+
+from jaxrl_llm import cli, requests
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoint import steps_in
+from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, decide
+from jaxrl_llm.tasks import Table, Texts
+
+RUNS = Path(__file__).parent / "fixtures" / "runs"
+RULED = f"train {RUNS / 'ruled.py'} --run_dir run --recipe.resets.reference_every 0 --recipe.resets.optimiser_every 0"
+
+
+def rows(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_request_is_answered_once_and_remembered_by_its_id():
+    rules, asked = {BY_HAND: ByHand()}, {"asked/reset": {"id": "a", "with_optimiser": True}}
+    decision, memory = decide(rules, {"step": 3} | asked, {})
+    assert decision.reset_reference and decision.reset_optimiser and decision.snapshot
+    assert decision.events == {"event/reference_reset": "by hand", "event/optimiser_reset": True}
+    assert not decide(rules, {"step": 4} | asked, memory)[0].reset_reference
+    other = {"asked/reset": {"id": "b", "with_optimiser": False}}
+    decision, memory = decide(rules, {"step": 5} | other, memory)
+    assert decision.reset_reference and not decision.reset_optimiser
+    assert memory[BY_HAND] == {"id": "b", "step": 5} and not decide(rules, {"step": 6}, memory)[0].reset_reference
+
+
+def test_a_guard_leaves_the_request_for_later():
+    asked = {"step": 3, "updates/not_finite": 1.0, "asked/reset": {"id": "a", "with_optimiser": False}}
+    decision, memory = decide({BY_HAND: ByHand(), "guard": NotANumber(1.0)}, asked, {})
+    assert decision.stop is not None and not decision.reset_reference and memory[BY_HAND] == {}
+
+
+def test_a_request_goes_only_when_a_checkpoint_has_what_it_asked_for(tmp_path):
+    requests.forget(tmp_path, {BY_HAND: {"id": "a", "step": 1}})
+    requests.ask(tmp_path, False)
+    found = requests.asked(tmp_path)["asked/reset"]
+    assert not found["with_optimiser"]
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    for memory, stays in (
+        ({}, True),
+        ({BY_HAND: {"id": "another", "step": 1}}, True),
+        ({BY_HAND: {"id": found["id"], "step": 8}}, True),
+        ({BY_HAND: {"id": found["id"], "step": 7}}, False),
+    ):
+        requests.forget(tmp_path, memory)
+        assert bool(requests.asked(tmp_path)) == stays
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run that was asked to reset, and killed once that was done, before its first checkpoint."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    (folder / "run").mkdir()
+    requests.ask(folder / "run", True)
+    arguments = f"{RULED} --steps 60 --output.checkpoint_every 59".split()
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *arguments], cwd=folder, env=environment(), stdout=log, stderr=log
+        )
+        while process.poll() is None and not any(row["step"] >= 2 for row in rows(folder / "run")):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return folder
+
+
+def test_a_kill_before_the_next_checkpoint_loses_nothing(folder):
+    run = folder / "run"
+    assert steps_in(run / "checkpoints") == [], (folder / "log").read_text()
+    first = rows(run)[1]
+    assert first["event/reference_reset"] == "by hand" and first["event/optimiser_reset"]
+    assert requests.asked(run), "its answer is not safe yet"
+    (done,) = commands([f"{RULED} --steps 3 --output.checkpoint_every 2"], folder)
+    assert done.code == 0, done.err
+    again = rows(run)
+    assert [row.get("event/reference_reset") for row in again] == [None, "by hand", None, None]
+    assert again[1]["loss"] == first["loss"] and again[1]["event/resumed"]
+    assert not requests.asked(run) and steps_in(run / "snapshots") == [1]
+    assert "step 1: reference reset: by hand" in done.err
+
+
+def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, capsys):
+    run = configs.load_config(str(RUNS / "ruled.py"))[1]
+    free = configs.with_recipe(run, "dapo")
+    watched = dataclasses.replace(free, output=dataclasses.replace(free.output, monitor_kl=True))
+    texts = configs.Supervised("tiny-random", Texts(Table(str(RUNS / "digits.jsonl"))))
+    for name, settings in {"run": run, "free": free, "watched": watched, "texts": texts}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(configs.to_json(settings)))
+    for line, told in {
+        "nowhere": "nowhere is no run: give the folder that holds its config.json",
+        "run --with": "reset does not know --with: jaxrl-llm reset RUN [--with_optimiser]",
+        "": "reset needs a run: jaxrl-llm reset runs/quickstart",
+        "free": "free keeps no reference, since its recipe.algorithm.kl_coef is 0: begin a run with a KL",
+        "texts": "texts is a Supervised run, which keeps no reference that could be reset",
+    }.items():
+        words = line.split()
+        assert cli.run(["reset", *[str(tmp_path / word) for word in words[:1]], *words[1:]]) == 2
+        error = capsys.readouterr().err
+        assert told in error.replace(f"{tmp_path}/", "") and error.count("\n") == 1
+    assert not list(tmp_path.glob("*/reset.json"))
+    for name in ("run", "watched"):
+        assert cli.run(["reset", str(tmp_path / name), "--with_optimiser"]) == 0
+        assert "resets its reference and its optimiser after the step that it is in" in capsys.readouterr().out
+        assert requests.asked(tmp_path / name)["asked/reset"]["with_optimiser"]
+    assert cli.run(["reset", "--help"]) == 0 and "usage: jaxrl-llm reset RUN" in capsys.readouterr().out
