@@ -10,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MAIN = "from jaxrl_llm.cli import main; main()"
 MANY = """
-import contextlib, io, json, sys
+import contextlib, gc, io, json, sys
 from jaxrl_llm.cli import run
+gc.set_threshold(100_000, 20, 100)  # as in conftest.py
 answers = []
 for arguments, typed in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
@@ -38,6 +39,7 @@ class Answer:
 def environment(**changes: str) -> dict[str, str]:
     """One device, and this tree's package whatever is installed; compiling is most of what so short a run does."""
     own = {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "120"}
+    own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"  # the next process needs the same small programs
     return os.environ | own | changes
 
 

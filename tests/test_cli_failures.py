@@ -2,14 +2,15 @@
 
 import json
 
-from commands import command
+from commands import ROOT, command
 
+CONFIG = ROOT / "tests" / "fixtures" / "runs" / "sums.py"
 FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
 MEMORY = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({1 << 35}, {1 << 35}))"
 
 
 def train(folder, *arguments, before="", **changes):
-    return command("train", "smoke", "--steps", "2", *arguments, folder=folder, before=before, **changes)
+    return command("train", str(CONFIG), "--steps", "2", *arguments, folder=folder, before=before, **changes)
 
 
 def train_with_small_files(folder, limit):
@@ -25,7 +26,7 @@ def last_line(answer):
 def test_a_full_disk_at_a_checkpoint_and_then_room_again(tmp_path):
     answer = train_with_small_files(tmp_path, 100_000)
     assert last_line(answer).startswith("jaxrl-llm: the disk is full")
-    run = tmp_path / "runs/smoke"
+    run = tmp_path / "runs/sums"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     assert not list((run / "checkpoints").iterdir())
     again = train(tmp_path)
@@ -35,7 +36,7 @@ def test_a_full_disk_at_a_checkpoint_and_then_room_again(tmp_path):
 
 
 def test_a_full_disk_at_the_first_row(tmp_path):
-    run = tmp_path / "runs/smoke"
+    run = tmp_path / "runs/sums"
     run.mkdir(parents=True)
     (run / "samples.jsonl").symlink_to("/dev/full")
     assert last_line(train(tmp_path)).startswith("jaxrl-llm: the disk is full")

@@ -14,10 +14,13 @@ TOOL = runpy.run_path(str(ROOT / "tools" / "run_notebooks.py"))
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels_compile_sooner():
-    """What a notebook shows depends on no compiler's choice."""
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    """What a notebook shows depends on no compiler's choice; its runs share small programs, too."""
+    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    before = os.environ[name]
+    os.environ.update({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", name: "0.02"})
     yield
     del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+    os.environ[name] = before
 
 
 def shown(notebook):

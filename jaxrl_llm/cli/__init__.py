@@ -1,5 +1,6 @@
 """The command line. Nothing slow is imported before the arguments are known to be sound."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ LESS_MEMORY = {
     "generate": "--max_new_tokens",
 }
 """What to lower, by command."""
+SELDOM = (50_000, 10, 10)
+"""How many new objects make Python look for garbage: of those that JAX traces, nearly all stay."""
 
 
 def main() -> None:
@@ -42,6 +45,7 @@ def main() -> None:
     Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143) quit by Ctrl-C (SIGTERM).
     """
     listen()
+    gc.set_threshold(*SELDOM)
     sys.unraisablehook = _report
     code = run(sys.argv[1:])
     sys.stdout.flush()

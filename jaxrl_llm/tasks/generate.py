@@ -6,6 +6,7 @@ interpreter's hash seed, and one draws from Python's global random numbers.
 
 import dataclasses
 import difflib
+import functools
 import json
 import marshal
 import os
@@ -34,16 +35,26 @@ def entries(name: str, options: dict[str, Any], size: int, seed: int) -> list[di
       InputError: no such data set or option, or a value that the data set refuses.
       RuntimeError: the generating process failed; its messages are on the error output.
     """
+    return marshal.loads(written(json.dumps([name, options, size, seed])))
+
+
+@functools.lru_cache(maxsize=4)
+def written(wanted: str) -> bytes:
+    """What ``main`` writes, kept: an interpreter costs more than the problems, and several runs of one process ask for
+    the same ones.
+
+    ``wanted``: the arguments of ``main``, as JSON.
+    """
     path = json.dumps([str(folder) for folder in sys.path])
-    command = [sys.executable, "-c", _PROGRAM, path, json.dumps([name, options, size, seed])]
+    command = [sys.executable, "-c", _PROGRAM, path, wanted]
     done = run_child(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"}
     )
     if done.returncode == _REFUSED:
         raise InputError(done.stdout.decode())
     if done.returncode:
-        raise RuntimeError(f"generating {name} failed with exit code {done.returncode}")
-    return marshal.loads(done.stdout)
+        raise RuntimeError(f"generating {json.loads(wanted)[0]} failed with exit code {done.returncode}")
+    return done.stdout
 
 
 def main(name: str, options: dict[str, Any], size: int, seed: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from plan.tinyrun import CONFIG, tiny_run, with_learner
+from tiny import compiled
 
 from jaxrl_llm import learner
 from jaxrl_llm.config import Output
@@ -24,6 +25,13 @@ from jaxrl_llm.rollout import Engine
 from jaxrl_llm.stages.programs import coefficients_of
 
 MESHES = [(1, 8, 1), (2, 2, 2)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sooner():
+    """Nothing here depends on XLA's optimisations, which are most of its time."""
+    with compiled(optimised=False):
+        yield
 
 
 def products(jaxpr):
