@@ -38,8 +38,8 @@ class Problem:
       answer: The reference answer; empty where there is none.
       task: Name of the task it came from.
       extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
-      verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym`` or
-        ``none``.
+      verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
+        ``instructions`` or ``none``.
       metadata: What the source adds (level, generator parameters); verifiers and rewards may read it.
     """
 

@@ -24,6 +24,7 @@ KINDS_OF_TASK = [
         "ReasoningGym(NAME, ...)",
         'generated problems with verifiers of their own: ReasoningGym(NAME, {"option": value})',
     ),
+    ("Instructions(...)", "generated prompts with instructions to follow: extractor whole, verifier instructions"),
 ]
 """What may stand in a configuration, and what it is."""
 

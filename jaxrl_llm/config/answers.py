@@ -7,6 +7,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import base_of
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.shaping import Accuracy
+from jaxrl_llm.tasks.task import UNANSWERED
 
 
 def verifies(run: Run, part: Part | None = None) -> bool:
@@ -28,7 +29,7 @@ def check_answers(run: Run) -> None:
             field = f"{name}.parts[{number}].task" if isinstance(task, Mixture) else name
             if part.task.verifier == "none":
                 refuse_readers(run, part, f"{field}.verifier none")
-            elif getattr(part.task.source, "answer_field", "") is None:
+            elif part.task.verifier not in UNANSWERED and getattr(part.task.source, "answer_field", "") is None:
                 refuse_readers(run, part, f"{field}.source.answer_field None")
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract, integer, number
+from jaxrl_llm.tasks.instructions import followed
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.types import Completion, Problem
 
@@ -23,7 +24,13 @@ def same_integer(answer: str, problem: Problem) -> float:
     return float(value is not None and value == integer(problem.answer))
 
 
-INLINE = {"match": match, "integer": same_integer}
+def instructed(text: str, problem: Problem) -> float:
+    """The share of the problem's instructions that the text follows; 1 is IFEval's strict accuracy of a prompt."""
+    found = followed(text, problem.metadata)
+    return sum(found) / len(found)
+
+
+INLINE = {"match": match, "integer": same_integer, "instructions": instructed}
 """Verifiers that cannot hang: ``(answer, problem) -> score``."""
 
 POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl_llm.rewards.gym_answer:score"}

@@ -4,6 +4,7 @@ from jaxrl_llm.tasks.collected import Collected, check_collected
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, check_curriculum
 from jaxrl_llm.tasks.extract import extract, integer, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
+from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.interleaved import Interleaved, of_tasks
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
 from jaxrl_llm.tasks.resolve import resolve
@@ -23,6 +24,7 @@ __all__ = [
     "EasyToHard",
     "Fingerprint",
     "HubDataset",
+    "Instructions",
     "Interleaved",
     "Learned",
     "Loaded",

@@ -8,13 +8,17 @@ from typing import Any, TypeVar
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.extract import extract, integer
+from jaxrl_llm.tasks.instructed import Instructions
+from jaxrl_llm.tasks.instructions import check_instructions
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import messages_of, prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table
 from jaxrl_llm.types import Problem
 
 TEMPLATES = ("tokenizer", "chatml", "plain")
-VERIFIERS = ("match", "integer", "math", "reasoning_gym", "none")
+VERIFIERS = ("match", "integer", "math", "reasoning_gym", "instructions", "none")
+UNANSWERED = ("reasoning_gym", "instructions", "none")
+"""Verifiers that need no reference answer."""
 
 TABLES = (Table, HubDataset, Rows)
 """Sources whose problems are rows."""
@@ -31,7 +35,8 @@ class Task:
         frozen dataclass of your own with ``problems()`` and ``label``.
       extractor: how the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
       verifier: how it is compared: ``match`` (text, or equal numbers), ``integer``, ``math`` (equivalent expressions),
-        ``reasoning_gym`` (the data set's own scoring), or ``none``: nothing is, and no reference answer is needed.
+        ``reasoning_gym`` (the data set's own scoring), ``instructions`` (the share of the row's instructions that the
+        text follows, see ``tasks/instructions.py``), or ``none``: nothing is. The last two need no reference answer.
       keep: ``module:function`` of a Problem; where it returns False the problem is dropped.
       system: the system message, in place of the row's own.
       suffix: text appended to the last user message.
@@ -42,7 +47,7 @@ class Task:
       date: what templates that read the clock see as today, as 2025-07-01; None means the day on which the run began.
     """
 
-    source: ReasoningGym | Table | HubDataset | Rows | Any  # Any: flags leave a class of yours as it is
+    source: ReasoningGym | Table | HubDataset | Instructions | Rows | Any  # Any: flags leave a class of yours as it is
     extractor: str = "last_number"
     verifier: str = "match"
     keep: str | None = None
@@ -87,14 +92,19 @@ def check(task: Task) -> None:
     """Refuses a task that cannot work, before anything is loaded.
 
     Raises:
-      InputError: unknown extractor, verifier or template, a holdout outside [0, 1), a bad date, a ``keep`` that names
-        no function.
+      InputError: unknown extractor, verifier or template, two that do not fit, a holdout outside [0, 1), a bad date, a
+        ``keep`` that names no function.
     """
     extract("", task.extractor)
     if task.verifier not in VERIFIERS:
         raise InputError(f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
     if task.verifier == "reasoning_gym" and isinstance(task.source, TABLES):
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")
+    if task.verifier == "instructions" and task.extractor in ("last_number", "boxed"):
+        raise InputError(
+            f"verifier 'instructions' looks at a whole text, of which extractor {task.extractor!r} leaves a piece: set "
+            "extractor whole, or tag:NAME"
+        )
     if task.keep is not None:
         resolve(task.keep)
     check_template(task.template)
@@ -152,7 +162,7 @@ def load(task: Task, answers: bool = True) -> Loaded:
 
 def _read(task: Task, answers: bool) -> list[Problem]:
     if isinstance(task.source, TABLES):
-        return list(task.source.problems(answers and task.verifier != "none"))
+        return list(task.source.problems(answers and task.verifier not in UNANSWERED))
     return [_checked(problem, f"{task.label}[{index}]") for index, problem in enumerate(task.source.problems())]
 
 
@@ -175,7 +185,7 @@ def _verifier(task: Task, problems: list[Problem], answers: bool, notes: list[st
       InputError: some have an answer and some have none.
     """
     # What reasoning-gym's data sets score may have no answer in words.
-    if task.verifier in ("none", "reasoning_gym") or isinstance(task.source, ReasoningGym):
+    if task.verifier in UNANSWERED or isinstance(task.source, ReasoningGym):
         return task.verifier
     without = [problem for problem in problems if not problem.answer]
     if not without:
@@ -227,6 +237,14 @@ def _filtered(problems: list[Problem], task: Task, notes: list[str]) -> list[Pro
 
 
 def _checkable(problems: list[Problem], verifier: str, notes: list[str]) -> list[Problem]:
+    """The problems whose answers the verifier can read.
+
+    Raises:
+      InputError: one has instructions that cannot be checked.
+    """
+    if verifier == "instructions":
+        for problem in problems:
+            check_instructions(problem.metadata, _place(problem))
     if verifier != "integer":
         return problems
     dropped = [problem for problem in problems if integer(problem.answer) is None]
