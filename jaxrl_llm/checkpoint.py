@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import integrity
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.sharding import abstract, replicated, shardings
@@ -63,6 +64,10 @@ def _name(path: tuple) -> str:
     return name
 
 
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+"""Folders of steps that are being written, or that a kill has left behind."""
+
+
 class Checkpoints:
     """Owner of a run's ``checkpoints`` folder; a step stands there completely or not at all. Close it, or use ``with``.
 
@@ -77,7 +82,11 @@ class Checkpoints:
         self._args = ocp.args
         self._directory = Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            max_to_keep=keep,
+            create=True,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
         # Without its handlers a manager that has saved nothing yet cannot say what a step holds.
         handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
@@ -127,6 +136,12 @@ class Checkpoints:
             state = state.with_role("policy", base=jax.device_put(base, layout.policy.base))
         return state, loaded["host"]
 
+    def _seal(self) -> None:
+        """In the thread that writes, once all of a step is there but its name: no step stands without its checksums."""
+        if jax.process_index() == 0:
+            for step in self._directory.glob(UNFINISHED):
+                integrity.seal(step)
+
     def close(self) -> None:
         """Wait for what is being written; what cannot be finished is removed. Further calls do nothing.
 
@@ -142,7 +157,7 @@ class Checkpoints:
         finally:
             manager.close()
             if jax.process_index() == 0:
-                for unfinished in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                for unfinished in self._directory.glob(UNFINISHED):
                     shutil.rmtree(unfinished, ignore_errors=True)
 
     def __enter__(self) -> "Checkpoints":

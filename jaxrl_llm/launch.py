@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import integrity
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import InUse, alone, new_file, prepare_libraries, writable
+from jaxrl_llm.recovery import check_whole
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import farewell
-from jaxrl_llm.snapshots import kept
+from jaxrl_llm.snapshots import CHECKPOINTS, kept
 from jaxrl_llm.telemetry.voice import Voice
 
 FILE_SYSTEM_S = 20.0
@@ -202,24 +204,26 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
     """Whose weights the run there began with, or else those of ``start``.
 
     Raises:
-      InputError: they are needed, since the run has no checkpoint of its own yet, and are not there any more.
+      InputError: they are needed, since the run has no checkpoint of its own yet, and are not there any more, or
+        damaged.
     """
     if _began(directory) and (directory / "config.json").exists():
         start = configs.read(directory / "config.json", own=False).origin.start
-    if start is None or steps_in(directory / "checkpoints"):
+    if start is None or steps_in(directory / CHECKPOINTS):
         return start
     if start.step not in kept(Path(start.run)):
         raise InputError(
             f"{directory} begins with step {start.step} of {start.run}, which is not there any more: give another with "
             "--from RUN@STEP"
         )
+    check_whole(kept(Path(start.run))[start.step])
     return start
 
 
 def finished(directory: Path, settings: configs.Configuration) -> bool:
-    """Whether the run there has done its steps; if so it is said."""
-    done = max(steps_in(directory / "checkpoints"), default=0)
-    if done < settings.steps:
+    """Whether the run there has done its steps, and what it has saved of the last one is whole; if so it is said."""
+    done = max(steps_in(directory / CHECKPOINTS), default=0)
+    if done < settings.steps or integrity.fault(directory / CHECKPOINTS / str(done)):
         return False
     print(
         f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or "
@@ -272,7 +276,7 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
 def _began(directory: Path) -> bool:
     """Whether there is anything to lose: a checkpoint, answers that were collected, or a row of a training step."""
     answers = directory / COLLECTED
-    if steps_in(directory / "checkpoints") or answers.exists() or part_of(answers).exists():
+    if steps_in(directory / CHECKPOINTS) or answers.exists() or part_of(answers).exists():
         return True
     from jaxrl_llm.telemetry.rows import read_rows
 

@@ -18,9 +18,10 @@ from rich.console import Console
 from jaxrl_llm import config as configs
 from jaxrl_llm import requests, snapshots
 from jaxrl_llm.begin import load
-from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.recovery import check_writable, newest_whole
 from jaxrl_llm.rules import DONE, Decision, decide
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers
@@ -79,7 +80,7 @@ def train(
     """
     configs.validate_on_devices(run, jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
-    start, first = going_on(directory, peers)
+    start, first = going_on(directory, peers, say)
     store = Checkpoints(directory / snapshots.CHECKPOINTS, run.output.keep)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
     code = DONE
@@ -116,16 +117,22 @@ def train(
     return code
 
 
-def going_on(directory: Path, peers: Peers) -> tuple[int | None, dict[str, Any]]:
+def going_on(directory: Path, peers: Peers, say: Callable[[str], None]) -> tuple[int | None, dict[str, Any]]:
     """The step whose checkpoint the run goes on from, None where it has none, and what the row of its next step says of
-    that: nothing where the run is new."""
+    that: nothing where the run is new.
 
-    def look() -> tuple[int | None, bool]:
-        steps = steps_in(directory / snapshots.CHECKPOINTS)
-        return max(steps, default=None), (directory / "metrics.jsonl").exists()
+    Raises:
+      InputError: none of its checkpoints is whole, or no other could be written.
+    """
 
-    start, begun = peers.first(look)
-    return start, {"event/resumed": True} if start is not None or begun else {}
+    def look() -> tuple[int | None, str, bool]:
+        check_writable(directory)
+        return *newest_whole(directory), (directory / "metrics.jsonl").exists()
+
+    start, passed_over, begun = peers.first(look)
+    if passed_over:
+        say(passed_over)
+    return start, {"event/resumed": passed_over or True} if start is not None or begun else {}
 
 
 def before_steps(stage: Stage, state: TrainState, host: LoopState, told: Told, new: bool) -> None:

@@ -11,6 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.architecture import architecture
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import check_name
+from jaxrl_llm.recovery import check_whole
 from jaxrl_llm.snapshots import kept
 
 
@@ -126,6 +127,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     from jaxrl_llm.models.lora import attached, merge
     from jaxrl_llm.sharding import shardings
 
+    check_whole(trained.directory)
     run = trained.run
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     model = as_trained(run, model)
@@ -143,6 +145,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
     """(base, adapter) of a run's checkpoint, which has one."""
+    check_whole(trained.directory)
     model, _ = load_model(trained.run.model, trained.run.learner.dtype, mesh)
     return _with_adapter(trained, as_trained(trained.run, model), mesh)
 

@@ -2,28 +2,14 @@
 
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-
-import pytest
-from commands import MAIN, commands, environment
 
 from jaxrl_llm import cli, requests
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, decide
 from jaxrl_llm.tasks import Table, Texts
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
-RULED = f"train {RUNS / 'ruled.py'} --run_dir run --recipe.resets.reference_every 0 --recipe.resets.optimiser_every 0"
-
-
-def rows(folder):
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_a_request_is_answered_once_and_remembered_by_its_id():
@@ -58,39 +44,6 @@ def test_a_request_goes_only_when_a_checkpoint_has_what_it_asked_for(tmp_path):
     ):
         requests.forget(tmp_path, memory)
         assert bool(requests.asked(tmp_path)) == stays
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A run that was asked to reset, and killed once that was done, before its first checkpoint."""
-    folder = tmp_path_factory.mktemp("by_hand")
-    (folder / "run").mkdir()
-    requests.ask(folder / "run", True)
-    arguments = f"{RULED} --steps 60 --output.checkpoint_every 59".split()
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *arguments], cwd=folder, env=environment(), stdout=log, stderr=log
-        )
-        while process.poll() is None and not any(row["step"] >= 2 for row in rows(folder / "run")):
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return folder
-
-
-def test_a_kill_before_the_next_checkpoint_loses_nothing(folder):
-    run = folder / "run"
-    assert steps_in(run / "checkpoints") == [], (folder / "log").read_text()
-    first = rows(run)[1]
-    assert first["event/reference_reset"] == "by hand" and first["event/optimiser_reset"]
-    assert requests.asked(run), "its answer is not safe yet"
-    (done,) = commands([f"{RULED} --steps 3 --output.checkpoint_every 2"], folder)
-    assert done.code == 0, done.err
-    again = rows(run)
-    assert [row.get("event/reference_reset") for row in again] == [None, "by hand", None, None]
-    assert again[1]["loss"] == first["loss"] and again[1]["event/resumed"]
-    assert not requests.asked(run) and steps_in(run / "snapshots") == [1]
-    assert "step 1: reference reset: by hand" in done.err
 
 
 def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, capsys):

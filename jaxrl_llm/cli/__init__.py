@@ -27,6 +27,7 @@ jaxrl-llm COMMAND --help tells more."""
 
 DONE, WRONG_INPUT = 0, 2
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
+MARKS_OF_NO_RIGHT = ("Permission denied", "Read-only file system", "Operation not permitted")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 LESS_MEMORY = {
     "train": "--learner.microbatch_rows (learning) or --rollout.slots (sampling)",
@@ -93,6 +94,11 @@ def explain(error: BaseException | None, command: str) -> str | None:
         if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in MARKS_OF_NO_ROOM):
             where = getattr(link, "filename", None) or "while writing"
             return f"the disk is full ({where}): free some space and run the same command again"
+    for link in chain:
+        mark = next((mark for mark in MARKS_OF_NO_RIGHT if mark in str(link)), None)
+        if mark is not None:
+            where = getattr(link, "filename", None) or "while writing"
+            return f"{mark.lower()} ({where}): make it readable and writable, and run the same command again"
     for link in chain:
         if isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY):
             return (

@@ -1,0 +1,84 @@
+"""When a phase of a run ends."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxrl_llm.rules.decision import Decision, Row
+from jaxrl_llm.rules.resets import evaluated
+from jaxrl_llm.rules.settings import Phase, Reaches, Stalls
+
+PHASE = "event/phase"
+"""The event of the step after which another phase begins: its name, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseEnds:
+    """Ends a phase after its steps, or once what it waits for is so.
+
+    Attributes:
+      phase: that the run is in.
+      following: the one after it.
+      evaluation_every: steps between evaluations; those of other steps are passed over (see ``OnStall``).
+    """
+
+    phase: Phase
+    following: Phase
+    evaluation_every: int
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers how many ``steps`` the phase has made, and what it waits for."""
+        if row["step"] == 0:
+            return Decision(), own
+        steps = own.get("steps", 0) + 1
+        remembered = own | {"steps": steps} | self._waited(row, own)
+        reason = ""
+        if self.phase.steps is not None and steps >= self.phase.steps:
+            reason = f"after {steps} step{'s' * (steps != 1)}"
+        if self._fulfilled(remembered):
+            reason = words(self.phase.until)
+        if not reason:
+            return Decision(), remembered
+        following = self.following
+        events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
+        events |= {"event/reference_reset": True} if following.reset else {}
+        events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
+        return Decision(
+            next_phase=True,
+            snapshot=True,
+            reset_reference=following.reset,
+            reset_optimiser=following.reset_optimiser,
+            events=events,
+        ), remembered
+
+    def _waited(self, row: Row, own: dict[str, Any]) -> dict[str, Any]:
+        """What it remembers of what it waits for: ``times`` in a row, or the ``best`` and the ``stalled``."""
+        until = self.phase.until
+        if isinstance(until, Reaches):
+            value = row.get(until.metric)
+            if value is None or math.isnan(value):
+                return {}
+            beyond = value > until.above if until.above is not None else value < until.below
+            return {"times": own.get("times", 0) + 1 if beyond else 0}
+        if isinstance(until, Stalls):
+            result = evaluated(row)
+            if result is None or row["step"] % self.evaluation_every:
+                return {}
+            better = "best" not in own or result > own["best"]
+            return {"best": result, "stalled": 0} if better else {"stalled": own.get("stalled", 0) + 1}
+        return {}
+
+    def _fulfilled(self, remembered: dict[str, Any]) -> bool:
+        until = self.phase.until
+        if isinstance(until, Reaches):
+            return remembered.get("times", 0) >= until.times
+        return isinstance(until, Stalls) and remembered.get("stalled", 0) >= until.evaluations
+
+
+def words(until: Any) -> str:
+    """Why a phase has ended, for people."""
+    if isinstance(until, Stalls):
+        return f"since {until.evaluations} evaluations found nothing better"
+    bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
+    again = f" for {until.times} steps" if until.times > 1 else ""
+    return f"since {until.metric} was {bound}{again}"

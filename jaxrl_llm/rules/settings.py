@@ -1,0 +1,69 @@
+"""What a run says about what decides between its steps, beside the resets of its recipe: values, quick to import."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Reaches:
+    """True once a metric has been above (or below) a bound in so many measured steps in a row.
+
+    Attributes:
+      metric: a name in the rows of metrics.jsonl.
+      above: the bound; None for no such bound.
+      below: the other one; exactly one of the two is given.
+      times: steps in a row in which it was measured and beyond; steps that did not measure it are passed over.
+    """
+
+    metric: str
+    above: float | None = None
+    below: float | None = None
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Stalls:
+    """True once so many evaluations in a row have found nothing better than the best one of the phase.
+
+    Attributes:
+      evaluations: how many.
+    """
+
+    evaluations: int
+
+
+Until = Reaches | Stalls
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run with settings of its own, until so many steps are made or something is so.
+
+    Attributes:
+      name: for people: in the summary, the report and the event ``event/phase`` at its beginning.
+      steps: it lasts at most; None for no such end. The last phase lasts until the run's steps are made.
+      until: it ends after the step after which this is so; None for ``steps`` alone.
+      changes: settings by their dotted names, as on the command line (``{"rollout.group": 32}``), from here on: what a
+        later phase does not change stays. A value may be a whole part: ``{"task": Mixture(...)}``.
+      reset: the reference becomes the policy when it begins.
+      reset_optimiser: the optimiser begins anew when it begins.
+    """
+
+    name: str
+    steps: int | None = None
+    until: Until | None = None
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reset: bool = False
+    reset_optimiser: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What decides between steps.
+
+    Attributes:
+      phases: parts of the run with settings of their own, in turn; none for a run of one piece.
+    """
+
+    phases: tuple[Phase, ...] = ()

@@ -1,0 +1,178 @@
+"""Damaged checkpoints: the newest whole one is gone on from, and a line says which were passed over, and why."""
+
+import dataclasses
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from learner.rollouts import one_device
+from tiny import tiny
+
+from jaxrl_llm import integrity
+from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.cli import explain
+from jaxrl_llm.config import load_config
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.launch import finished
+from jaxrl_llm.learner import Optimiser, create_state
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.recovery import check_whole, check_writable, newest_whole
+from jaxrl_llm.snapshots import keep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three checkpoints of a small state, and a snapshot of the second."""
+    folder = tmp_path_factory.mktemp("integrity") / "run"
+    state = create_state(tiny(), build(Optimiser()), True, one_device())
+    with Checkpoints(folder / "checkpoints", 3) as store:
+        for step in (1, 2, 3):
+            store.save(step, state, {"step": step})
+    keep(folder, 2, state)
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """A copy of them."""
+    return Path(shutil.copytree(folder, tmp_path / "run"))
+
+
+def largest(run, step):
+    """The file of a checkpoint that holds most."""
+    files = [path for path in (run / "checkpoints" / str(step) / "state").rglob("*") if path.is_file()]
+    return max(files, key=os.path.getsize)
+
+
+def flip(run, step):
+    path = largest(run, step)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut(run, step):
+    path = largest(run, step)
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def halve(run, step):
+    path = largest(run, step)
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def remove(run, step):
+    largest(run, step).unlink()
+
+
+def lengthen(run, step):
+    with open(largest(run, step), "ab") as file:
+        file.write(b"0")
+
+
+def forget_host(run, step):
+    shutil.rmtree(run / "checkpoints" / str(step) / "host")
+
+
+DAMAGES = {
+    flip: " is not what was written: its checksum differs",
+    cut: ": 3 bytes missing",
+    remove: " is missing",
+    lengthen: ": 1 byte too many",
+    forget_host: "host/",
+}
+
+
+def test_every_file_of_a_checkpoint_and_of_a_snapshot_has_a_checksum(run):
+    for step in (run / "checkpoints" / "3", run / "snapshots" / "2"):
+        files = {str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file()}
+        assert integrity.written(step).keys() == files and integrity.fault(step) == ""
+        assert any(os.path.getsize(step / name) > 10_000 for name in files), "the arrays are among them"
+    assert newest_whole(run) == (3, "")
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(run, damage):
+    damage(run, 3)
+    step, told = newest_whole(run)
+    assert step == 2 and told.startswith("checkpoints/3 is damaged (file ") and told.endswith("; going on from 2")
+    assert DAMAGES[damage] in told and "\n" not in told
+    assert steps_in(run / "checkpoints") == [1, 2] and (run / "checkpoints" / "3.damaged" / "state").is_dir()
+    assert newest_whole(run) == (2, "")
+
+
+def test_several_damaged_ones_are_told_and_names_are_not_taken_twice(run):
+    (run / "checkpoints" / "2.damaged").mkdir()
+    flip(run, 3)
+    remove(run, 2)
+    step, told = newest_whole(run)
+    assert step == 1 and "checkpoints/3 is damaged" in told and "; checkpoints/2 is damaged" in told
+    assert (run / "checkpoints" / "2.damaged-2" / "state").is_dir()
+
+
+def test_where_none_is_whole_nothing_is_touched(run):
+    for step in (1, 2, 3):
+        cut(run, step)
+    with pytest.raises(InputError) as refused:
+        newest_whole(run)
+    told = str(refused.value)
+    assert "has no whole checkpoint: checkpoints/3 is damaged" in told and f"--from {run}@2" in told
+    assert told.endswith("or --fresh to start over") and "\n" not in told
+    assert steps_in(run / "checkpoints") == [1, 2, 3]
+    assert newest_whole(run / "nowhere") == (None, "")
+
+
+@pytest.mark.parametrize("content", [None, "", '{"state/x": [1', "[]"])
+def test_without_checksums_a_checkpoint_is_as_good_as_it_can_be_read(run, content):
+    for step in (2, 3):
+        seal = run / "checkpoints" / str(step) / integrity.NAME
+        seal.unlink()
+        if content is not None:
+            seal.write_text(content)
+    assert newest_whole(run) == (3, "")
+    halve(run, 3)
+    remove(run, 2)
+    step, told = newest_whole(run)
+    assert step == 1 and "checkpoints/3 is damaged (" in told and "checkpoints/2 is damaged (" in told
+    assert "\n" not in told
+
+
+def test_what_host_values_cannot_be_read_is_damaged_too(run):
+    step = run / "checkpoints" / "3"
+    (step / integrity.NAME).unlink()
+    (step / "host" / "metadata").write_text("{")
+    assert newest_whole(run)[0] == 2
+
+
+def test_a_run_whose_last_step_is_damaged_is_not_finished(run, capsys):
+    settings = dataclasses.replace(load_config("smoke")[1], steps=3)
+    assert finished(run, settings) and "3 of 3 steps" in capsys.readouterr().out
+    flip(run, 3)
+    assert not finished(run, settings)
+
+
+def test_other_commands_refuse_what_is_damaged(run):
+    flip(run, 3)
+    with pytest.raises(InputError, match=rf"3 is damaged \(.*\): give another: {run}@1, {run}@2"):
+        check_whole(run / "checkpoints" / "3")
+    check_whole(run / "checkpoints" / "2")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(run):
+    shutil.move(run / "checkpoints", run / "elsewhere")
+    (run / "checkpoints").write_text("")
+    with pytest.raises(InputError, match=r"checkpoints cannot be written \(.*\): make it writable") as refused:
+        check_writable(run)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_becomes_read_only_ends_the_run_in_one_line(number):
+    told = explain(OSError(number, os.strerror(number), "run/checkpoints/9"), "train")
+    assert told == (
+        f"{os.strerror(number).lower()} (run/checkpoints/9): make it readable and writable, and run the same command "
+        "again"
+    )
+    assert explain(ValueError(f"PERMISSION_DENIED: {os.strerror(number)}"), "train") is not None
