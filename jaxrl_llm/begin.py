@@ -1,5 +1,6 @@
 """A run before its first step here: what makes its steps, and a state that is fresh, restored, or another run's."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
 from jaxrl_llm.models.heads import split
+from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.rules import PhaseEnds
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.snapshots import SNAPSHOTS, kept
 from jaxrl_llm.stages import stage_of
@@ -27,7 +30,8 @@ from jaxrl_llm.types import Role, TrainState
 
 
 def load(
-    run: Configuration,
+    whole: Configuration,
+    number: int,
     mesh: Any,
     store: Checkpoints,
     start: int | None,
@@ -35,16 +39,20 @@ def load(
     progress: Progress,
     peers: Peers,
     weights: Start | None,
-) -> tuple[Stage, TrainState, LoopState]:
-    """What makes the run's steps, and its state before its first step here; all that may refuse the run is tried before
-    it speaks.
+) -> tuple[Stage, TrainState, LoopState, Any]:
+    """What makes the run's steps, its state before its first step here, and the tokenizer; all that may refuse the run
+    is tried before it speaks.
 
-    The arguments are those of ``train``; ``start`` is the step whose checkpoint is gone on from, or None.
+    The arguments are those of ``train``; ``number`` is that of the phase that the run is in, ``start`` the step whose
+    checkpoint is gone on from, or None.
     """
+    run = configs.in_phase(whole, number)
     progress.status(f"loading {run.model}")
     model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
     trained = as_trained(run, model)
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
+    stage = with_phase(stage, whole, number)
+    look_ahead(whole, number, model.config, tokenizer, progress.status)
     if start is not None:
         progress.status(f"restoring step {start}")
     parameters = count_of(trained)
@@ -53,9 +61,56 @@ def load(
     host.problems = stage.problems
     device = jax.devices()[0].device_kind
     progress.note(model_line(run.model, parameters, count_of(state.policy.params), jax.device_count(), device))
+    for line in (*configs.unreached(whole), *stage.notes):
+        progress.note(line)
+    return stage, state, host, tokenizer
+
+
+def load_phase(
+    whole: Configuration,
+    state: TrainState,
+    host: LoopState,
+    tokenizer: Any,
+    mesh: Any,
+    resources: Any,
+    progress: Progress,
+    peers: Peers,
+) -> Stage:
+    """What makes the steps of a phase that begins while the run goes on; ``host.phase`` is its number.
+
+    The arguments are those of ``load``.
+    """
+    run = configs.in_phase(whole, host.phase)
+    model = jax.eval_shape(policy_model, state)
+    stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
+    stage = with_phase(stage, whole, host.phase)
+    host.problems = stage.problems
+    host.coefficients = dict(stage.coefficients) | host.coefficients
     for line in stage.notes:
         progress.note(line)
-    return stage, state, host
+    return stage
+
+
+def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
+    """The stage with the rule that ends its phase, where another one follows."""
+    phases = configs.phases_of(run)
+    if number + 1 == len(phases):
+        return stage
+    ends = PhaseEnds(phases[number], phases[number + 1], run.evaluation.every)
+    return dataclasses.replace(stage, rules={**stage.rules, "phase": ends})
+
+
+def look_ahead(run: Configuration, number: int, model: Any, tokenizer: Any, status: Callable[[str], None]) -> None:
+    """Refuse a run of which a later phase than this one could not begin: its data, prompts and rewards are tried now.
+
+    ``model``: the architecture.
+    """
+    for later in range(number + 1, len(configs.phases_of(run))):
+        before, after = configs.in_phase(run, later - 1), configs.in_phase(run, later)
+        try:
+            stage_of(after).check_ahead(before, after, model, tokenizer, status)
+        except InputError as error:
+            raise InputError(f"phase {configs.phases_of(run)[later].name!r}: {error}") from None
 
 
 def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:

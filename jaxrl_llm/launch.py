@@ -20,6 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import InUse, alone, new_file, prepare_libraries, writable
 from jaxrl_llm.recovery import check_whole
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
+from jaxrl_llm.rules import PHASE
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import farewell
 from jaxrl_llm.snapshots import CHECKPOINTS, kept
@@ -65,9 +66,11 @@ def launch(
 
         summary = summarise(directory, time.monotonic() - began)
         writes = not isinstance(found.run, configs.RewardModel)
-        findings = diagnose(read_rows(directory / "metrics.jsonl"))
+        rows = list(read_rows(directory / "metrics.jsonl"))
+        findings = diagnose(rows)
+        phases = [(row["step"], str(row[PHASE])) for row in rows if PHASE in row]
         summary = dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes)
-        print_summary(summary, None, findings, voice.quiet)
+        print_summary(summary, None, findings, voice.quiet, phases)
     return code
 
 

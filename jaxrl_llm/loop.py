@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import requests, snapshots
-from jaxrl_llm.begin import load
+from jaxrl_llm.begin import load, load_phase
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
@@ -28,7 +28,7 @@ from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Batch, Stage
-from jaxrl_llm.step import LoopState, apply, take_step
+from jaxrl_llm.step import LoopState, apply, next_phase, take_step
 from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
@@ -78,43 +78,116 @@ def train(
       weights: whose the first ones are; None for the model's own.
       voice: how much is said on the way.
     """
-    configs.validate_on_devices(run, jax.device_count(), peers.count)
+    for number in range(len(configs.phases_of(run))):
+        configs.validate_on_devices(configs.in_phase(run, number), jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
     start, first = going_on(directory, peers, say)
     store = Checkpoints(directory / snapshots.CHECKPOINTS, run.output.keep)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
-    code = DONE
-    last_words = ""
     with (
         store,
         jax.set_mesh(mesh),
         logged(directory / "log.txt") if peers.leads else nullcontext(),
         watching(directory, schedule, start, peers, voice.quiet) as progress,
         writing(run, directory, (-1 if start is None else start) if first else None, peers, voice) as writer,
-        stage_of(run).resources(run, peers, directory) as resources,
-        farewell(lambda *reason: resources.close()),
         ExitStack() as stack,
     ):
         told = Told(schedule, progress, writer, lambda: peers.first(lambda: requests.asked(directory)))
-        stage, state, host = load(run, mesh, store, start, resources, progress, peers, weights)
-        before_steps(stage, state, host, told, start is None)
-        stop = stack.enter_context(Preemption(progress.warn))  # from here on there is a step to finish
-        for step in range((start or 0) + 1, run.steps + 1):
-            row = first if step == (start or 0) + 1 else {}
-            state, row, batch, decision = make_step(stage, run, state, host, step, told, row)
-            asked = agreed_to_stop(peers, stop, step, batch.common, row)
-            keep_models(decision, store, directory, step, state)
-            settle(peers, directory, host)
-            if schedule.saves(step) or decision.stop is not None or asked:
-                save(store, step, state, host.to_json(stage.records), progress)
-            code, last_words = ending(decision, asked and step < run.steps, step, directory)
-            if last_words:
-                break
+        place = Place(run, directory, store, mesh, peers, told, Preemption(progress.warn))
+        at = None
+        number = 0 if start is None else peers.first(lambda: snapshots.phase_of(snapshots.kept(directory)[start]))
+        while at is None or at.goes_on:
+            settings = configs.in_phase(run, number if at is None else at.host.phase)
+            with (
+                stage_of(settings).resources(settings, peers, directory) as resources,
+                farewell(lambda *reason, resources=resources: resources.close()),
+            ):
+                if at is None:
+                    *begun, tokenizer = load(run, number, mesh, store, start, resources, progress, peers, weights)
+                    before_steps(*begun, told, start is None)
+                    stack.enter_context(place.stop)  # from here on there is a step to finish
+                    at = At(*begun, start or 0, first)
+                else:
+                    at.stage = load_phase(run, at.state, at.host, tokenizer, mesh, resources, progress, peers)
+                make_steps(place, settings, at)
         store.close()
-        settle(peers, directory, host)
-    if last_words:
-        say(last_words)
-    return code
+        settle(peers, directory, at.host)
+    if at.last_words:
+        say(at.last_words)
+    return at.code
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What stays while a run goes through its phases.
+
+    Attributes:
+      run: its settings.
+      directory: its own.
+      store: of checkpoints.
+      mesh: of its devices.
+      peers: its processes.
+      told: who hears of its steps.
+      stop: whether it was asked to.
+    """
+
+    run: Configuration
+    directory: Path
+    store: Checkpoints
+    mesh: Any
+    peers: Peers
+    told: Told
+    stop: Preemption
+
+
+@dataclasses.dataclass
+class At:
+    """Where a run is.
+
+    Attributes:
+      stage: makes the steps of its phase.
+      state: on the devices.
+      host: beside it.
+      step: the last one that is made.
+      row: what the next row begins with.
+      code: of the exit, once it ends.
+      last_words: why it ends before its steps are made; empty where it does not.
+      goes_on: whether another phase begins.
+    """
+
+    stage: Stage
+    state: TrainState
+    host: LoopState
+    step: int
+    row: dict[str, Any]
+    code: int = DONE
+    last_words: str = ""
+    goes_on: bool = False
+
+
+def make_steps(place: Place, settings: Configuration, at: At) -> None:
+    """The steps of one phase, up to its end or that of the run; ``at`` moves with them.
+
+    ``settings``: those of the phase.
+    """
+    run, directory, peers, told = place.run, place.directory, place.peers, place.told
+    at.goes_on = False
+    for step in range(at.step + 1, run.steps + 1):
+        at.state, row, batch, decision = make_step(at.stage, settings, at.state, at.host, step, told, at.row)
+        at.row = {}
+        at.step = step
+        asked = agreed_to_stop(peers, place.stop, step, batch.common, row)
+        records = at.stage.records
+        if decision.next_phase:
+            at.state = next_phase(run, at.stage, at.state, at.host)
+        keep_models(decision, place.store, directory, step, at.state, at.host.phase)
+        settle(peers, directory, at.host)
+        if told.schedule.saves(step) or decision.stop is not None or decision.next_phase or asked:
+            save(place.store, step, at.state, at.host.to_json(records), told.progress)
+        at.code, at.last_words = ending(decision, asked and step < run.steps, step, directory)
+        if at.last_words or decision.next_phase:
+            at.goes_on = not at.last_words and step < run.steps
+            return
 
 
 def going_on(directory: Path, peers: Peers, say: Callable[[str], None]) -> tuple[int | None, dict[str, Any]]:
@@ -201,11 +274,13 @@ def make_step(
     return state, row, batch, decision
 
 
-def keep_models(decision: Decision, store: Checkpoints, directory: Path, step: int, state: TrainState) -> None:
+def keep_models(
+    decision: Decision, store: Checkpoints, directory: Path, step: int, state: TrainState, phase: int
+) -> None:
     """Write the snapshot of this step where one is decided: whole before the checkpoint of the step is begun."""
     if decision.snapshot:
         store.wait()
-        snapshots.keep(directory, step, state)
+        snapshots.keep(directory, step, state, phase)
 
 
 def save(store: Checkpoints, step: int, state: TrainState, host: dict[str, Any], progress: Progress) -> None:

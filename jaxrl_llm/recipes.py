@@ -5,18 +5,17 @@ makes one update of each batch unless it says otherwise; ``config.notes`` tells 
 """
 
 import dataclasses
-import functools
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Critic
+from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rules import Resets
 
-Kind = TypeVar("Kind", bound=type)
 OLD_RESETS = {
     "reference_reset": "reference_every",
     "reset_on_stall": "on_stall",
@@ -24,21 +23,6 @@ OLD_RESETS = {
     "optimiser_reset": "optimiser_every",
 }
 """Fields of ``Recipe`` before it had ``resets``, and their names there: configurations and runs still name them."""
-
-
-def taking_old_names(kind: Kind) -> Kind:
-    """A class decorator: the constructor of ``kind``, and ``replace``, also take the names of ``OLD_RESETS``."""
-    made = kind.__init__
-
-    @functools.wraps(made)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        old = {OLD_RESETS[name]: values.pop(name) for name in OLD_RESETS if name in values}
-        if old:
-            values["resets"] = dataclasses.replace(values.get("resets", Resets()), **old)
-        made(self, *args, **values)
-
-    setattr(kind, "__init__", __init__)  # noqa: B010  a type checker takes no assignment to it
-    return kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +38,7 @@ class Updates:
     completions: int | None = None
 
 
-@taking_old_names
+@taking_old_names("resets", Resets, OLD_RESETS)
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A method of training.

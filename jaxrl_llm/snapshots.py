@@ -4,9 +4,10 @@ A snapshot has what models are made of and nothing else: the parameters of every
 fingerprint of its weights. It is written as a checkpoint is, and read by the same functions.
 """
 
+import json
 from pathlib import Path
 
-from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.checkpoint import HOST, Checkpoints, steps_in
 from jaxrl_llm.types import TrainState
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
@@ -19,13 +20,15 @@ def models_of(state: TrainState) -> TrainState:
     return state._replace(frozen={})
 
 
-def keep(directory: Path, step: int, state: TrainState) -> None:
+def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
     """Write ``RUN/snapshots/STEP``; it is there, whole, when this returns.
+
+    ``phase``: the number of the one that begins with it, or that it is in.
 
     One of the same step, of a run that went on from before it, is replaced. No checkpoint may be under way.
     """
     with Checkpoints(directory / SNAPSHOTS, None) as snapshots:
-        snapshots.save(step, models_of(state), {})
+        snapshots.save(step, models_of(state), {"phase": phase})
 
 
 def kept(directory: Path) -> dict[int, Path]:
@@ -33,6 +36,11 @@ def kept(directory: Path) -> dict[int, Path]:
     found = {step: directory / SNAPSHOTS / str(step) for step in steps_in(directory / SNAPSHOTS)}
     found |= {step: directory / CHECKPOINTS / str(step) for step in steps_in(directory / CHECKPOINTS)}
     return dict(sorted(found.items()))
+
+
+def phase_of(place: Path) -> int:
+    """The phase that the run is in from this checkpoint or snapshot on; the first in those of old."""
+    return json.loads((place / HOST).read_text()).get("phase", 0)
 
 
 def listed(directory: Path) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 import jax
 
 from jaxrl_llm import codec, learner
+from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference
+from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rollout import earlier
-from jaxrl_llm.rules import Decision, Memory
+from jaxrl_llm.rules import LAST, Decision, Memory
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
 from jaxrl_llm.types import TrainState
 
@@ -33,7 +34,8 @@ class LoopState:
       ready: a batch that was made ahead, for the next step; None where none is.
       memory: what each rule remembers.
       coefficients: of the loss, for the next step, where a rule moves them.
-      problems: fingerprints of the problems that the run began with.
+      problems: fingerprints of the problems that the run, or its phase, began with.
+      phase: the number of the run's phase, from 0.
     """
 
     left: Any = None
@@ -41,6 +43,7 @@ class LoopState:
     memory: Memory = dataclasses.field(default_factory=dict)
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     problems: Fingerprints = dataclasses.field(default_factory=dict)
+    phase: int = 0
 
     def to_json(self, records: Sequence[type]) -> dict[str, Any]:
         """Plain values; exact. ``records``: the kinds of dataclasses in it."""
@@ -144,6 +147,33 @@ def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tu
         learned = other.submit(learn)
         sampled = sample()
         return learned.result(), sampled
+
+
+def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
+    """The state as the next phase of the run begins with it: with a reference if that has one, reset where it says so.
+
+    Args:
+      run: all of it.
+      stage: of the phase that has ended.
+      state: donated.
+      host: told what the next phase finds; rules begin anew, and coefficients that they have moved stay where the
+        recipe and the limits of costs are the same.
+    """
+    before: Any = configs.in_phase(run, host.phase)
+    host.phase += 1
+    after: Any = configs.in_phase(run, host.phase)
+    phase = configs.phases_of(run)[host.phase]
+    host.left = stage.leaves(host.left if host.ready is None else host.ready.left, after)
+    host.ready = None
+    host.memory = {name: own for name, own in host.memory.items() if name == LAST}
+    if (before.recipe, before.scoring.constraints) != (after.recipe, after.scoring.constraints):
+        host.coefficients = {}
+    state = with_reference(state, configs.keeps_reference(after))
+    if phase.reset:
+        state = reset_reference(state)
+    if phase.reset_optimiser:
+        state = reset_optimiser(state, build(after.learner.optimiser))
+    return state
 
 
 def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:

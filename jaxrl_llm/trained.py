@@ -12,7 +12,7 @@ from jaxrl_llm.models.architecture import architecture
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import check_name
 from jaxrl_llm.recovery import check_whole
-from jaxrl_llm.snapshots import kept
+from jaxrl_llm.snapshots import kept, phase_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,9 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     for field in (*DECIDE_THE_MODEL, *(TESTED_ON if tests else ())):
         configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
-    run = configs.located(saved.run, saved.origin, directory)
-    return Trained(run, kept(directory)[start.step], start.step)
+    place = kept(directory)[start.step]
+    run = configs.in_phase(configs.located(saved.run, saved.origin, directory), phase_of(place))
+    return Trained(run, place, start.step)
 
 
 def _check_name(name: str, directory: Path) -> None:

@@ -21,6 +21,7 @@ CHECKED = [*MODULES, *TESTS, *sorted((ROOT / "configs").rglob("*.py")), *sorted(
 
 ROOMS = (
     "lazy",
+    "moved",
     "types",
     "codec",
     "errors",

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import re
 import sys
 from collections.abc import Callable, Generator
 from typing import Any, TextIO
@@ -31,11 +32,11 @@ TRL's and verl's names of the loss's settings are understood too: docs/dialects.
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
-    "with the weights of another, --monitor_kl is short for --output.monitor_kl. --quiet shows no progress: warnings, "
-    "findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one JSON "
-    "object a line, and all else on stderr. --distributed.coordinator HOST:PORT --distributed.processes N "
-    "--distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names of the loss's "
-    "settings are understood too: docs/dialects.md."
+    "with the weights of another, --run_dir is short for --output.run_dir, --monitor_kl for --output.monitor_kl. "
+    "--quiet shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json prints each "
+    "step's metrics on stdout, one JSON object a line, and all else on stderr. --distributed.coordinator HOST:PORT "
+    "--distributed.processes N --distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names "
+    "of the loss's settings are understood too: docs/dialects.md."
 )
 
 OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
@@ -58,6 +59,7 @@ def train(arguments: list[str]) -> int:
     distributed = take_distributed(arguments)
     if take(arguments, "--monitor-kl", False):
         arguments.append("--output.monitor_kl")
+    arguments[:] = [re.sub("^--run[-_]dir(?==|$)", "--output.run_dir", argument) for argument in arguments]
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     foreign = take_spellings(arguments) if isinstance(settings, configs.Run) else {}

@@ -19,7 +19,8 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.numbers import MAX_SEED, check_seed
 from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.parts import dated, day_of
-from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, resolved
+from jaxrl_llm.config.phases import in_phase, phases_of, unreached
+from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, keeps_reference, resolved
 from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
     Unsaveable,
@@ -84,8 +85,10 @@ __all__ = [
     "flat",
     "from_json",
     "holds_out",
+    "in_phase",
     "is_run",
     "is_whole",
+    "keeps_reference",
     "limits_of",
     "load_config",
     "load_json",
@@ -95,6 +98,7 @@ __all__ = [
     "of_steps",
     "own_modules",
     "parts_of_task",
+    "phases_of",
     "read",
     "rebuilt",
     "refusals",
@@ -106,6 +110,7 @@ __all__ = [
     "split_step",
     "tasks_in",
     "to_json",
+    "unreached",
     "validate",
     "validate_on_devices",
     "validate_on_model",

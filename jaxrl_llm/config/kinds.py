@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.config.check_texts import check_from_data
+from jaxrl_llm.config.phases import check_phases
 from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
 from jaxrl_llm.config.validation import check_reinforcement
@@ -22,4 +23,7 @@ KINDS = tuple(CHECKS)
 def validate(run: Configuration) -> None:
     """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
     check = next(check for kind, check in CHECKS.items() if isinstance(run, kind))
-    check(run)
+    if isinstance(run, Run) and run.rules.phases:
+        check_phases(run, check)
+    else:
+        check(run)

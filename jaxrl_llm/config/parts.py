@@ -25,6 +25,9 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
         items = [with_parts(item, change) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else type(value)(items)
+    if isinstance(value, dict):
+        found = {key: with_parts(item, change) for key, item in value.items()}
+        return value if all(found[key] is value[key] for key in value) else found
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = {}

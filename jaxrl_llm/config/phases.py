@@ -4,13 +4,15 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.run import Configuration, Run, resolved
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
+
+Kind = TypeVar("Kind", bound=Configuration)
 
 FIXED = (
     "model", "mesh", "seed", "steps", "output", "rules", "evaluation.every", "evaluation.judge", "learner.dtype",
@@ -27,7 +29,7 @@ def phases_of(run: Configuration) -> tuple[Phase, ...]:
     return getattr(run, "rules", Rules()).phases or (Phase(""),)
 
 
-def in_phase(run: Configuration, number: int) -> Configuration:
+def in_phase(run: Kind, number: int) -> Kind:
     """The run's settings in one phase, counted from 0: with the changes of all phases up to it, and resolved.
 
     A phase has random numbers of its own: its seed is the run's, shifted.
@@ -77,7 +79,9 @@ def _with(value: Any, path: list[str], new: Any, name: str) -> Any:
     known = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if path[0] not in known:
         close = difflib.get_close_matches(path[0], known, 1, 0.5)
-        meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}" if known else "it has no parts"
+        meant = (
+            f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}" if known else "it has no parts"
+        )
         raise InputError(f"a phase changes {name}, and there is no {path[0]} in {type(value).__name__}: {meant}")
     inner = new if len(path) == 1 else _with(getattr(value, path[0]), path[1:], new, name)
     return dataclasses.replace(value, **{path[0]: inner})
@@ -96,7 +100,9 @@ def check_phases(run: Run, check: Any) -> None:
     for number, phase in enumerate(phases):
         where = f"rules.phases[{number}]"
         require(bool(phase.name), f"{where}.name is empty: say what it is, for the summary and the report")
-        require(names.count(phase.name) == 1, f"{where}.name {phase.name!r} is another phase's too: give it one of its own")
+        require(
+            names.count(phase.name) == 1, f"{where}.name {phase.name!r} is another phase's too: give it one of its own"
+        )
         _check_end(phase, where, last=number == len(phases) - 1)
         _check_changes(run, number, where)
         try:
@@ -105,11 +111,17 @@ def check_phases(run: Run, check: Any) -> None:
             check(settings)
         except InputError as error:
             raise InputError(f"phase {phase.name!r}: {error}") from None
-    known = sum(phase.steps or 0 for phase in phases[:-1])
-    require(
-        not phases or known < run.steps,
-        f"the phases before the last one have {known} steps, and steps is {run.steps}: set --steps above {known}",
-    )
+
+
+def unreached(run: Configuration) -> list[str]:
+    """A note where the run's steps end before its last phase can begin."""
+    phases = phases_of(run)
+    known = 0
+    for number, phase in enumerate(phases[1:], start=1):
+        known += phases[number - 1].steps or 0
+        if known >= run.steps:
+            return [f"phase {phase.name} does not begin in {run.steps} steps: those before it take {known}"]
+    return []
 
 
 def _check_end(phase: Phase, where: str, last: bool) -> None:
@@ -139,7 +151,9 @@ def _check_changes(run: Run, number: int, where: str) -> None:
     """Refuse changes of what all phases share, and a wait for evaluations that never come."""
     phase = run.rules.phases[number]
     for name in phase.changes:
-        fixed = [other for other in FIXED if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")]
+        fixed = [
+            other for other in FIXED if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+        ]
         if name in ("learner", "recipe", "evaluation"):
             continue  # a whole part: what it holds is compared below
         require(not fixed, f"{where} changes {name}, which is the same in all phases: set it for the run")

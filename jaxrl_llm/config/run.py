@@ -9,11 +9,13 @@ from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.mixture import Mixture, Part, parts_of_task
 from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.shaping import Accuracy, Reward
 from jaxrl_llm.rollout.settings import Rollout
+from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.tasks.task import Task
 
@@ -61,6 +63,7 @@ class Output:
         bit.
       tensorboard: write curves for TensorBoard.
       wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
+      run_dir: where it all lies; None for runs/NAME below the current folder. ``--run_dir`` is short for it.
     """
 
     checkpoint_every: int = 50
@@ -70,6 +73,7 @@ class Output:
     monitor_kl: bool = False
     tensorboard: bool = True
     wandb: str | None = None
+    run_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,11 @@ class Scoring:
             object.__setattr__(self, "refusals", as_reward(self.refusals))
 
 
+MOVED = {"run_dir": "run_dir"}
+"""Fields of configurations that are ``output``'s now."""
+
+
+@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Everything that decides a run.
@@ -121,7 +130,7 @@ class Run:
       output: checkpoints and logs.
       steps: how many; each samples one batch of groups and learns from it.
       seed: decides every random number of the run.
-      run_dir: where it lies; None for runs/NAME below the current folder.
+      rules: what else decides between steps: phases, guards.
     """
 
     model: str
@@ -135,7 +144,12 @@ class Run:
     output: Output = Output()
     steps: int = 100
     seed: int = 0
-    run_dir: str | None = None
+    rules: Rules = Rules()
+
+    @property
+    def run_dir(self) -> str | None:
+        """That of ``output``."""
+        return self.output.run_dir
 
 
 class Configuration(Protocol):
@@ -151,7 +165,11 @@ class Configuration(Protocol):
     output: Output
     steps: int
     seed: int
-    run_dir: str | None
+
+    @property
+    def run_dir(self) -> str | None:
+        """Where it lies."""
+        ...
 
 
 @functools.singledispatch
@@ -181,6 +199,11 @@ def _(run: Run) -> Run:
     weight = overlong_weight(run) or recipe.overlong_weight
     recipe = dataclasses.replace(recipe, algorithm=algorithm, filter_groups=reads, overlong_weight=weight)
     return dataclasses.replace(run, rollout=rollout, recipe=recipe)
+
+
+def keeps_reference(run: Run) -> bool:
+    """Whether the policy is kept as it was, since the recipe has a KL to it, or since one is watched."""
+    return run.recipe.algorithm.needs_reference or run.output.monitor_kl
 
 
 def rewards_of(run: Run, part: Part) -> tuple[Reward, ...]:

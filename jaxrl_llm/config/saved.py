@@ -20,7 +20,6 @@ from jaxrl_llm.tasks.memory import MISSING, Memory
 
 FREE_TO_CHANGE = (
     "steps",
-    "run_dir",
     "mesh",
     # All of the evaluation but its judge: what it compares with are answers from before the first step.
     "evaluation.every",
@@ -36,6 +35,7 @@ FREE_TO_CHANGE = (
     "output.ratios",
     "output.tensorboard",
     "output.wandb",
+    "output.run_dir",
     # What fits a machine: a run that ran out of memory must be able to go on with less.
     "learner.microbatch_rows",
     "learner.row_tokens",

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config.run import Evaluation, Output
+from jaxrl_llm.config.run import MOVED, Evaluation, Output
 from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.tasks.collected import Collected
 from jaxrl_llm.tasks.sources import Rows
@@ -61,7 +62,6 @@ class FromData:
       output: checkpoints and logs.
       steps: how many.
       seed: decides the order of the data and every other random number.
-      run_dir: where it lies; None for runs/NAME below the current folder.
     """
 
     model: str
@@ -75,21 +75,27 @@ class FromData:
     output: Output = Output()
     steps: int = 100
     seed: int = 0
-    run_dir: str | None = None
+
+    @property
+    def run_dir(self) -> str | None:
+        """That of ``output``."""
+        return self.output.run_dir
 
 
+@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Supervised(FromData):
     """A run of supervised fine-tuning: the model learns to continue prompts as the data does.
 
     Attributes:
-      model, batch, learner, mesh, evaluation, answering, output, steps, seed, run_dir: as in ``FromData``.
+      model, batch, learner, mesh, evaluation, answering, output, steps, seed: as in ``FromData``.
       data: texts; or what the model itself answers rightly (``Texts(Collected(...))``).
     """
 
     data: Texts
 
 
+@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
     """A run that learns from pairs of answers which is better, against the model as it was at the start.
@@ -97,7 +103,7 @@ class Preference(FromData):
     Attributes:
       model: as in ``FromData``; it is the reference too.
       data: pairs; or a right and a wrong answer of the model's own (``Pairs(Collected(...))``).
-      batch, learner, mesh, evaluation, answering, output, steps, seed, run_dir: as in ``FromData``.
+      batch, learner, mesh, evaluation, answering, output, steps, seed: as in ``FromData``.
       loss: of each pair.
     """
 
@@ -105,6 +111,7 @@ class Preference(FromData):
     loss: DPO | IPO = DPO()
 
 
+@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class RewardModel(FromData):
     """A run that teaches a model with a scalar head to score answers.
@@ -114,7 +121,7 @@ class RewardModel(FromData):
       data: pairs or rankings (Bradley-Terry), or solutions with labelled steps (a process reward model); either may be
         collected from ``model``, which is a language model then.
       evaluation: when it is tested on the data that is held out (``every``, ``limit``).
-      batch, learner, mesh, answering, output, steps, seed, run_dir: as in ``FromData``.
+      batch, learner, mesh, answering, output, steps, seed: as in ``FromData``.
       centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
     """
 

@@ -96,6 +96,15 @@ def _fresh(
     return TrainState(roles, {"reference": params} if reference else {})
 
 
+def with_reference(state: TrainState, kept: bool) -> TrainState:
+    """The state with a reference, the policy as it is where it had none; or without one."""
+    if not kept:
+        return state._replace(frozen={name: x for name, x in state.frozen.items() if name != "reference"})
+    if state.reference is not None:
+        return state
+    return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
+
+
 def reset_reference(state: TrainState) -> TrainState:
     """The state whose reference is its policy, in buffers of its own; without a reference nothing changes."""
     if state.reference is None:

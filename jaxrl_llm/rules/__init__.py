@@ -1,15 +1,19 @@
 """What decides between steps: pure functions of a step's row and of what they remember, each by itself."""
 
 from jaxrl_llm.rules.controllers import Controlled, Multiplier
-from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Memory, Rule, decide
+from jaxrl_llm.rules.decision import DONE, GUARD, LAST, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing, guards_of
+from jaxrl_llm.rules.phases import PHASE, PhaseEnds
 from jaxrl_llm.rules.resets import ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
+from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 __all__ = [
     "ASKED",
     "BY_HAND",
     "DONE",
     "GUARD",
+    "LAST",
+    "PHASE",
     "Averaged",
     "ByHand",
     "Controlled",
@@ -20,9 +24,14 @@ __all__ = [
     "OnKL",
     "OnSchedule",
     "OnStall",
+    "Phase",
+    "PhaseEnds",
+    "Reaches",
     "Resets",
     "RewardFails",
     "Rule",
+    "Rules",
+    "Stalls",
     "TeachesNothing",
     "decide",
     "guards_of",

@@ -31,6 +31,7 @@ class Decision:
       mix: how much of it; the rest is the reference as it was. 1 makes the policy the reference.
       reset_optimiser: the optimiser starts anew.
       snapshot: the models as they are after this step are kept for good.
+      next_phase: the run's next phase begins after this step.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
     """
@@ -42,6 +43,7 @@ class Decision:
     mix: float = 1.0
     reset_optimiser: bool = False
     snapshot: bool = False
+    next_phase: bool = False
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
 
@@ -68,7 +70,11 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         remembered[name] = own
     stopping = [decision for decision in decisions if decision.stop is not None]
     if stopping:
-        undone = [name for name, d in zip(rules, decisions, strict=True) if d.reset_reference or d.reset_optimiser]
+        undone = [
+            name
+            for name, d in zip(rules, decisions, strict=True)
+            if d.reset_reference or d.reset_optimiser or d.next_phase
+        ]
         remembered |= {name: memory.get(name, {}) for name in undone}  # is still to come
         return dataclasses.replace(stopping[0], events=_merged(d.events for d in stopping)), remembered
     events = _merged(d.events for d in decisions)
@@ -79,6 +85,7 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         reset_reference=any(d.reset_reference for d in decisions),
         reset_optimiser=any(d.reset_optimiser for d in decisions),
         snapshot=any(d.snapshot for d in decisions),
+        next_phase=any(d.next_phase for d in decisions),
         coefficients=_merged(d.coefficients for d in decisions),
         events=events,
     ), remembered

@@ -43,13 +43,7 @@ class PhaseEnds:
         events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
         events |= {"event/reference_reset": True} if following.reset else {}
         events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
-        return Decision(
-            next_phase=True,
-            snapshot=True,
-            reset_reference=following.reset,
-            reset_optimiser=following.reset_optimiser,
-            events=events,
-        ), remembered
+        return Decision(next_phase=True, snapshot=True, events=events), remembered
 
     def _waited(self, row: Row, own: dict[str, Any]) -> dict[str, Any]:
         """What it remembers of what it waits for: ``times`` in a row, or the ``best`` and the ``stalled``."""

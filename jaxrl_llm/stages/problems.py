@@ -33,6 +33,11 @@ class Problems:
     tested: tasks.Task | configs.Mixture
     notes: tuple[str, ...]
 
+    @property
+    def all_train(self) -> list[Problem]:
+        """The problems of all tasks."""
+        return [problem for one in self.train for problem in one]
+
 
 def read_problems(run: Run, status: Callable[[str], None]) -> Problems:
     """The problems of the run's tasks, and those that it is tested on.
@@ -70,8 +75,7 @@ def problems_of(run: Run, read: Problems) -> Fingerprints:
     if run.evaluation.task:
         settings = json.dumps(configs.to_json(run.evaluation.task))
         name = f"evaluation {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
-    trained = [problem for one in read.train for problem in one]
-    return {"training": tasks.fingerprint(trained), name: tasks.fingerprint(read.held_out)}
+    return {"training": tasks.fingerprint(read.all_train), name: tasks.fingerprint(read.held_out)}
 
 
 def check_prompts(run: Run, prompts: tasks.Prompts, problems: Sequence[Problem]) -> None:

@@ -63,11 +63,6 @@ def moved_by_rules(run: Run) -> dict[str, float]:
     return found if run.recipe.controller is None else found | {"kl_coef": run.recipe.algorithm.kl_coef}
 
 
-def keeps_reference(run: Run) -> bool:
-    """Whether the policy is kept as it was, since the recipe has a KL to it, or since one is watched."""
-    return run.recipe.algorithm.needs_reference or run.output.monitor_kl
-
-
 def coefficients_of(run: Run) -> dict[str, Any]:
     """What objectives and updates are given beside data, as before the first step."""
     found: dict[str, Any] = {"temperature": run.rollout.temperature} | moved_by_rules(run)
@@ -169,7 +164,7 @@ def outline(run: Run, model: Decoder, mesh: Any, where: Any, find: Architectures
     others = tuple(name for name in names if name != "target_kl")
     stops = model.config.tokens.eos
     return Outline(
-        state=state_of(run, model, training, keeps_reference(run)),
+        state=state_of(run, model, training, configs.keeps_reference(run)),
         training=training,
         forwards={one.role: forward if one.role == "policy" else values for one in training},
         groups=groups(run),

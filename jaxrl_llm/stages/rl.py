@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate_tasks
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.samples import advantage_of, size_of_advantages, without_gain
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Reward, Scorer
@@ -132,6 +134,19 @@ class Reinforcement(Stage):
             left=dataclasses.replace(batch.left, texts=drawn),
         )
 
+    def leaves(self, left: Carryover | None, following: Run) -> Carryover | None:
+        """All of it where groups are sampled and scored as before; else what was not learned from is let go; what the
+        stream of prompts remembers, where its tasks are others; and stored successes, where rewards are."""
+        if left is None or same_groups(self.run, following):
+            return left
+        stream = left.stream if self.run.task == following.task else {}
+        successes = (
+            left.successes if self.run.scoring == following.scoring else {}
+        )  # what they scored may be worth else
+        return dataclasses.replace(
+            left, carried=(), unfinished=(), good=0.0, seen=0.0, stream=stream, successes=successes
+        )
+
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
     ) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -183,7 +198,7 @@ def prepare(
     peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
     prompts = tasks.Prompts(configs.tasks_in(run.task), tokenizer)
     test_prompts = tasks.Prompts(configs.tasks_in(read.tested), tokenizer)
-    check_prompts(run, prompts, [problem for one in read.train for problem in one])
+    check_prompts(run, prompts, read.all_train)
     check_prompts(run, test_prompts, read.asked)
     scorer.tokenizer = tokenizer
     progress.status("calling each reward once")
@@ -212,7 +227,7 @@ def prepare(
         forward=programs.forward,
         label=run.task.label,
         problems=prints | texts,
-        reference=of_devices.keeps_reference(run),
+        reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
         notes=[*read.notes, *dropped, *sizes_of(run, read), *configs.notes(run)],
@@ -227,6 +242,25 @@ def prepare(
         mixture=mixture,
         contest=None if run.evaluation.judge is None else Contest(scorer.folder / FIRST_ANSWERS, scorer, peers),
     )
+
+
+def check_ahead(before: Run, run: Run, model: ModelConfig, tokenizer: Any, status: Callable[[str], None]) -> None:
+    """Refuse a phase that could not begin after the one before it, as ``prepare`` would, while there is nothing to
+    lose: its problems are read, and its rewards called once.
+
+    Raises:
+      InputError: as ``prepare``.
+    """
+    configs.validate_on_model(run, model)
+    if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
+        return
+    read = read_problems(run, status)
+    check_prompts(run, tasks.Prompts(configs.tasks_in(run.task), tokenizer), read.all_train)
+    check_prompts(run, tasks.Prompts(configs.tasks_in(read.tested), tokenizer), read.asked)
+    scoring = run.scoring
+    with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
+        for problems in read.train:
+            scorer.rehearse(problems[0], tokenizer)
 
 
 def sampler_of(
@@ -257,11 +291,17 @@ def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
     rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every, run.recipe.algorithm.kl_coef)
-    if of_devices.keeps_reference(run):
+    if configs.keeps_reference(run):
         rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
     for one in run.scoring.constraints:
         rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
     return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
+
+
+def same_groups(one: Run, other: Run) -> bool:
+    """Whether both sample and score groups in the same way."""
+    parts = ("task", "rollout", "scoring", "learner.keep_sampling_mask", "recipe.filter_groups", "recipe.shaping")
+    return all(operator.attrgetter(part)(one) == operator.attrgetter(part)(other) for part in parts)
 
 
 def dropped_endings(run: Run) -> tuple[str, ...]:

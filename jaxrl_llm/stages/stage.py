@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.evaluate import Evaluated, Tested
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.rules import Rule
@@ -92,6 +93,10 @@ class Stage:
     def learning(self, step: int) -> Sequence[Training]:
         """Of the roles that learn in this step."""
         return self.training
+
+    def leaves(self, left: Any, following: Configuration) -> Any:
+        """What a phase of other settings finds of what the last batch of this one has left."""
+        return left
 
     def weights(self, policy: Any) -> Any:
         """What batches are made with: the policy itself, or a copy laid out for sampling."""

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import host_file
+from jaxrl_llm.checkpoint import HOST
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.snapshots import kept
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
 from jaxrl_llm.tasks.scheduled import digest
 from jaxrl_llm.tasks.stream import Memory, PromptStream
@@ -44,7 +46,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
       InputError: there is no such run, it had no curriculum, or other problems.
     """
     start = configs.find_start(name)
-    saved = json.loads(host_file(start.run, start.step).read_text())
+    saved = json.loads((kept(Path(start.run))[start.step] / HOST).read_text())
     found = list(_memories(saved))
     if not found:
         raise InputError(f"{FIELD}.statistics {name} has none: that run had no {FIELD}; give another, or leave it out")

@@ -97,7 +97,11 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
 
 
 def print_summary(
-    summary: RunSummary, console: Console | None = None, findings: Sequence[Finding] = (), brief: bool = False
+    summary: RunSummary,
+    console: Console | None = None,
+    findings: Sequence[Finding] = (),
+    brief: bool = False,
+    phases: Sequence[tuple[int, str]] = (),
 ) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
@@ -106,11 +110,13 @@ def print_summary(
       console: where to; stdout if None.
       findings: what is wrong with it.
       brief: without the samples and commands.
+      phases: the steps after which another phase began, and what the row of each says of it.
     """
     console = console or Console(highlight=False)
-    lines = [*_results(summary), _field("the run lies in", summary.run_dir)]
+    begun = [_field(f"after step {step}", text) for step, text in phases]
+    lines = [*_results(summary), *begun, _field("the run lies in", summary.run_dir)]
     if not brief:
-        lines = [Text(""), *_results(summary), *_judged(summary), *_samples(summary, console)]
+        lines = [Text(""), *_results(summary), *begun, *_judged(summary), *_samples(summary, console)]
         lines += [Text(""), *_next(summary)]
     for line in (*lines, *_findings(findings)):
         console.print(line, soft_wrap=True)

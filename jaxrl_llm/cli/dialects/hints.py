@@ -70,9 +70,9 @@ FIELDS: dict[str, tuple[str, str]] = {
     "ref_model_sync_steps": ("recipe.resets.reference_every", "in steps"),
     "ref_model_mixup_alpha": ("recipe.resets.mix", "of the policy"),
     # What is kept and shown.
-    "output_dir": ("run_dir", ""),
-    "default_local_dir": ("run_dir", ""),
-    "run_name": ("run_dir", ""),
+    "output_dir": ("output.run_dir", ""),
+    "default_local_dir": ("output.run_dir", ""),
+    "run_name": ("output.run_dir", ""),
     "save_steps": ("output.checkpoint_every", "in steps"),
     "save_freq": ("output.checkpoint_every", "in steps"),
     "save_total_limit": ("output.keep", ""),

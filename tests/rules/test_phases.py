@@ -1,0 +1,66 @@
+"""When phases end, from rows alone."""
+
+import math
+
+import pytest
+
+from jaxrl_llm.rules import PHASE, Decision, Phase, PhaseEnds, Reaches, Stalls, decide
+
+
+def ends_at(phase, rows, every=2):
+    """The step after which the phase has ended, and what is said; None where it has not."""
+    memory = {}
+    rules = {"phase": PhaseEnds(phase, Phase("next"), every)}
+    for row in rows:
+        decision, memory = decide(rules, row, memory)
+        if decision.next_phase:
+            assert decision.snapshot
+            return row["step"], decision.events[PHASE]
+        assert decision == Decision()
+    return None
+
+
+def rows(*values, metric="kl", first=1):
+    return [{"step": first + at} | ({} if value is None else {metric: value}) for at, value in enumerate(values)]
+
+
+def test_after_its_steps_wherever_it_began():
+    assert ends_at(Phase("a", 3), [{"step": 0}, *rows(1, 1, 1, 1)]) == (3, "next (a ended after 3 steps)")
+    assert ends_at(Phase("a", 1), rows(1, first=41)) == (41, "next (a ended after 1 step)")
+    assert ends_at(Phase("a", 5), rows(1, 1, 1)) is None
+
+
+def test_once_a_metric_was_beyond_its_bound_so_many_times_in_a_row():
+    above = Phase("a", until=Reaches("kl", above=0.5, times=2))
+    assert ends_at(above, rows(0.6, 0.4, 0.6, 0.7))[0] == 4
+    assert ends_at(above, rows(0.5, 0.5, 0.5)) is None, "at the bound is not above it"
+    assert ends_at(above, rows(0.6, None, math.nan, 0.6))[0] == 4, "what was not measured says nothing"
+    below = Phase("a", until=Reaches("entropy", below=0.1))
+    found = ends_at(below, rows(0.3, 0.05, metric="entropy"))
+    assert found == (2, "next (a ended since entropy was below 0.1)")
+
+
+def test_whichever_comes_first():
+    phase = Phase("a", 3, Reaches("kl", above=1.0))
+    assert ends_at(phase, rows(2.0, 0.0))[0] == 1
+    assert ends_at(phase, rows(0.0, 0.0, 0.0)) == (3, "next (a ended after 3 steps)")
+
+
+@pytest.mark.parametrize(
+    ("results", "step"), [([0.1, 0.2, 0.2, 0.1], 8), ([0.1, 0.1, 0.3, 0.2, 0.3], 10), ([0.1, 0.2, 0.3], None)]
+)
+def test_once_evaluations_found_nothing_better(results, step):
+    tested = [{"step": 2 * at, "eval/average/pass@1": result} for at, result in enumerate(results, start=1)]
+    between = [{"step": 2 * at - 1, "eval/average/pass@1": 0.0} for at in range(1, len(results) + 1)]
+    found = ends_at(Phase("a", until=Stalls(2)), sorted(tested + between, key=lambda row: row["step"]))
+    assert (found and found[0]) == step
+
+
+def test_a_phase_that_a_guard_stops_is_still_to_end():
+    class Stops:
+        def __call__(self, row, own):
+            return Decision(stop=3, reason="x"), own
+
+    rules = {"phase": PhaseEnds(Phase("a", 2), Phase("next"), 0), "guard": Stops()}
+    decision, memory = decide(rules, {"step": 2}, {"phase": {"steps": 1}})
+    assert decision.stop == 3 and not decision.next_phase and memory["phase"] == {"steps": 1}

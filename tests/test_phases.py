@@ -1,0 +1,188 @@
+"""Runs of several phases: what their settings are, what is refused, and runs that are stopped in and between them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import commands
+from learner.rollouts import one_device
+
+from jaxrl_llm.algorithms.reduce import ConstantLength
+from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.config import Evaluation, from_json, in_phase, load_config, resolved, to_json, unreached, validate
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.recipes import DR_GRPO, GRPO, PRORL_V1
+from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
+RUN = load_config(str(CONFIG))[1]
+PARTS = (2, 3, 6)
+"""Steps after which the broken run was stopped: at a phase's end, in the middle of one, at another's end."""
+LINES = {
+    "whole": f"train {CONFIG} --run_dir whole",
+    **{f"to {step}": f"train {CONFIG} --run_dir broken --steps {step}" for step in PARTS},
+    "rest": f"train {CONFIG} --run_dir broken",
+    "eval": "eval whole@4 --json --limit 3",
+    "eval last": "eval whole --json --limit 3",
+    "from": f"train {CONFIG} --run_dir from --from whole@6 --steps 1",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("phased")
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    clock = ("time/", "throughput/", "memory", "event/resumed")
+    return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]
+
+
+def saved(folder, step, number, reference):
+    """Arrays and host values of a checkpoint in a phase."""
+    run = in_phase(resolved(RUN), number)
+    model, _ = load_pretrained(run.model)
+    like = abstract_state(model, build(run.learner.optimiser), reference)
+    with Checkpoints(folder / "checkpoints") as store:
+        state, host = store.restore(step, like, one_device())
+    return {name: np.asarray(array) for name, array in jax.device_get(flatten(state)).items()}, host
+
+
+def test_each_phase_begins_where_it_should(folder, answers):
+    assert answers["whole"].code == 0, answers["whole"].err
+    events = {row["step"]: row["event/phase"] for row in rows(folder / "whole") if "event/phase" in row}
+    assert events == {
+        2: "slower (short ended after 2 steps)",
+        4: "both tasks, anchored (slower ended after 2 steps)",
+        6: "reset (both tasks, anchored ended since kl was above -1 for 2 steps)",
+    }
+    assert sorted(path.name for path in (folder / "whole" / "snapshots").iterdir()) == ["2", "4", "6"]
+    assert all(
+        text in answers["whole"].out for text in ("after step 2", "both tasks, anchored (slower", "after step 6")
+    )
+
+
+def test_the_settings_of_a_phase_hold_from_its_first_step(folder, answers):
+    found = rows(folder / "whole")
+    assert [round(row["lr"], 6) for row in found[1:]] == [0.01, 0.01, *[0.001] * 6]
+    assert ["kl" in row and row["kl"] is not None for row in found[1:]] == [False] * 4 + [True] * 4
+    assert ["task/letters/groups" in row for row in found[1:]] == [False] * 4 + [True] * 4
+    assert "event/reference_reset" in found[6] and "event/optimiser_reset" in found[6]
+    assert found[7]["kl"] < found[6]["kl"], "the reference is nearer than before its reset"
+
+
+def test_a_run_that_was_stopped_in_and_between_phases_is_the_same_bit_for_bit(folder, answers):
+    assert [answers[name].code for name in LINES if name.startswith(("to", "rest"))] == [0] * 4
+    assert rows(folder / "broken") == rows(folder / "whole")
+    (arrays, host), (others, other) = (saved(folder / name, 8, 3, True) for name in ("whole", "broken"))
+    assert arrays.keys() == others.keys() and "phase both tasks" not in host
+    for name, array in arrays.items():
+        assert array.tobytes() == others[name].tobytes(), name
+    assert json.dumps(host) == json.dumps(other) and host["phase"] == 3
+
+
+def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
+    before, host = saved(folder / "whole", 3, 1, False)
+    assert host["phase"] == 1 and not any(name.startswith("reference") for name in before)
+    after, host = saved(folder / "whole", 4, 2, True)
+    assert host["phase"] == 2
+    for name in [name for name in after if name.startswith("reference/")]:
+        np.testing.assert_array_equal(after[name], after[name.replace("reference/", "policy/")])
+    reset, _ = saved(folder / "whole", 6, 3, True)
+    moments = [array for name, array in reset.items() if name.startswith("opt_state") and array.ndim > 1]
+    assert moments and not any(array.any() for array in moments)
+
+
+def test_a_run_is_tested_as_the_phase_of_its_checkpoint_is(answers):
+    assert "eval/letters/mean_length" in json.loads(answers["eval"].out), answers["eval"]
+    assert "eval/letters/mean_length" in json.loads(answers["eval last"].out)
+
+
+def test_another_run_begins_with_a_snapshot(folder, answers):
+    assert answers["from"].code == 0, answers["from"].err
+    assert "phase slower does not begin in 1 steps" in answers["from"].err
+
+
+def changed(*phases, **changes):
+    run = resolved(dataclasses.replace(RUN, rules=Rules(phases), **changes))
+    validate(run)
+    return run
+
+
+def test_changes_stay_until_another_phase_changes_them():
+    run = changed(
+        Phase("a", 1, changes={"rollout.group": 2}),
+        Phase("b", 1, changes={"rollout.prompts": 3}),
+        Phase("c", changes={"rollout.group": 5}),
+    )
+    settings = [in_phase(run, number) for number in range(3)]
+    assert [(one.rollout.group, one.rollout.prompts) for one in settings] == [(2, 4), (2, 3), (5, 3)]
+    assert len({one.seed for one in settings}) == 3 and settings[0].seed == run.seed
+    assert not any(one.rules.phases for one in settings)
+
+
+def test_what_was_filled_in_follows_what_it_was_filled_in_from():
+    run = changed(
+        Phase("a", 1),
+        Phase("b", 1, changes={"rollout.max_new_tokens": 6}),
+        Phase("c", changes={"recipe": PRORL_V1}),
+        recipe=DR_GRPO,
+        evaluation=Evaluation(every=1),
+        task=dataclasses.replace(RUN.task, holdout=0.2),
+    )
+    a, b, c = (in_phase(run, number) for number in range(3))
+    assert a.recipe.algorithm.reduce == ConstantLength(8) and b.recipe.algorithm.reduce == ConstantLength(6)
+    assert (a.rollout.temperature, c.rollout.temperature) == (1.0, PRORL_V1.temperature)
+    own = changed(Phase("a", 1), Phase("b", changes={"recipe": GRPO, "rollout.temperature": 0.5}))
+    assert in_phase(own, 1).rollout.temperature == 0.5
+
+
+def test_it_is_saved_and_read_again():
+    run = dataclasses.replace(RUN, rules=Rules((Phase("a", 2, Reaches("kl", 1.0), {"task": RUN.task}), Phase("b"))))
+    assert from_json(json.loads(json.dumps(to_json(run)))) == run
+    assert unreached(run) == [] and len(unreached(dataclasses.replace(run, steps=2))) == 1
+
+
+WRONG = {
+    "name is empty": [Phase("", 1), Phase("b")],
+    "is another phase's too": [Phase("a", 1), Phase("a")],
+    "is the last phase": [Phase("a", 1), Phase("b", 2)],
+    "never ends, and others come after it": [Phase("a"), Phase("b")],
+    "steps must be at least 1, got 0": [Phase("a", 0), Phase("b")],
+    "needs one finite bound": [Phase("a", until=Reaches("kl")), Phase("b")],
+    "needs one finite bound,": [Phase("a", until=Reaches("kl", 1.0, 2.0)), Phase("b")],
+    "times must be at least 1": [Phase("a", until=Reaches("kl", 1.0, times=0)), Phase("b")],
+    "waits for evaluations: set evaluation.every": [Phase("a", until=Stalls(1)), Phase("b")],
+    "there is no groups in Rollout: did you mean group": [Phase("a", 1), Phase("b", changes={"rollout.groups": 2})],
+    "there is no x in int": [Phase("a", 1), Phase("b", changes={"rollout.group.x": 2})],
+    "changes model, which is the same in all phases": [Phase("a", 1), Phase("b", changes={"model": "other"})],
+    "changes output.keep, which is the same": [Phase("a", 1), Phase("b", changes={"output.keep": 2})],
+    "changes learner.lora.rank, which is the same": [Phase("a", 1), Phase("b", changes={"learner.lora.rank": 4})],
+    "changes learner.dtype": [
+        Phase("a", 1), Phase("b", changes={"learner": dataclasses.replace(RUN.learner, dtype="bfloat16")})
+    ],
+    "set its reset_optimiser True": [Phase("a", 1), Phase("b", changes={"learner.optimiser.name": "muon"})],
+    "has no reference to reset": [Phase("a", 1), Phase("b", reset=True)],
+    "phase 'b': rollout.group must be at least 1": [Phase("a", 1), Phase("b", changes={"rollout.group": 0})],
+    "phase 'b': rollout.group is 'x'": [Phase("a", 1), Phase("b", changes={"rollout.group": "x"})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_work_is_refused_before_the_first_phase(words):
+    with pytest.raises(InputError) as refused:
+        changed(*WRONG[words])
+    assert words in str(refused.value) and "\n" not in str(refused.value)
