@@ -99,7 +99,9 @@ class Exact:
 
 
 class Prompts:
-    """The one prompt, as token ids."""
+    """The one prompt, as token ids; of no task that would have metrics of its own."""
+
+    tasks = ()
 
     def __getitem__(self, problem: Problem) -> np.ndarray:
         """Whatever is asked."""
