@@ -268,9 +268,9 @@ def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any], rem
             raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
 
 
-def host_file(directory: str, step: int) -> Path:
-    """The JSON of what lived on the host, in a complete checkpoint of a run: readable without JAX or Orbax."""
-    return Path(directory) / "checkpoints" / str(step) / "host" / "metadata"
+def host_file(step_directory: Path) -> Path:
+    """The JSON of what lived on the host, of one complete step: readable without JAX or Orbax."""
+    return step_directory / "host" / "metadata"
 
 
 def steps_in(directory: Path) -> list[int]:
