@@ -50,8 +50,8 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     found = list(_memories(saved))
     if not found:
         raise InputError(
-            f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or leave "
-            "it out"
+            f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "
+            "leave it out"
         )
     wanted = digest(problems)
     for memory in found:
