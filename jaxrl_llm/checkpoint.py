@@ -268,8 +268,9 @@ def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any], rem
             raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
 
 
-HOST = Path("host") / "metadata"
-"""In a complete step: the JSON of what lived on the host, readable without JAX or Orbax."""
+def host_file(step_directory: Path) -> Path:
+    """The JSON of what lived on the host, of one complete step: readable without JAX or Orbax."""
+    return step_directory / "host" / "metadata"
 
 
 def steps_in(directory: Path) -> list[int]:

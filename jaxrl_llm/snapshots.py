@@ -7,7 +7,7 @@ fingerprint of its weights. It is written as a checkpoint is, and read by the sa
 import json
 from pathlib import Path
 
-from jaxrl_llm.checkpoint import HOST, Checkpoints, steps_in
+from jaxrl_llm.checkpoint import Checkpoints, host_file, steps_in
 from jaxrl_llm.types import TrainState
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
@@ -40,7 +40,7 @@ def kept(directory: Path) -> dict[int, Path]:
 
 def phase_of(place: Path) -> int:
     """The phase that the run is in from this checkpoint or snapshot on; the first in those of old."""
-    return json.loads((place / HOST).read_text()).get("phase", 0)
+    return json.loads(host_file(place).read_text()).get("phase", 0)
 
 
 def listed(directory: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import HOST
+from jaxrl_llm.checkpoint import host_file
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.snapshots import kept
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
@@ -46,10 +46,13 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
       InputError: there is no such run, it had no curriculum, or other problems.
     """
     start = configs.find_start(name)
-    saved = json.loads((kept(Path(start.run))[start.step] / HOST).read_text())
+    saved = json.loads(host_file(kept(Path(start.run))[start.step]).read_text())
     found = list(_memories(saved))
     if not found:
-        raise InputError(f"{FIELD}.statistics {name} has none: that run had no {FIELD}; give another, or leave it out")
+        raise InputError(
+            f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "
+            "leave it out"
+        )
     wanted = digest(problems)
     for memory in found:
         if memory["problems"] == wanted:

@@ -36,7 +36,7 @@ class Scheduled:
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """The problem that is drawn for this prompt."""
-        memory = memory or self.first
+        memory = self.kept(memory)
         asked = self.active(number, memory)
         begun = memory["begun"]
         if self.curriculum.prioritised is not None:
@@ -55,7 +55,7 @@ class Scheduled:
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """With the answers counted whose accuracy is known; 1 or more is right."""
-        memory = memory or self.first
+        memory = self.kept(memory)
         tries, solved, streak = (memory[name].copy() for name in ("tries", "solved", "streak"))
         for group in groups:
             index = self._index.get(group.problem.id)
@@ -76,7 +76,7 @@ class Scheduled:
 
         An event where nothing but dropped ones was left.
         """
-        after = after or self.first
+        before, after = self.kept(before), self.kept(after)
         dropped = self.dropped(after["asked"], after)
         seen = after["tries"] > 0
         rates = after["solved"][seen] / after["tries"][seen]
@@ -86,10 +86,13 @@ class Scheduled:
             "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
             "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
         }
-        earlier = before or self.first
-        if dropped.all() and not self.dropped(earlier["asked"], earlier).all():
+        if dropped.all() and not self.dropped(before["asked"], before).all():
             found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked on"
         return found
+
+    def kept(self, memory: Memory) -> Memory:
+        """What is remembered, where it is about these problems; else what is known before the first prompt."""
+        return memory if memory.get("problems") == self.first["problems"] else self.first
 
     def success(self, memory: Memory) -> np.ndarray:
         """The estimate for each problem, float64[N]; with ``strength`` 0 that of a problem never tried is ``prior``."""

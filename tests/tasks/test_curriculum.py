@@ -197,6 +197,15 @@ def test_what_is_remembered_is_replaced_and_the_order_depends_on_it_and_the_seed
     assert json.dumps(codec.to_json(together)) == json.dumps(codec.to_json(apart))
 
 
+def test_what_was_remembered_of_other_problems_is_forgotten():
+    parts = Curriculum(drop=Dropping(1, 1))
+    _, memory = played(Scheduled(parts, problems(7), 0), 30, lambda i: 4)
+    other = Scheduled(parts, problems(5), 0)
+    assert played(other, 10, lambda i: 2, memory)[0] == played(other, 10, lambda i: 2)[0]
+    assert len(other.told(memory, [answered(problems(5)[1], 2)])["tries"]) == 5
+    assert other.measured(memory, memory)["curriculum/active"] == 5
+
+
 def test_many_problems_cost_little():
     level = np.random.default_rng(0).random(17_000)
     parts = Curriculum(Prioritised(), EasyToHard("level", 10**6), Dropping(3, 3, 2))
