@@ -133,18 +133,25 @@ class Preemption:
         threading.Thread(target=self._say, args=(STOPPING,)).start()
 
 
-def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
-    """``subprocess.run`` of a process that hears no Ctrl-C and does not outlive this one's."""
-    with subprocess.Popen(command, start_new_session=True, **options) as child:
+@contextlib.contextmanager
+def child(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen]:
+    """A process that hears no Ctrl-C, and outlives neither the block nor this one's; ``options`` are those of Popen."""
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
 
         def end(*reason: object) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
         with farewell(end):
             try:
-                out, errors = child.communicate()
-            except BaseException:
-                end()
-                raise
-    return subprocess.CompletedProcess(command, child.returncode, out, errors)
+                yield process
+            finally:
+                if process.poll() is None:
+                    end()
+
+
+def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+    """``subprocess.run`` of such a process."""
+    with child(command, **options) as process:
+        out, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)

@@ -23,7 +23,9 @@ run_child([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True
 REWARD = """
 import os, time
 def reward(problem, completion):
-    open("worker", "w").write(str(os.getpid()))
+    with open("worker.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace("worker.new", "worker")  # it may be killed at any moment
     while os.path.exists("wait"):
         time.sleep(0.01)
     return float(sum(completion.tokens) % 7)

@@ -1,10 +1,11 @@
 """Reinforcement learning: prompts are sampled, answers scored, and the policy learns from their advantages."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,13 +47,17 @@ from jaxrl_llm.types import Group, TrainState
 groups, outline = of_devices.groups, of_devices.outline
 
 
-def resources(run: Run, peers: Peers, directory: Path) -> Scorer:
-    """The run's rewards with their workers."""
+@contextlib.contextmanager
+def resources(run: Run, peers: Peers, directory: Path) -> Generator[Scorer]:
+    """The run's rewards with their workers; problems that must be generated are begun, to be there with the weights."""
     scoring = run.scoring
-    return Scorer(
+    scorer = Scorer(
         configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory,
         configs.watched(run), configs.asked(run),
     )  # fmt: skip
+    sources = [task.source for task in configs.tasks_in(run.task, run.evaluation.task)]
+    with scorer, tasks.begun(sources):
+        yield scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +147,7 @@ class Reinforcement(Stage):
         stream = left.stream if self.run.task == following.task else {}
         successes = (
             left.successes if self.run.scoring == following.scoring else {}
-        )  # what they scored may be worth else
+        )
         return dataclasses.replace(
             left, carried=(), unfinished=(), good=0.0, seen=0.0, stream=stream, successes=successes
         )

@@ -10,7 +10,7 @@ from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.scheduled import Scheduled
-from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Table
+from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Table, begun
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
 from jaxrl_llm.tasks.template import CHATML, Prompts, encode
@@ -45,6 +45,7 @@ __all__ = [
     "Task",
     "Text",
     "Texts",
+    "begun",
     "check",
     "check_collected",
     "check_curriculum",

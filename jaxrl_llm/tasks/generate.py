@@ -4,20 +4,20 @@ In this process they would not be: some of its data sets walk through sets of st
 interpreter's hash seed, and one draws from Python's global random numbers.
 """
 
+import contextlib
 import dataclasses
 import difflib
-import functools
 import json
 import marshal
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.signals import run_child
+from jaxrl_llm.signals import child
 
 NAMED = "jaxrl-llm list tasks names those that it has"
 
@@ -27,6 +27,17 @@ _PROGRAM = (
 )
 _REFUSED = 2
 
+KEPT = 4
+"""Answers of the generating process that are remembered: one costs more than its problems, and several runs of one
+program ask for the same ones."""
+_known: dict[str, bytes] = {}
+_begun: dict[str, subprocess.Popen] = {}
+
+
+def forget() -> None:
+    """Have everything generated anew."""
+    _known.clear()
+
 
 def entries(name: str, options: dict[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
     """The first ``size`` entries (``question``, ``answer``, ``metadata``) of a data set of reasoning-gym.
@@ -35,26 +46,51 @@ def entries(name: str, options: dict[str, Any], size: int, seed: int) -> list[di
       InputError: no such data set or option, or a value that the data set refuses.
       RuntimeError: the generating process failed; its messages are on the error output.
     """
-    return marshal.loads(written(json.dumps([name, options, size, seed])))
+    return marshal.loads(_written(_wanted(name, options, size, seed)))
 
 
-@functools.lru_cache(maxsize=4)
-def written(wanted: str) -> bytes:
-    """What ``main`` writes, kept: an interpreter costs more than the problems, and several runs of one process ask for
-    the same ones.
+@contextlib.contextmanager
+def begun(name: str, options: dict[str, Any], size: int, seed: int) -> Generator[None]:
+    """Within the block these entries are generated beside whatever else it does; ``entries`` waits for the rest."""
+    with _interpreter(_wanted(name, options, size, seed)):
+        yield
 
-    ``wanted``: the arguments of ``main``, as JSON.
-    """
-    path = json.dumps([str(folder) for folder in sys.path])
-    command = [sys.executable, "-c", _PROGRAM, path, wanted]
-    done = run_child(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"}
-    )
-    if done.returncode == _REFUSED:
-        raise InputError(done.stdout.decode())
-    if done.returncode:
-        raise RuntimeError(f"generating {json.loads(wanted)[0]} failed with exit code {done.returncode}")
-    return done.stdout
+
+def _wanted(*arguments: Any) -> str:
+    """The arguments of ``main``."""
+    return json.dumps(arguments)
+
+
+@contextlib.contextmanager
+def _interpreter(wanted: str) -> Generator[None]:
+    """Within the block a process generates what is wanted, unless it is known, or another block's is at it."""
+    if wanted in _known or wanted in _begun:
+        yield
+        return
+    command = [sys.executable, "-c", _PROGRAM, json.dumps([str(folder) for folder in sys.path]), wanted]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    with child(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as process:
+        _begun[wanted] = process
+        try:
+            yield
+        finally:
+            del _begun[wanted]
+
+
+def _written(wanted: str) -> bytes:
+    """What ``main`` writes."""
+    if wanted not in _known:
+        with _interpreter(wanted):
+            process = _begun[wanted]
+            found, _ = process.communicate()
+        if process.returncode == _REFUSED:
+            raise InputError(found.decode())
+        if process.returncode:
+            raise RuntimeError(f"generating {json.loads(wanted)[0]} failed with exit code {process.returncode}")
+        _known[wanted] = found
+        for oldest in list(_known)[:-KEPT]:
+            del _known[oldest]
+    return _known[wanted]
 
 
 def main(name: str, options: dict[str, Any], size: int, seed: int) -> int:

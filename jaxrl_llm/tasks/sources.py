@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.generate import entries
+from jaxrl_llm.tasks import generate
 from jaxrl_llm.tasks.memory import Memory
 from jaxrl_llm.tasks.rows import problem_of, problems_of
 from jaxrl_llm.types import Problem
@@ -55,11 +55,21 @@ class ReasoningGym:
         Raises:
           InputError: no such data set or option, or an option's value that the data set refuses.
         """
-        for entry in entries(self.name, self.options, self.size, self.seed):
+        for entry in generate.entries(self.name, self.options, self.size, self.seed):
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
             metadata = {"generator": self.name, "options": dict(self.options), "entry": entry}
             yield problem_of(prompt, answer, self.label, metadata)
+
+
+@contextlib.contextmanager
+def begun(sources: Iterable[Source]) -> Generator[None]:
+    """Within the block what must be generated of these sources comes to be beside whatever else it does."""
+    with contextlib.ExitStack() as stack:
+        for source in sources:
+            if isinstance(source, ReasoningGym):
+                stack.enter_context(generate.begun(source.name, source.options, source.size, source.seed))
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

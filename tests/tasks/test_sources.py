@@ -17,8 +17,8 @@ import pytest
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.forms import columns, is_chat
-from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, load
-from jaxrl_llm.tasks.generate import written
+from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, begun, load
+from jaxrl_llm.tasks.generate import forget
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
 
@@ -143,10 +143,33 @@ def test_a_bad_file_is_refused(tmp_path, name, content, message):
 def test_reasoning_gym_repeats_itself_by_seed():
     found = []
     for seed in (1, 1, 2):
-        written.cache_clear()
+        forget()
         found.append([problem.id for problem in ReasoningGym("chain_sum", size=20, seed=seed).problems()])
     first, again, other = found
     assert first == again != other
+
+
+def generating():
+    """Processes of this one that generate problems."""
+    command = ["pgrep", "-P", str(os.getpid()), "-f", "jaxrl_llm.tasks.generate"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
+
+
+def test_what_is_begun_is_generated_once_and_does_not_outlive_its_block():
+    forget()
+    source, other = ReasoningGym("chain_sum", size=20, seed=3), ReasoningGym("chain_sum", size=20, seed=4)
+    with begun([source, other]):
+        children = generating()
+        assert len(children) == 2
+        first = list(source.problems())
+        assert generating() <= children, "another process generated them"
+    assert not children & generating(), "nobody asked for the other's"
+    with begun([source]):
+        assert not generating(), "they are known"
+        assert list(source.problems()) == first
+    refused = ReasoningGym("chain_sums")
+    with begun([refused]), pytest.raises(InputError, match="no data set 'chain_sums'"):
+        list(refused.problems())
 
 
 @pytest.mark.parametrize("name", ["ransom_note", "list_functions"])
