@@ -9,6 +9,7 @@ from typing import Literal
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.advantages import GAE
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.learner.settings import Critic
@@ -23,6 +24,10 @@ OLD_RESETS = {
     "optimiser_reset": "optimiser_every",
 }
 """Fields of ``Recipe`` before it had ``resets``, and their names there: configurations and runs still name them."""
+
+
+Controller = AdaptiveKL | ProportionalKL | AdaptiveEntropy
+"""Moves a coefficient of the loss from step to step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Recipe:
         wrong one, which is half of ``Accuracy``'s weight, and none without an ``Accuracy``.
       shaping: what else changes a group's rewards, in order.
       resets: when reference and optimiser begin anew.
-      controller: moves the KL coefficient after each step, by how far the policy is then; None leaves it as it is.
+      controller: moves the KL coefficient after each step, by how far the policy is then, or that of the entropy bonus,
+        by the step's entropy; or one of each, in a tuple. None leaves both as they are.
       paper: the updates that the paper makes of a batch; None where they are not published.
       critic: of estimators that read values; None for none.
     """
@@ -71,7 +77,7 @@ class Recipe:
     overlong_weight: float | None = None
     shaping: tuple[GroupShaping, ...] = ()
     resets: Resets = Resets()
-    controller: AdaptiveKL | ProportionalKL | None = None
+    controller: Controller | tuple[Controller, ...] | None = None
     paper: Updates | None = None
     critic: Critic | None = None
 
@@ -80,6 +86,22 @@ class Recipe:
             object.__setattr__(self, "filter_groups", "accuracy")
         elif not self.filter_groups:
             object.__setattr__(self, "filter_groups", False)
+
+    @property
+    def controllers(self) -> tuple[Controller, ...]:
+        """All of them."""
+        found = self.controller
+        return () if found is None else tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+    @property
+    def of_entropy(self) -> AdaptiveEntropy | None:
+        """The one that moves the entropy bonus, if there is one."""
+        return next((one for one in self.controllers if isinstance(one, AdaptiveEntropy)), None)
+
+    @property
+    def of_kl(self) -> AdaptiveKL | ProportionalKL | None:
+        """The one that moves the KL coefficient, if there is one."""
+        return next((one for one in self.controllers if not isinstance(one, AdaptiveEntropy)), None)
 
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))

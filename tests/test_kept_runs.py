@@ -180,6 +180,7 @@ def gone_on(folder, answers):
     went = LINES["train"].replace("--run_dir run", "--run_dir {}")
     lines = {
         "asked": f"{BY_HAND} --output.checkpoint_every 2",
+        "entropy": f"train {RUNS / 'entropic.py'} --run_dir entropic",
         "export": "export damaged --out another",
         "damaged": went.format("damaged"),
         "lost": went.format("lost"),
@@ -210,6 +211,18 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(folder, gone
     assert steps_in(folder / "damaged" / "checkpoints") == [2, 3], "it was saved again"
     assert newest_whole(folder / "damaged") == (3, "")
     assert (folder / "damaged" / "checkpoints" / "3.damaged").is_dir()
+
+
+def test_a_coefficient_of_the_entropy_moves_from_step_to_step_and_is_saved(folder, gone_on):
+    answers, _ = gone_on
+    assert answers["entropy"].code == 0, answers["entropy"].err
+    steps = rows(folder / "entropic")[1:]
+    # The target is far above any entropy of 256 bytes, and the rate is such that the third step meets the bound.
+    assert [row["entropy_coef"] for row in steps] == [0.0, 0.25, 0.375] and all(row["kl_coef"] for row in steps)
+    assert [row["loss"] < -1 for row in steps] == [False, True, True], "the bonus is in the loss"
+    host = json.loads((folder / "entropic" / "checkpoints" / "3" / "host" / "metadata").read_text())
+    assert host["memory"]["entropy"] == {"moved": 0.375} and host["coefficients"]["entropy_coef"] == 0.375
+    assert len(configs.load_json(folder / "entropic" / "config.json").recipe.controllers) == 2
 
 
 def test_a_run_without_a_whole_checkpoint_says_what_is_left(folder, gone_on):

@@ -193,8 +193,19 @@ def _check_recipe(run: Run) -> None:
         "estimator",
     )
     require(
-        recipe.controller is None or recipe.algorithm.kl_coef > 0,
+        recipe.of_kl is None or recipe.algorithm.kl_coef > 0,
         "recipe.controller has no coefficient to move: set recipe.algorithm.kl_coef above 0, or leave it out",
+    )
+    require(
+        len(recipe.controllers) == (recipe.of_kl is not None) + (recipe.of_entropy is not None),
+        f"recipe.controller {', '.join(type(one).__name__ for one in recipe.controllers)} moves one coefficient twice: "
+        "give at most one for the KL and one for the entropy",
+    )
+    entropy = recipe.of_entropy
+    require(
+        entropy is None or algorithm.entropy_coef <= entropy.largest,
+        f"recipe.algorithm.entropy_coef {algorithm.entropy_coef} exceeds recipe.controller.largest "
+        f"{entropy and entropy.largest}: lower the one, or raise the other",
     )
     require(
         not (run.output.monitor_kl and algorithm.needs_reference),

@@ -86,10 +86,12 @@ class PolicyGradient(Objective):
     Attributes:
       algorithm: what it computes.
       several: more than one update follows each rollout, so that the policy moves away from the one that began.
+      entropy_moves: the coefficient of the entropy bonus is given to each update, and may be 0 in some.
     """
 
     algorithm: Algorithm
     several: bool = False
+    entropy_moves: bool = False
     name: ClassVar[str] = "policy"
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("logp", "entropy")
@@ -103,7 +105,7 @@ class PolicyGradient(Objective):
     @property
     def entropy_gradient(self) -> bool:
         """Whether there is an entropy bonus."""
-        return self.algorithm.entropy_coef != 0
+        return self.entropy_moves or self.algorithm.entropy_coef != 0
 
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
@@ -121,9 +123,9 @@ class PolicyGradient(Objective):
             extras={name: given[name] for name in self.algorithm.reads},
         )
         kl_coef = coefficients.get("kl_coef") if self.algorithm.kl_in_loss else None
-        loss, metrics = policy_loss(
-            self.algorithm, logp, inputs, counts.tokens, counts.sequences, outputs["entropy"], kl_coef
-        )
+        entropy_coef = coefficients["entropy_coef"] if self.entropy_moves else None
+        totals = counts.tokens, counts.sequences
+        loss, metrics = policy_loss(self.algorithm, logp, inputs, *totals, outputs["entropy"], kl_coef, entropy_coef)
         gap = jnp.abs(logp - given["sampler_logp"])
         fresh = (batch.mask & given["fresh"]).astype(jnp.float32)
         moved = jnp.where(batch.mask, logp - old, 0.0)

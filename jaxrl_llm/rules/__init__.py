@@ -1,6 +1,6 @@
 """What decides between steps: pure functions of a step's row and of what they remember, each by itself."""
 
-from jaxrl_llm.rules.controllers import Controlled, Multiplier
+from jaxrl_llm.rules.controllers import Controlled, EntropyControlled, Multiplier
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing, guards_of
 from jaxrl_llm.rules.phases import PHASE, PhaseEnds
@@ -18,6 +18,7 @@ __all__ = [
     "ByHand",
     "Controlled",
     "Decision",
+    "EntropyControlled",
     "Memory",
     "Multiplier",
     "NotANumber",

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, Protocol
 
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.rules.decision import Decision, Row
 
 
@@ -41,6 +42,24 @@ class Controlled:
             return Decision(), own
         coefficient = self.controller(row["kl_coef"], measured, int(row["completions"]))
         return Decision(coefficients={"kl_coef": float(coefficient)}), own
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyControlled:
+    """The coefficient of the entropy bonus in the next step, from the entropy of this one."""
+
+    controller: AdaptiveEntropy
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers what the controller moves, which is more than the coefficient while the bonus is off.
+
+        A step that measured no entropy leaves all as it is.
+        """
+        entropy = row.get("entropy", math.nan)
+        if math.isnan(entropy):
+            return Decision(), own
+        moved, coefficient = self.controller(own.get("moved", row["entropy_coef"]), entropy)
+        return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,8 @@ class TeachesNothing:
         if row.get("critic/updates") and row.get("critic/loss"):
             return ""
         if row.get("updates") or row.get("updates/not_finite"):
-            if row.get("advantage/nonzero_fraction") != 0 or not self.only_advantages:
+            others = row.get("entropy_coef") or not self.only_advantages
+            if row.get("advantage/nonzero_fraction") != 0 or others:
                 return ""
             if "critic/loss" in row:
                 return "all advantages are 0, since the critic foresees every reward"

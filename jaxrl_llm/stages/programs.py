@@ -52,7 +52,7 @@ class Programs:
 
 def objectives_of(run: Run) -> tuple[Objective, ...]:
     """What the policy is trained towards."""
-    policy = PolicyGradient(run.recipe.algorithm, run.learner.updates > 1)
+    policy = PolicyGradient(run.recipe.algorithm, run.learner.updates > 1, run.recipe.of_entropy is not None)
     ptx = run.rollout.collect.ptx
     return (policy,) if ptx is None else (policy, NextToken(ptx.coef, "text/"))
 
@@ -60,7 +60,12 @@ def objectives_of(run: Run) -> tuple[Objective, ...]:
 def moved_by_rules(run: Run) -> dict[str, float]:
     """The coefficients of loss and reward that a rule moves from step to step, as before the first step."""
     found = {constraint.coefficient: float(constraint.multiplier) for constraint in run.scoring.constraints}
-    return found if run.recipe.controller is None else found | {"kl_coef": run.recipe.algorithm.kl_coef}
+    algorithm = run.recipe.algorithm
+    if run.recipe.of_kl is not None:
+        found["kl_coef"] = algorithm.kl_coef
+    if run.recipe.of_entropy is not None:
+        found["entropy_coef"] = algorithm.entropy_coef
+    return found
 
 
 def coefficients_of(run: Run) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rules import BY_HAND, ByHand, Controlled, Multiplier, Rule, guards_of, rules_of
+from jaxrl_llm.rules import BY_HAND, ByHand, Controlled, EntropyControlled, Multiplier, Rule, guards_of, rules_of
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
@@ -145,9 +145,7 @@ class Reinforcement(Stage):
         if left is None or same_groups(self.run, following):
             return left
         stream = left.stream if self.run.task == following.task else {}
-        successes = (
-            left.successes if self.run.scoring == following.scoring else {}
-        )
+        successes = left.successes if self.run.scoring == following.scoring else {}
         return dataclasses.replace(
             left, carried=(), unfinished=(), good=0.0, seen=0.0, stream=stream, successes=successes
         )
@@ -238,7 +236,7 @@ def prepare(
         notes=[*read.notes, *dropped, *sizes_of(run, read), *configs.notes(run)],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
-        measures_kl=run.recipe.controller is not None,
+        measures_kl=run.recipe.of_kl is not None,
         run=run,
         sampler=sampler_of(run, programs.engine, source, stops, progress.status),
         transfer=programs.weights,
@@ -300,7 +298,11 @@ def rules_for(run: Run) -> dict[str, Rule]:
         rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
     for one in run.scoring.constraints:
         rules[one.coefficient] = Multiplier(one.part, one.coefficient, one.limit, one.rate)
-    return rules if run.recipe.controller is None else rules | {"controller": Controlled(run.recipe.controller)}
+    if run.recipe.of_kl is not None:
+        rules["controller"] = Controlled(run.recipe.of_kl)
+    if run.recipe.of_entropy is not None:
+        rules["entropy"] = EntropyControlled(run.recipe.of_entropy)
+    return rules
 
 
 def same_groups(one: Run, other: Run) -> bool:

@@ -11,6 +11,7 @@ from learner.rollouts import (
     TEMPERATURE,
     T,
     changed,
+    objective_gradient,
     one_device,
     padded,
     policy_gradient,
@@ -23,7 +24,7 @@ from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.surrogates import PPOClip
-from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner import Layout, Optimiser, PolicyGradient, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole
@@ -176,6 +177,16 @@ def test_the_entropy_bonus_reaches_the_weights():
     uphill = jax.tree.map(lambda a, b: b - a, plain, bonus)
     better = jax.tree.map(lambda w, d: w - 1e-2 * d, MODEL, uphill)
     assert packed_gradient(better, packed, PRESETS["dapo"])[1]["entropy"] > before["entropy"]
+
+
+def test_a_bonus_that_is_given_to_each_update_is_that_of_the_algorithm_and_may_be_0():
+    packed = pack(rollout(), LAYOUTS["two rows"][0])
+    moved = (PolicyGradient(PRESETS["dapo"], entropy_moves=True),)
+    for coef in (0.0, 0.1):
+        found, metrics = objective_gradient(MODEL, packed, moved, entropy_coef=jnp.float32(coef))
+        wanted, fixed = packed_gradient(MODEL, packed, dataclasses.replace(PRESETS["dapo"], entropy_coef=coef))
+        assert largest_difference(found, wanted) < 1e-6 and metrics["entropy"] > 0
+        np.testing.assert_allclose(metrics["loss"], fixed["loss"], rtol=1e-6)
 
 
 def test_nothing_counted_gives_no_gradient():

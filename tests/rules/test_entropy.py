@@ -1,0 +1,93 @@
+"""A target for the entropy: what its controller makes of rows alone, and the runs that may have one."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rules import Controlled, Decision, EntropyControlled, TeachesNothing
+from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
+from jaxrl_llm.stages.rl import rules_for
+
+SMOKE = configs.load_config("smoke")[1]
+
+
+def used(controller, entropies, first=0.0):
+    """The coefficient of each step, and of the one after; what the rule remembers goes through JSON."""
+    rule, own, found = EntropyControlled(controller), {}, [first]
+    for step, entropy in enumerate(entropies, start=1):
+        row = {"step": step, "entropy": entropy, "entropy_coef": found[-1]}
+        decision, own = rule(row, json.loads(json.dumps(own)))
+        found.append(decision.coefficients.get("entropy_coef", found[-1]))
+    return found
+
+
+def test_the_coefficient_grows_below_the_target_and_is_off_above_it():
+    controller = AdaptiveEntropy(target=0.5, rate=0.25, largest=1.0)
+    assert used(controller, [0.4, 0.4, 0.4]) == [0.0, 0.25, 0.5, 0.75]
+    # Above the target c goes on falling unseen: 0.75 - 0.25, then up again from there.
+    assert used(controller, [0.4, 0.4, 0.4, 0.6, 0.4]) == [0.0, 0.25, 0.5, 0.75, 0.0, 0.75]
+    assert used(controller, [0.4, 0.4, 0.4, 0.6, 0.6, 0.4])[-1] == 0.5
+    assert used(controller, [0.4, 0.5, 0.5]) == [0.0, 0.25, 0.25, 0.25], "at the target it stays, and acts"
+    assert used(controller, [0.6, 0.6, 0.4]) == [0.0, 0.0, 0.0, 0.25], "c is never negative"
+    assert used(controller, [0.1] * 6)[-2:] == [1.0, 1.0], "nor above its bound"
+    assert used(controller, [0.4], first=0.5) == [0.5, 0.75], "it begins as the algorithm's"
+    assert used(controller, [0.4, math.nan, 0.4]) == [0.0, 0.25, 0.25, 0.5], "no update, no verdict"
+    assert EntropyControlled(controller)({"step": 0, "eval/x/pass@1": 1.0}, {}) == (Decision(), {})
+
+
+def test_a_flat_batch_still_teaches_while_there_is_a_bonus():
+    flat = {"step": 1, "updates": 1.0, "advantage/nonzero_fraction": 0.0}
+    rule = TeachesNothing(1, True, "")
+    assert rule(flat | {"entropy_coef": 0.1}, {})[0] == Decision()
+    assert rule(flat | {"entropy_coef": 0.0}, {})[0].stop is not None
+
+
+def with_controller(controller, **changes):
+    algorithm = dataclasses.replace(PRESETS["grpo"], **changes)
+    recipe = dataclasses.replace(RECIPES["grpo"], algorithm=algorithm, controller=controller)
+    return dataclasses.replace(SMOKE, recipe=recipe)
+
+
+def test_a_run_may_have_one_for_the_kl_and_one_for_the_entropy():
+    kl, entropy = AdaptiveKL(0.1), AdaptiveEntropy(0.3)
+    cases = {None: (), kl: ("kl_coef",), entropy: ("entropy_coef",), (entropy, kl): ("kl_coef", "entropy_coef")}
+    for controller, moved in cases.items():
+        names = set(moved)
+        run = with_controller(controller, entropy_coef=0.01)
+        configs.validate(run)
+        assert moved_by_rules(run).keys() == names == coefficients_of(run).keys() - {"temperature"}
+        rules = rules_for(run)
+        assert ("controller" in rules, "entropy" in rules) == ("kl_coef" in names, "entropy_coef" in names)
+        assert objectives_of(run)[0].entropy_moves == ("entropy_coef" in names)
+        assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
+    assert rules["controller"] == Controlled(kl) and rules["entropy"] == EntropyControlled(entropy)
+    assert moved_by_rules(run)["entropy_coef"] == 0.01
+    assert objectives_of(with_controller(entropy))[0].entropy_gradient
+
+
+@pytest.mark.parametrize(
+    "controller, changes, words",
+    [
+        ((AdaptiveKL(0.1), ProportionalKL()), {}, "AdaptiveKL, ProportionalKL moves one coefficient twice"),
+        ((AdaptiveEntropy(), AdaptiveEntropy(1.0)), {}, "moves one coefficient twice"),
+        ((AdaptiveKL(0.1), AdaptiveEntropy()), {"kl_coef": 0.0}, "recipe.controller has no coefficient to move"),
+        (AdaptiveEntropy(largest=0.1), {"entropy_coef": 0.2}, "entropy_coef 0.2 exceeds recipe.controller.largest 0.1"),
+    ],
+)
+def test_controllers_that_cannot_work_are_refused(controller, changes, words):
+    with pytest.raises(InputError, match=words):
+        configs.validate(with_controller(controller, **changes))
+
+
+def test_its_numbers_are_checked():
+    for wrong in ({"rate": 0.0}, {"target": -1.0}, {"largest": math.inf}):
+        with pytest.raises(ValueError):
+            AdaptiveEntropy(**wrong)
