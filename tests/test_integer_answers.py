@@ -197,12 +197,14 @@ def test_wrong_uses_are_one_line_and_leave_nothing(rows, arguments, message, tmp
     assert message in said.err and [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_the_command_measures_and_ends_with_its_code(tmp_path):
-    done = run("--check", "3", "--seed", "7")
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+def test_the_check_prints_a_table_and_its_numbers(capsys):
+    assert integer_answers.main(["--check", "3", "--seed", "7"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert lines[0].split()[:2] == ["template", "problems"] and lines[-1].split()[:2] == ["all", "3"]
     assert sum(one["problems"] for one in found.values()) == 3 and found["m/n"]["forms"] == found["m/n"]["integer"]
+
+
+def test_the_command_ends_with_its_code(tmp_path):
     done = run(tmp_path / "nowhere.jsonl")
     assert done.returncode == 2 and done.stderr.startswith("integer_answers: ") and done.stderr.count("\n") == 1
