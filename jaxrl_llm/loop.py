@@ -2,18 +2,17 @@
 where its batch comes from in ``stages``, what is decided in ``rules``.
 """
 
-import dataclasses
+import functools
 import hashlib
 import shlex
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import requests, snapshots
@@ -23,6 +22,7 @@ from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.recovery import check_writable, newest_whole
 from jaxrl_llm.rules import DONE, Decision, decide
+from jaxrl_llm.session import At, Place, Told, go_back, sight_of, watching, writing
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
@@ -33,28 +33,8 @@ from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import Learned, record
-from jaxrl_llm.telemetry.rows import read_rows
 from jaxrl_llm.telemetry.voice import Voice
-from jaxrl_llm.telemetry.watch import Watch
-from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """Who hears of a run's steps, and asks for something between them.
-
-    Attributes:
-      schedule: when the run tests and saves.
-      progress: people.
-      writer: the files; None on all processes but the first.
-      asked: what people have asked for, as rules read it; the same on every process.
-    """
-
-    schedule: Schedule
-    progress: Progress
-    writer: RunWriter | None
-    asked: Callable[[], dict[str, Any]] = dict
 
 
 def train(
@@ -92,7 +72,8 @@ def train(
         writing(run, directory, (-1 if start is None else start) if first else None, peers, voice) as writer,
         ExitStack() as stack,
     ):
-        told = Told(schedule, progress, writer, lambda: peers.first(lambda: requests.asked(directory)))
+        asked = functools.partial(peers.first, functools.partial(requests.asked, directory))
+        told = Told(schedule, progress, writer, asked, sight_of(run, directory, start), peers)
         place = Place(run, directory, store, mesh, peers, told, Preemption(progress.warn))
         at = None
         number = 0 if start is None else peers.first(lambda: snapshots.phase_of(snapshots.kept(directory)[start]))
@@ -117,54 +98,6 @@ def train(
     return at.code
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """What stays while a run goes through its phases.
-
-    Attributes:
-      run: its settings.
-      directory: its own.
-      store: of checkpoints.
-      mesh: of its devices.
-      peers: its processes.
-      told: who hears of its steps.
-      stop: whether it was asked to.
-    """
-
-    run: Configuration
-    directory: Path
-    store: Checkpoints
-    mesh: Any
-    peers: Peers
-    told: Told
-    stop: Preemption
-
-
-@dataclasses.dataclass
-class At:
-    """Where a run is.
-
-    Attributes:
-      stage: makes the steps of its phase.
-      state: on the devices.
-      host: beside it.
-      step: the last one that is made.
-      row: what the next row begins with.
-      code: of the exit, once it ends.
-      last_words: why it ends before its steps are made; empty where it does not.
-      goes_on: whether another phase begins.
-    """
-
-    stage: Stage
-    state: TrainState
-    host: LoopState
-    step: int
-    row: dict[str, Any]
-    code: int = DONE
-    last_words: str = ""
-    goes_on: bool = False
-
-
 def make_steps(place: Place, settings: Configuration, at: At) -> None:
     """The steps of one phase, up to its end or that of the run; ``at`` moves with them.
 
@@ -173,7 +106,7 @@ def make_steps(place: Place, settings: Configuration, at: At) -> None:
     run, directory, peers, told = place.run, place.directory, place.peers, place.told
     at.goes_on = False
     for step in range(at.step + 1, run.steps + 1):
-        at.state, row, batch, decision = make_step(at.stage, settings, at.state, at.host, step, told, at.row)
+        row, batch, decision = make_step(place, settings, at, step)
         at.row = {}
         at.step = step
         asked = agreed_to_stop(peers, place.stop, step, batch.common, row)
@@ -182,7 +115,8 @@ def make_steps(place: Place, settings: Configuration, at: At) -> None:
             at.state = next_phase(run, at.stage, at.state, at.host)
         keep_models(decision, place.store, directory, step, at.state, at.host.phase)
         settle(peers, directory, at.host)
-        if told.schedule.saves(step) or decision.stop is not None or decision.next_phase or asked:
+        moved = decision.next_phase or decision.rollback is not None
+        if told.schedule.saves(step) or decision.stop is not None or moved or asked:
             save(place.store, step, at.state, at.host.to_json(records), told.progress)
         at.code, at.last_words = ending(decision, asked and step < run.steps, step, directory)
         if at.last_words or decision.next_phase:
@@ -230,48 +164,41 @@ def test_first(stage: Stage, state: TrainState, host: LoopState, told: Told) -> 
     record(told.writer, 0, found, row)
 
 
-def make_step(
-    stage: Stage,
-    run: Configuration,
-    state: TrainState,
-    host: LoopState,
-    step: int,
-    told: Told,
-    row: dict[str, Any],
-) -> tuple[TrainState, dict[str, Any], Batch, Decision]:
-    """Make a batch, learn, evaluate, decide, record.
+def make_step(place: Place, settings: Configuration, at: At, step: int) -> tuple[dict[str, Any], Batch, Decision]:
+    """Make a batch, learn, evaluate, decide, record; ``at`` has the state after what was decided.
 
     Args:
-      stage: what makes batches, tests and decides.
-      run: its settings.
-      state: donated.
-      host: told what this step leaves to the next.
-      step: its number.
-      told: who hears of it.
-      row: what its row begins with.
+      place: what stays.
+      settings: of the phase.
+      at: where the run is.
+      step: the one to make.
 
     Returns:
-      The state after what was decided, the whole row, the batch, and the decision.
+      The whole row, the batch, and the decision.
     """
+    stage, host, told = at.stage, at.host, place.told
     began = time.perf_counter()
     told.progress.status("sampling")
-    state, measured, batch, samples = take_step(stage, run, state, host, step, told.progress.status)
-    row = measured | {"step": step} | row
+    at.state, measured, batch, samples = take_step(stage, settings, at.state, host, step, told.progress.status)
+    row = measured | {"step": step} | at.row
     row["time/step_s"] = time.perf_counter() - began
     told.progress.step(row)
 
-    found = stage.test(policy_model(state)) if told.schedule.evaluates(step) else None
+    found = stage.test(policy_model(at.state)) if told.schedule.evaluates(step) else None
     if found is not None:
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         told.progress.tested(step, row)
 
-    decision, host.memory = decide(stage.rules, row | told.asked(), host.memory)
-    state = apply(decision, state, run)
+    decision, host.memory = decide(stage.rules, row | told.asked() | told.seen(row), host.memory)
+    if decision.rollback is not None:
+        decision = go_back(place, at, decision)
+        told.went_back(decision.events)
+    at.state = apply(decision, at.state, settings)
     host.coefficients |= decision.coefficients
     row |= decision.events
     told.progress.happened(step, row, batch.examples)
-    record(told.writer, step, found, row, Learned(batch.examples[: run.output.samples], samples, stage.spell))
-    return state, row, batch, decision
+    record(told.writer, step, found, row, Learned(batch.examples[: settings.output.samples], samples, stage.spell))
+    return row, batch, decision
 
 
 def keep_models(
@@ -309,27 +236,6 @@ def advice(remedy: str, directory: Path) -> str:
     """How to go on from a stopped run under other settings; empty where no settings help."""
     name = shlex.quote(str(directory))
     return f"; go on from it with jaxrl-llm train {name} --from {name} {remedy}" if remedy else ""
-
-
-def writing(
-    run: Configuration, directory: Path, resumed_at: int | None, peers: Peers, voice: Voice
-) -> AbstractContextManager[RunWriter | None]:
-    """The run's records, on process 0; the others write none."""
-    if not peers.leads:
-        return nullcontext()
-    return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run), voice.rows)
-
-
-def watching(directory: Path, schedule: Schedule, start: int | None, peers: Peers, quiet: bool) -> Progress:
-    """What a person sees, on process 0; the others say nothing, and look for nothing.
-
-    ``start``: the step that the run goes on from; its rows up to there are part of what is watched.
-    ``quiet``: show warnings alone.
-    """
-    if not peers.leads:
-        return Progress(schedule, (start or 0) + 1, Console(quiet=True))
-    earlier = () if start is None else (row for row in read_rows(directory / "metrics.jsonl") if row["step"] <= start)
-    return Progress(schedule, (start or 0) + 1, watch=Watch(schedule.steps, earlier), quiet=quiet)
 
 
 def agreed_to_stop(

@@ -26,8 +26,9 @@ from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty,
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch, describe
 from jaxrl_llm.rules import Multiplier
+from jaxrl_llm.stages.aims import lagrangian
 from jaxrl_llm.stages.programs import moved_by_rules
-from jaxrl_llm.stages.rl import Reinforcement, lagrangian, rules_for
+from jaxrl_llm.stages.rl import Reinforcement, rules_for
 from jaxrl_llm.step import LoopState
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.types import Completion, Group, Problem, TrainState

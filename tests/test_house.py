@@ -50,6 +50,7 @@ ROOMS = (
     "stages",
     "plan",
     "step",
+    "session",
     "begin",
     "loop",
     "launch",

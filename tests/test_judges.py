@@ -20,9 +20,9 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
 from jaxrl_llm.sharding import MeshShape, make_mesh
+from jaxrl_llm.stages.aims import modelled
 from jaxrl_llm.stages.judges import judges_of, step_ends
 from jaxrl_llm.stages.reading import SCORED_AT_ONCE
-from jaxrl_llm.stages.rl import modelled
 from jaxrl_llm.tasks import Prompts, Steps, Table, Task, load, load_texts
 from jaxrl_llm.types import Completion
 

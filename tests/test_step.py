@@ -24,8 +24,10 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
+from jaxrl_llm.stages.aims import separately
+from jaxrl_llm.stages.problems import problems_of, read_problems
 from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
-from jaxrl_llm.stages.rl import Reinforcement, problems_of, read_problems, separately
+from jaxrl_llm.stages.rl import Reinforcement
 from jaxrl_llm.step import learn_from, of_examples
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.pace import Schedule
@@ -77,8 +79,8 @@ def with_rows(train, test=None, **changes):
 
 def prints(run):
     with Progress(Schedule(1), console=Console(quiet=True)) as progress:
-        loaded, _, tested, _ = read_problems(run, progress)
-    return json.loads(json.dumps(problems_of(run, loaded, tested)))
+        read = read_problems(run, progress.status)
+    return json.loads(json.dumps(problems_of(run, read)))
 
 
 def test_a_run_is_gone_on_with_on_its_own_problems_and_may_be_tested_on_others():

@@ -19,15 +19,16 @@ from jaxrl_llm.launch import launch
 from jaxrl_llm.telemetry.voice import Voice
 from jaxrl_llm.trained import find_run
 
-USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--monitor_kl] [--quiet] [--json]
-                       [--field value ...]
+USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
+                       [--quiet] [--json] [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
 goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
-that are the same. --monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet
-shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics
-on stdout, one JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train
-CONFIG --help lists the fields with their values.
+that are the same. --guard KIND stops the run once that trouble is found (or goes back: --rules.on_guard rollback).
+--monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet shows no progress:
+warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one
+JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help
+lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
@@ -60,6 +61,7 @@ def train(arguments: list[str]) -> int:
     if take(arguments, "--monitor-kl", False):
         arguments.append("--output.monitor_kl")
     arguments[:] = [re.sub("^--run[-_]dir(?==|$)", "--output.run_dir", argument) for argument in arguments]
+    settings = guarded(settings, arguments)
     if recipe:
         settings = configs.with_recipe(settings, recipe)
     foreign = take_spellings(arguments) if isinstance(settings, configs.Run) else {}
@@ -76,6 +78,25 @@ def train(arguments: list[str]) -> int:
     first_weights = None if start is None else configs.find_start(start)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
         return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
+
+
+def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:
+    """The settings with each ``--guard KIND``, which is taken from the arguments.
+
+    Raises:
+      InputError: a kind of run that has no guards.
+    """
+    kinds = []
+    while (kind := take(arguments, "--guard", True)) is not None:
+        kinds.append(kind)
+    if not kinds:
+        return settings
+    if not isinstance(settings, configs.Run):
+        raise InputError(
+            f"--guard watches reinforcement learning, and this is a {type(settings).__name__} run: leave it out"
+        )
+    guards = tuple(dict.fromkeys((*settings.rules.guards, *kinds)))
+    return dataclasses.replace(settings, rules=dataclasses.replace(settings.rules, guards=guards))
 
 
 @contextlib.contextmanager

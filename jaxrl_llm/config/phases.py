@@ -24,9 +24,14 @@ OF_THE_OPTIMISER = ("name", "momentum_dtype", "offload")
 """Settings of the optimiser that decide what it remembers: they may change where it begins anew."""
 
 
+def rules_of_run(run: Configuration) -> Rules:
+    """What the run says of what decides between its steps; runs from data say nothing."""
+    return getattr(run, "rules", Rules())
+
+
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
     """The run's phases in turn; a run of one piece is one without a name."""
-    return getattr(run, "rules", Rules()).phases or (Phase(""),)
+    return rules_of_run(run).phases or (Phase(""),)
 
 
 def in_phase(run: Kind, number: int) -> Kind:

@@ -6,6 +6,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.kl import K1
 from jaxrl_llm.config.answers import check_answers
 from jaxrl_llm.config.asking import check_order, check_replay
+from jaxrl_llm.config.guards import check_guards
 from jaxrl_llm.config.learning import check_critic, check_learner
 from jaxrl_llm.config.mixture import holds_out, limits_of, parts_of_task, tasks_in
 from jaxrl_llm.config.numbers import check_answers_asked, check_numbers
@@ -36,6 +37,7 @@ def check_reinforcement(run: Run) -> None:
     check_scored(run)
     _check_scoring(run)
     check_answers(run)
+    check_guards(run)
     check_mixture(run)
     for task in tasks_in(run.task, run.evaluation.task):
         tasks.check(task)

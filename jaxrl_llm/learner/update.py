@@ -91,7 +91,7 @@ def make_update(
     Args:
       objectives: all of the same role.
       optimiser: from ``build``.
-      rate: the learning rate, of the updates so far.
+      rate: the learning rate, of the updates so far; a coefficient ``lr_scale`` multiplies it.
       compute: how layers are computed.
     """
     (name,) = {objective.role for objective in objectives}
@@ -103,7 +103,7 @@ def make_update(
         whole = role._replace(base=base_of(state, name))
         grads, metrics = accumulate(whole, packed, objectives, coefficients, compute)
         norm = optax.tree.norm(grads)
-        lr = jnp.asarray(rate(role.updates), jnp.float32)
+        lr = jnp.asarray(rate(role.updates), jnp.float32) * coefficients.get("lr_scale", 1.0)
         before = role._replace(opt_state=on_device(role.opt_state))
         directions, opt_state = optimiser.update(grads, before.opt_state, role.params)
         params = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), role.params, directions)

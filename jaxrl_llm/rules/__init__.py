@@ -2,17 +2,20 @@
 
 from jaxrl_llm.rules.controllers import Controlled, EntropyControlled, Multiplier
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, Decision, Memory, Rule, decide
-from jaxrl_llm.rules.guards import NotANumber, RewardFails, TeachesNothing, guards_of
+from jaxrl_llm.rules.guards import ALL, FOUND, LR_SCALE, NotANumber, OnFinding, RewardFails, TeachesNothing, guards_of
 from jaxrl_llm.rules.phases import PHASE, PhaseEnds
 from jaxrl_llm.rules.resets import ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 __all__ = [
+    "ALL",
     "ASKED",
     "BY_HAND",
     "DONE",
+    "FOUND",
     "GUARD",
     "LAST",
+    "LR_SCALE",
     "PHASE",
     "Averaged",
     "ByHand",
@@ -22,6 +25,7 @@ __all__ = [
     "Memory",
     "Multiplier",
     "NotANumber",
+    "OnFinding",
     "OnKL",
     "OnSchedule",
     "OnStall",

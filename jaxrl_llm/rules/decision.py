@@ -32,6 +32,7 @@ class Decision:
       reset_optimiser: the optimiser starts anew.
       snapshot: the models as they are after this step are kept for good.
       next_phase: the run's next phase begins after this step.
+      rollback: the run goes on from the newest checkpoint of before this step; None to go on from here.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
     """
@@ -44,6 +45,7 @@ class Decision:
     reset_optimiser: bool = False
     snapshot: bool = False
     next_phase: bool = False
+    rollback: int | None = None
     coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
 
@@ -86,6 +88,8 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         reset_optimiser=any(d.reset_optimiser for d in decisions),
         snapshot=any(d.snapshot for d in decisions),
         next_phase=any(d.next_phase for d in decisions),
+        rollback=min((d.rollback for d in decisions if d.rollback is not None), default=None),
+        reason="; ".join(d.reason for d in decisions if d.reason),
         coefficients=_merged(d.coefficients for d in decisions),
         events=events,
     ), remembered

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
+from jaxrl_llm.rules.settings import Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,49 @@ class TeachesNothing:
         )
 
 
+FOUND = "found/"
+"""What the names of findings begin with, as rules read them: ``(step where it began, what, remedy)`` each."""
+LR_SCALE = "lr_scale"
+"""The coefficient that multiplies the learning rate."""
+ALL = "all"
+"""In place of a kind: all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnFinding:
+    """Stops, or rolls back, once one of some kinds of trouble begins to be found.
+
+    Attributes:
+      kinds: of findings; ``ALL`` for all.
+      rolls_back: whether it does, the first ``rollbacks`` times.
+      slower: what the learning rate is multiplied with then.
+      rollbacks: how often.
+    """
+
+    kinds: tuple[str, ...]
+    rolls_back: bool
+    slower: float
+    rollbacks: int
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers what is ``known``, which a rollback makes unknown again, and how many ``times`` it
+        went back."""
+        found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
+        guarded = [kind for kind in found if kind in self.kinds or ALL in self.kinds]
+        known = own.get("known", [])
+        new = [kind for kind in guarded if kind not in known]
+        if not new:
+            return Decision(), own
+        began, what, remedy = found[new[0]]
+        reason = f"{new[0].replace('_', ' ')} since step {began}: {what}"
+        times = own.get("times", 0)
+        if self.rolls_back and times < self.rollbacks:
+            scale = row.get(LR_SCALE, 1.0) * self.slower
+            return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
+        stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
+        return stopped, own | {"known": [*known, *new]}
+
+
 def _told(reason: str) -> Decision:
     return Decision(events={"event/teaches_nothing": reason})
 
@@ -119,6 +163,10 @@ def guards_of(run: Any) -> dict[str, Rule]:
     if critic is not None:
         rate = critic.optimiser.learning_rate
         unstable["critic_not_a_number"] = NotANumber(rate, "recipe.critic.optimiser", "critic/")
+    rules: Rules = run.rules
+    if rules.guards:
+        back = rules.on_guard == "rollback"
+        unstable["guard"] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
     return unstable | {
         "reward_fails": RewardFails(),
         "teaches_nothing": TeachesNothing(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,16 @@ class Rules:
 
     Attributes:
       phases: parts of the run with settings of their own, in turn; none for a run of one piece.
+      guards: kinds of findings (``telemetry.diagnose``) that are acted on when they begin; "all" for all of them.
+        ``--guard KIND`` adds one.
+      on_guard: "stop" saves and stops with exit code 3. "rollback" goes on from the newest checkpoint of before the
+        finding began, with ``slower`` times the learning rate; data goes on where it is.
+      slower: what each rollback multiplies the learning rate with, above 0 and at most 1.
+      rollbacks: after so many the next finding stops the run.
     """
 
     phases: tuple[Phase, ...] = ()
+    guards: tuple[str, ...] = ()
+    on_guard: Literal["stop", "rollback"] = "stop"
+    slower: float = 0.5
+    rollbacks: int = 3

@@ -23,6 +23,7 @@ from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.samples import to_value
 from jaxrl_llm.models.decoder import Decoder, cast, initialise
 from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.rules import LR_SCALE
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.stages.critic import Architectures, critic_of
 from jaxrl_llm.stages.judges import forward_of, paths_of
@@ -60,6 +61,8 @@ def objectives_of(run: Run) -> tuple[Objective, ...]:
 def moved_by_rules(run: Run) -> dict[str, float]:
     """The coefficients of loss and reward that a rule moves from step to step, as before the first step."""
     found = {constraint.coefficient: float(constraint.multiplier) for constraint in run.scoring.constraints}
+    if run.rules.guards and run.rules.on_guard == "rollback":
+        found[LR_SCALE] = 1.0
     algorithm = run.recipe.algorithm
     if run.recipe.of_kl is not None:
         found["kl_coef"] = algorithm.kl_coef

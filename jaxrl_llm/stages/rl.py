@@ -13,18 +13,15 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, tasks
-from jaxrl_llm.algorithms import Algorithm
 from jaxrl_llm.config import Run
 from jaxrl_llm.engine import Engine, Sampling
 from jaxrl_llm.evaluate import Evaluated, Questions, Tested, evaluate_tasks
 from jaxrl_llm.learner import Forward, Sample, Training
-from jaxrl_llm.learner.samples import advantage_of, size_of_advantages, without_gain
+from jaxrl_llm.learner.samples import advantage_of, size_of_advantages
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.rewards import Reward, Scorer
-from jaxrl_llm.rewards.bounds import REJECTED, Constraint
-from jaxrl_llm.rewards.models import OF_STEPS, ModelReward
+from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
@@ -33,6 +30,7 @@ from jaxrl_llm.rules import BY_HAND, ByHand, Controlled, EntropyControlled, Mult
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
+from jaxrl_llm.stages.aims import gated, lagrangian, modelled, separately
 from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
@@ -42,7 +40,7 @@ from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.pieces import pieces
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.types import Group, TrainState
+from jaxrl_llm.types import TrainState
 
 groups, outline = of_devices.groups, of_devices.outline
 
@@ -139,6 +137,10 @@ class Reinforcement(Stage):
             left=dataclasses.replace(batch.left, texts=drawn),
         )
 
+    def let_go(self, left: Carryover | None) -> Carryover | None:
+        """What later steps find where the policy goes back: no groups of the policy that it goes back from."""
+        return None if left is None else dataclasses.replace(left, carried=(), unfinished=(), good=0.0, seen=0.0)
+
     def leaves(self, left: Carryover | None, following: Run) -> Carryover | None:
         """All of it where groups are sampled and scored as before; else what was not learned from is let go; what the
         stream of prompts remembers, where its tasks are others; and stored successes, where rewards are."""
@@ -146,9 +148,7 @@ class Reinforcement(Stage):
             return left
         stream = left.stream if self.run.task == following.task else {}
         successes = left.successes if self.run.scoring == following.scoring else {}
-        return dataclasses.replace(
-            left, carried=(), unfinished=(), good=0.0, seen=0.0, stream=stream, successes=successes
-        )
+        return dataclasses.replace(self.let_go(left), stream=stream, successes=successes)
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]
@@ -315,43 +315,3 @@ def dropped_endings(run: Run) -> tuple[str, ...]:
     """Finish reasons of the completions that the loss leaves out."""
     cut_off = ("length",) if run.recipe.drop_truncated else ()
     return cut_off if run.rollout.repetition.learn else (*cut_off, "repetition")
-
-
-def separately(algorithm: Algorithm, parts: dict[str, Reward], groups: list[Group]) -> tuple[Algorithm, np.ndarray]:
-    """For an estimator of several rewards: each of them, float64[P, G, n], and their weights, which it applies.
-
-    Those of steps are left out.
-    """
-    parts = {name: reward for name, reward in parts.items() if not isinstance(reward, OF_STEPS)}
-    weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in parts.values())
-    rewards = np.stack([np.stack([group.parts[name] for group in groups]) for name in parts], axis=-1)
-    return dataclasses.replace(algorithm, advantage=dataclasses.replace(algorithm.advantage, weights=weights)), rewards
-
-
-def lagrangian(
-    constraints: Sequence[Constraint], groups: Sequence[Group], coefficients: Mapping[str, float]
-) -> np.ndarray:
-    """What advantages are made of, float64[P, G]: ``r - sum of lam * (cost - limit)``, NaN where a cost is."""
-    rewards = np.stack([group.rewards for group in groups])
-    for one in constraints:
-        cost = np.stack([group.parts[one.part] for group in groups])
-        rewards = rewards - coefficients[one.coefficient] * (cost - one.limit)
-    return rewards
-
-
-def gated(samples: list[list[Sample]], groups: Sequence[Group]) -> list[list[Sample]]:
-    """The samples, with ``min(A, 0)`` for the advantages of completions that the gate rejects."""
-    return [
-        [without_gain(sample) if out else sample for sample, out in zip(members, group.parts[REJECTED], strict=True)]
-        for members, group in zip(samples, groups, strict=True)
-    ]
-
-
-def modelled(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
-    """``reward_model/mean``: what reward models give on average, where there are any; of several, the first.
-
-    NaN for a step in which nothing was scored.
-    """
-    parts = named(configs.rewards(run))
-    models = [name for name, reward in parts.items() if isinstance(reward, ModelReward)]
-    return {"reward_model/mean": metrics.get(f"reward/{models[0]}", math.nan)} if models else {}

@@ -94,6 +94,10 @@ class Stage:
         """Of the roles that learn in this step."""
         return self.training
 
+    def let_go(self, left: Any) -> Any:
+        """What the next step finds of what the last one has left where the policy goes back to an earlier one."""
+        return left
+
     def leaves(self, left: Any, following: Configuration) -> Any:
         """What a phase of other settings finds of what the last batch of this one has left."""
         return left

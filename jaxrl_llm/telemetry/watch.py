@@ -1,7 +1,7 @@
 """Findings while a run goes on: each kind is told once, when it begins to be found."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.telemetry.diagnosis import Finding, diagnose
@@ -44,10 +44,56 @@ class Watch:
         return new
 
     def _found(self) -> list[Finding]:
-        """All that can be said already: a run has stalled once it has for half of the steps that it is to make."""
-        last = max((row["step"] for row in self._rows), default=0)
-        found = diagnose(self._rows)
-        return [one for one in found if one.kind != "stalled" or last - one.step >= self._steps / 2]
+        return found_in(self._rows, self._steps)
+
+
+class Sight:
+    """What guards see of a run: the same at each step whether the run was interrupted before it or not.
+
+    Args:
+      steps: that the run ends with.
+      earlier: the rows of a run that is gone on with.
+    """
+
+    def __init__(self, steps: int, earlier: Iterable[Mapping[str, Any]] = ()):
+        self._steps = steps
+        self._rows: list[dict[str, Any]] = []
+        for row in earlier:
+            self.went_back(row)
+            self._rows.append(_read(row))
+
+    def found(self, row: Mapping[str, Any]) -> list[Finding]:
+        """All that is found after this step, which is kept; nothing where it is not time to look."""
+        self._rows.append(_read(row))
+        step = int(row["step"])
+        if step == 0 or not (looks(step) or any(TESTED.fullmatch(name) for name in row)):
+            return []
+        return found_in(self._rows, self._steps)
+
+    def went_back(self, row: Mapping[str, Any]) -> None:
+        """Where the run has gone back after the step of this row, forget what the policy that it left has done."""
+        if ROLLED_BACK in row:
+            self._rows = [one for one in self._rows if one["step"] <= row[ROLLED_BACK]]
+
+
+ROLLED_BACK = "rollback/to_step"
+"""The metric of a step after which the run went back: to which step's checkpoint."""
+
+
+def looks(step: int) -> bool:
+    """Whether it is time to look after this step: each ``EVERY``-th at first, then less often; a function of it."""
+    at = 0
+    while at < step:
+        at += max(EVERY, at // 20)
+    return at == step
+
+
+def found_in(rows: Sequence[Mapping[str, Any]], steps: int) -> list[Finding]:
+    """All that can be said of these rows already: a run has stalled once it has for half of the steps that it is to
+    make."""
+    last = max((row["step"] for row in rows), default=0)
+    found = diagnose(rows)
+    return [one for one in found if one.kind != "stalled" or last - one.step >= steps / 2]
 
 
 def _read(row: Mapping[str, Any]) -> dict[str, Any]:

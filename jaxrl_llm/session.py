@@ -1,0 +1,168 @@
+"""What a run has at hand while it trains, and where it stands: its files, its processes, who hears of its steps."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.config import Configuration
+from jaxrl_llm.rules import DONE, FOUND, GUARD, LR_SCALE, Decision
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.signals import Preemption
+from jaxrl_llm.snapshots import CHECKPOINTS, phase_of
+from jaxrl_llm.stages.stage import Stage
+from jaxrl_llm.step import LoopState
+from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.telemetry.voice import Voice
+from jaxrl_llm.telemetry.watch import ROLLED_BACK, Sight, Watch
+from jaxrl_llm.telemetry.writers import RunWriter
+from jaxrl_llm.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Who hears of a run's steps, and asks for something between them.
+
+    Attributes:
+      schedule: when the run tests and saves.
+      progress: people.
+      writer: the files; None on all processes but the first.
+      asked: what people have asked for, as rules read it; the same on every process.
+      sight: what guards see, on process 0; None where there are none.
+      peers: the run's processes.
+    """
+
+    schedule: Schedule
+    progress: Progress
+    writer: RunWriter | None
+    asked: Callable[[], dict[str, Any]]
+    sight: Sight | None
+    peers: Peers
+
+    def seen(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What is found after the step of this row, as rules read it; the same on every process."""
+        if self.sight is None:
+            return {}
+        sight = self.sight
+        found = self.peers.first(lambda: [dataclasses.astuple(one) for one in sight.found(row)])
+        return {f"{FOUND}{kind}": (began, what, remedy) for kind, began, what, _, remedy in found}
+
+    def went_back(self, row: dict[str, Any]) -> None:
+        """The run goes on from an earlier policy, as this row says."""
+        if self.sight is not None:
+            self.sight.went_back(row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What stays while a run goes through its phases.
+
+    Attributes:
+      run: its settings.
+      directory: its own.
+      store: of checkpoints.
+      mesh: of its devices.
+      peers: its processes.
+      told: who hears of its steps.
+      stop: whether it was asked to.
+    """
+
+    run: Configuration
+    directory: Path
+    store: Checkpoints
+    mesh: Any
+    peers: Peers
+    told: Told
+    stop: Preemption
+
+
+@dataclasses.dataclass
+class At:
+    """Where a run is.
+
+    Attributes:
+      stage: makes the steps of its phase.
+      state: on the devices.
+      host: beside it.
+      step: the last one that is made.
+      row: what the next row begins with.
+      code: of the exit, once it ends.
+      last_words: why it ends before its steps are made; empty where it does not.
+      goes_on: whether another phase begins.
+    """
+
+    stage: Stage
+    state: TrainState
+    host: LoopState
+    step: int
+    row: dict[str, Any]
+    code: int = DONE
+    last_words: str = ""
+    goes_on: bool = False
+
+
+def go_back(place: Place, at: At, decision: Decision) -> Decision:
+    """Go on from the newest checkpoint of this phase from before the step that a guard names; returns the decision with
+    what came of it, which is to stop where there is none.
+
+    Data goes on where it is, and updates are counted on: no policy has the version of another. Groups of the policy
+    that is left are let go.
+    """
+    place.store.wait()
+    folder = place.directory / CHECKPOINTS
+    steps = [
+        step for step in steps_in(folder) if step < decision.rollback and phase_of(folder / str(step)) == at.host.phase
+    ]
+    if not steps:
+        reason = f"{decision.reason}; no checkpoint from before it is kept to go back to: set --output.keep higher"
+        return Decision(GUARD, reason, events={"event/guard": decision.reason})
+    updates = {name: role.updates for name, role in at.state.roles.items()}
+    like = jax.eval_shape(lambda x: x, at.state)
+    state, saved = place.store.restore(max(steps), like, place.mesh, at.state.policy.base)
+    for name, count in updates.items():
+        state = state.with_role(name, updates=count)
+    at.state = state
+    host = at.host
+    host.coefficients = LoopState.from_json(saved, at.stage.records).coefficients
+    host.left = at.stage.let_go(host.left if host.ready is None else host.ready.left)
+    host.ready = None
+    said = f"to step {max(steps)}, with {decision.coefficients[LR_SCALE]:g} times the learning rate: {decision.reason}"
+    events = decision.events | {"event/rollback": said, ROLLED_BACK: max(steps)}
+    return dataclasses.replace(decision, events=events)
+
+
+def writing(
+    run: Configuration, directory: Path, resumed_at: int | None, peers: Peers, voice: Voice
+) -> AbstractContextManager[RunWriter | None]:
+    """The run's records, on process 0; the others write none."""
+    if not peers.leads:
+        return nullcontext()
+    return RunWriter(directory, resumed_at, run.output.tensorboard, run.output.wandb, configs.to_json(run), voice.rows)
+
+
+def watching(directory: Path, schedule: Schedule, start: int | None, peers: Peers, quiet: bool) -> Progress:
+    """What a person sees, on process 0; the others say nothing, and look for nothing.
+
+    ``start``: the step that the run goes on from; its rows up to there are part of what is watched.
+    ``quiet``: show warnings alone.
+    """
+    if not peers.leads:
+        return Progress(schedule, (start or 0) + 1, Console(quiet=True))
+    earlier = () if start is None else (row for row in read_rows(directory / "metrics.jsonl") if row["step"] <= start)
+    return Progress(schedule, (start or 0) + 1, watch=Watch(schedule.steps, earlier), quiet=quiet)
+
+
+def sight_of(run: Configuration, directory: Path, start: int | None) -> Sight | None:
+    """What the run's guards see, with the rows up to the step that it goes on from; None where it has no guards."""
+    if not configs.rules_of_run(run).guards:
+        return None
+    earlier = (row for row in read_rows(directory / "metrics.jsonl") if row["step"] <= start) if start else ()
+    return Sight(run.steps, earlier)

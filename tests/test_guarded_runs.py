@@ -1,0 +1,147 @@
+"""Runs with guards on findings: they stop, or go back to before the trouble began, the same however often they were
+interrupted.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import assert_refused, commands
+from histories import rows as made_up
+from histories import sick
+from learner.rollouts import one_device
+
+from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.config import load_config
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding
+from jaxrl_llm.telemetry.watch import EVERY, ROLLED_BACK, Sight, looks
+
+CONFIG = Path(__file__).parent / "fixtures" / "runs" / "guarded.py"
+GUARDED = f"train {CONFIG} --guard kl_runaway"
+BACK = f"{GUARDED} --rules.on_guard rollback"
+LINES = {
+    "stop": f"{GUARDED} --run_dir stop",
+    "back": f"{BACK} --run_dir back",
+    "to 9": f"{BACK} --run_dir parts --steps 9",
+    "to 10": f"{BACK} --run_dir parts --steps 10",
+    "rest": f"{BACK} --run_dir parts",
+    "lost": f"{BACK} --run_dir lost --output.keep 1",
+    "nonsense": f"train {CONFIG} --guard entropy_colapse",
+    "no guard": f"train {CONFIG} --rules.on_guard rollback",
+    "from data": "train sft_quickstart --guard truncation",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("guarded")
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    clock = ("time/", "throughput/", "memory", "event/resumed")
+    return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]
+
+
+def saved(folder, step):
+    run = load_config(str(CONFIG))[1]
+    model, _ = load_pretrained(run.model)
+    like = abstract_state(model, build(run.learner.optimiser), True)
+    with Checkpoints(folder / "checkpoints") as store:
+        state, _ = store.restore(step, like, one_device())
+    return {name: np.asarray(array) for name, array in jax.device_get(flatten(state)).items()}
+
+
+def test_a_guard_stops_with_its_finding_and_the_state_saved(folder, answers):
+    said = answers["stop"]
+    assert said.code == GUARD and (folder / "stop" / "checkpoints" / "10").is_dir()
+    assert "step 10: kl runaway since step 3: the KL to the reference rose from" in said.err and "; try " in said.err
+    assert rows(folder / "stop")[-1]["event/guard"].startswith("kl runaway since step 3")
+
+
+def test_a_rollback_goes_on_from_before_the_trouble_at_half_the_rate(folder, answers):
+    assert answers["back"].code == 0, answers["back"].err
+    found = rows(folder / "back")
+    back = found[10]
+    assert back[ROLLED_BACK] == 2 and back["event/rollback"].startswith(
+        "to step 2, with 0.5 times the learning rate: kl"
+    )
+    assert found[2]["kl"] < 2 < 9 < found[9]["kl"] and found[11]["kl"] < 5
+    np.testing.assert_allclose([row["lr"] for row in found[1:]], [0.05] * 10 + [0.025] * 3, rtol=1e-6)
+    assert [row["lr_scale"] for row in found[1:]] == [1.0] * 10 + [0.5] * 3
+    prompts = [row["prompts"] for row in found[1:]]
+    assert prompts == sorted(set(prompts)), "data goes on where it is"
+
+
+def test_its_weights_and_optimiser_are_those_of_then_and_its_version_is_new(folder, answers):
+    then, now = saved(folder / "back", 2), saved(folder / "back", 10)
+    assert (then.pop("updates"), now.pop("updates")) == (4, 20)
+    for name, array in then.items():
+        assert array.tobytes() == now[name].tobytes(), name
+    left = saved(folder / "stop", 10)
+    assert any(array.tobytes() != left[name].tobytes() for name, array in then.items())
+
+
+def test_an_interrupted_run_goes_back_at_the_same_step_to_the_same_state(folder, answers):
+    assert [answers[name].code for name in ("to 9", "to 10", "rest")] == [0] * 3
+    assert rows(folder / "parts") == rows(folder / "back")
+    one, other = saved(folder / "parts", 13), saved(folder / "back", 13)
+    assert all(array.tobytes() == other[name].tobytes() for name, array in one.items())
+
+
+def test_without_a_checkpoint_to_go_back_to_it_stops_and_says_so(answers):
+    assert answers["lost"].code == GUARD
+    assert "no checkpoint from before it is kept to go back to: set --output.keep higher" in answers["lost"].err
+
+
+def test_what_cannot_work_is_refused(answers):
+    assert_refused(answers["nonsense"], "entropy_colapse", "did you mean entropy_collapse?")
+    assert_refused(answers["no guard"], "rules.on_guard rollback", "--guard KIND")
+    assert_refused(answers["from data"], "--guard", "Supervised")
+
+
+FINDING = {f"{FOUND}truncation": (7, "what", "this")}
+
+
+def test_a_finding_is_acted_on_once_and_anew_after_a_rollback():
+    rule = OnFinding(("truncation",), True, 0.5, 2)
+    decision, own = rule({"step": 10, "lr_scale": 0.5, **FINDING}, {})
+    assert decision.rollback == 7 and decision.coefficients == {LR_SCALE: 0.25}
+    decision, own = rule({"step": 20, **FINDING}, own)
+    assert decision.rollback == 7 and own["times"] == 2
+    decision, own = rule({"step": 30, **FINDING}, own)
+    assert decision.stop == GUARD and "truncation since step 7: what; try this" in decision.reason
+    assert rule({"step": 40, **FINDING}, own)[0] == Decision()
+
+
+def test_other_findings_are_none_of_its_business():
+    rule = OnFinding(("stalled",), False, 0.5, 1)
+    assert rule({"step": 10, **FINDING}, {}) == (Decision(), {})
+    assert OnFinding(("all",), False, 0.5, 1)({"step": 10, **FINDING}, {})[0].stop == GUARD
+
+
+def test_it_looks_at_the_same_steps_whether_it_was_interrupted_or_not():
+    history = made_up(*sick("truncation", 60, 20))
+    whole = Sight(60)
+    seen = {row["step"]: [one.kind for one in whole.found(row)] for row in history}
+    assert any(seen.values()) and not any(kinds for step, kinds in seen.items() if not looks(step))
+    for cut in (11, 25, 40):
+        resumed = Sight(60, history[:cut])
+        assert all([one.kind for one in resumed.found(row)] == seen[row["step"]] for row in history[cut:])
+    assert [step for step in range(1, 41) if looks(step)] == [EVERY, 2 * EVERY, 3 * EVERY, 4 * EVERY]
+
+
+def test_what_a_policy_did_that_was_left_is_forgotten():
+    history = made_up(*sick("truncation", 60, 20))
+    sight = Sight(60, [*history[:40], {"step": 41, ROLLED_BACK: 10}])
+    assert not sight.found(history[50]), "ten healthy rows, and one that is not"
