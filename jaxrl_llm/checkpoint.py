@@ -92,10 +92,6 @@ class Checkpoints:
         handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
-    def latest(self) -> int | None:
-        """The newest complete step."""
-        return self._manager.latest_step()
-
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Begin to write; the arrays are copied off the device before this returns, so the state may be donated.
 

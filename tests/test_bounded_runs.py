@@ -13,7 +13,7 @@ from oracles import number
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO, GroupMean, ProcessSupervised
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, steps_in
 from jaxrl_llm.config import Run, Scoring, load_config, notes, resolved, validate, verifies
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout
@@ -246,7 +246,7 @@ def host_of(folder):
     model, _ = load_pretrained("tiny-random")
     like = abstract_state(model, build(load_config(str(CONFIG))[1].learner.optimiser), False)
     with Checkpoints(folder / "checkpoints") as store:
-        return store.restore(store.latest(), like, one_device())[1]
+        return store.restore(max(steps_in(folder / "checkpoints")), like, one_device())[1]
 
 
 def test_a_run_moves_its_multiplier_by_what_its_rows_say(folder, answers):

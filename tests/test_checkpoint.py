@@ -86,14 +86,13 @@ def test_flatten_and_unflatten_are_inverse():
 
 def test_the_newest_stay_and_others_go(tmp_path):
     state = state_on(one_device(), reference=False)
-    assert Checkpoints(tmp_path / "none").latest() is None and steps_in(tmp_path / "nowhere") == []
+    assert steps_in(tmp_path / "nowhere") == []
     store = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 10):
         store.save(step, state, {"step": step})
     store.close()
     assert steps_in(tmp_path) == [2, 10]
     store = Checkpoints(tmp_path)
-    assert store.latest() == 10
     assert store.restore(10, like(reference=False), one_device())[1] == {"step": 10}
     store.close()
 
@@ -108,7 +107,6 @@ def test_a_half_written_step_is_not_seen(tmp_path):
     (half / "state").mkdir()
     assert steps_in(tmp_path) == [1]
     store = Checkpoints(tmp_path)
-    assert store.latest() == 1
     store.save(2, state, {})
     store.close()
     assert steps_in(tmp_path) == [1, 2]

@@ -79,6 +79,9 @@ def test_a_jump_is_so_many_times_the_median_since_the_last_reset():
     assert resets_at(resets, [0.1, 0.1, 0.1, 0.31, 9.0, 9.0, 9.0, 26.0]) == [4], "it is measured anew after a reset"
     assert resets_at(resets, [0.1, 0.1, 0.1, 0.31, 9.0, 9.0, 9.0, 28.0]) == [4, 8]
     assert resets_at(resets, [0.0, 0.0, 0.0, 1.0]) == [], "nothing is so many times 0"
+    assert resets_at(resets, [9.0, 9.0, 0.1, 0.1, 0.1, 0.31]) == [6], "older ones are forgotten"
+    nan = math.nan
+    assert resets_at(resets, [0.1, 0.1, 0.1, 0.31, nan, nan, 1.0, 5.0]) == [4], "too few were measured since then"
 
 
 def test_size_of_advantages_is_the_mean_over_tokens_that_count():
