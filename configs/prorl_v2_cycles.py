@@ -1,0 +1,62 @@
+"""ProRL, second version, with its cycles written out: length is punished for 100 steps, and is not for 500.
+
+    jaxrl-llm train prorl_v2_cycles
+
+Hardware: written for 32 chips; not run by us.
+
+From its description: REINFORCE++-baseline, k2, 3000 steps and more at 8k tokens throughout, a length reward that comes
+and goes (for example 100 updates on, 500 off), the reference reset every 200 to 500 steps or at a jump or a stall of
+the KL, without the optimiser. Published, not measured by us: 3000 steps beat the first version's 2000 at 16k, with
+completions 17.5 % shorter. Ours: cycles counted in steps, a reset where each begins, what a jump is (3 times the median
+of the last 20 steps), 512 prompts of 16 in 8 updates as its open recipe has them, mesh, prompt limit. The recipe
+``prorl_v2`` has the cycle in one piece, by updates (``LengthCycle``); as phases each turn is an event, a kept snapshot
+and a line of the summary.
+"""
+
+import dataclasses
+
+from jaxrl_llm.config import Evaluation, Output, Run
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.recipes import PRORL_V2
+from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rules import Phase, Resets, Rules
+from jaxrl_llm.tasks import HubDataset, Task
+
+CONTEXT, PROMPT = 8192, 1024
+CYCLES, PUNISHED, FREE = 5, 100, 500
+ON = (StopProperly(), LengthCycle(on=1, off=0))
+OFF = (StopProperly(),)
+
+
+def cycles() -> tuple[Phase, ...]:
+    """Each cycle's two phases."""
+    found = []
+    for cycle in range(1, CYCLES + 1):
+        last = cycle == CYCLES
+        found.append(Phase(f"cycle {cycle}: length", PUNISHED, changes={"recipe.shaping": ON}, reset=cycle > 1))
+        found.append(Phase(f"cycle {cycle}: free", None if last else FREE, changes={"recipe.shaping": OFF}))
+    return tuple(found)
+
+
+config = Run(
+    model="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    task=Task(
+        source=HubDataset("agentica-org/DeepScaleR-Preview-Dataset", prompt_field="problem"),
+        extractor="boxed",
+        verifier="math",
+        suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        holdout=0.005,
+    ),
+    recipe=dataclasses.replace(PRORL_V2, resets=Resets(on_kl_jump=3.0, kl_window=20)),
+    rollout=Rollout(
+        prompts=512, group=16, max_prompt_tokens=PROMPT, max_new_tokens=CONTEXT - PROMPT, slots=512, chunk=64
+    ),
+    learner=Learner(
+        optimiser=Optimiser(learning_rate=1e-6), minibatches=8, microbatch_rows=32, compute_dtype="bfloat16"
+    ),
+    evaluation=Evaluation(every=50, samples=4, temperature=0.6, top_p=0.95),
+    output=Output(checkpoint_every=50),
+    steps=CYCLES * (PUNISHED + FREE),
+    rules=Rules(phases=cycles()),
+)
