@@ -7,6 +7,7 @@ setup(
     package_dir={"jaxrl_llm.configs": "configs"},
     package_data={
         "jaxrl_llm": ["py.typed", "plan/published.json"],
+        "jaxrl_llm.configs": ["*.jsonl"],
         "jaxrl_llm.telemetry.report": ["*.html", "*.css", "*.js", "*.LICENSE"],
     },
 )
