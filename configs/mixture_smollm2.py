@@ -8,7 +8,7 @@ multiples), mixed operations, and a file. Each has its share of the prompts, its
 every ten steps; the file's answers are compared whole, and have a token limit and rewards of their own.
 
 What keeps it learning is ProRL's: a wide upper clip, the groups that can teach, a KL to a reference that is moved to
-where the policy is every twenty steps. Runs on a CPU; docs/prolonged.md has what it did there, and the same without.
+where the policy is every twenty steps. Runs on a CPU.
 """
 
 import dataclasses

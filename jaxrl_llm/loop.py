@@ -76,7 +76,11 @@ def train(
         told = Told(schedule, progress, writer, asked, sight_of(run, directory, start), peers)
         place = Place(run, directory, store, mesh, peers, told, Preemption(progress.warn))
         at = None
-        number = 0 if start is None else peers.first(lambda: snapshots.phase_of(snapshots.kept(directory)[start]))
+        number = (
+            0
+            if start is None or len(configs.phases_of(run)) == 1
+            else peers.first(lambda: snapshots.phase_of(snapshots.kept(directory)[start]))
+        )
         while at is None or at.goes_on:
             settings = configs.in_phase(run, number if at is None else at.host.phase)
             with (

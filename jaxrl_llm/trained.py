@@ -63,7 +63,9 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
     place = kept(directory)[start.step]
-    run = configs.in_phase(configs.located(saved.run, saved.origin, directory), phase_of(place))
+    run = configs.located(saved.run, saved.origin, directory)
+    if configs.rules_of_run(run).phases:
+        run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
 
 

@@ -176,7 +176,7 @@ REFUSED = {
     "train smoke steps=3": ["steps=3 belongs to no option"],
     "train smoke --steps 1.5": ["--steps: expected INT, got '1.5'"],
     "train smoke --output.tensorboard maybe": ["maybe belongs to no option", "a switch stands alone"],
-    "train smoke --reward accuracy": ["no option --reward: see jaxrl-llm train smoke --help"],
+    "train smoke --reward accuracy": ["no option --reward: rewards are scoring.rewards of the configuration"],
     "train smoke --seed -1": ["seed must be from 0 to 16777215, got -1"],
     "train smoke --model=": ["model is empty: give a Hugging Face directory"],
     "train smoke --model https://hf.co/a/b": ["no such model: https://hf.co/a/b; one of the hub is named OWNER/MODEL"],

@@ -98,6 +98,7 @@ SENTENCES: dict[str, str] = {
     "dataset_name": "problems are the task of the configuration's file: Task(HubDataset(NAME))",
     "train_files": "problems are the task of the configuration's file: Task(Table(PATH))",
     "val_files": "problems to test on are evaluation.task of the configuration's file",
+    "reward": "rewards are scoring.rewards of the configuration's file, functions too",
     "reward_funcs": "rewards are scoring.rewards of the configuration's file, functions too",
     "reward_weights": "each of scoring.rewards has its weight in the configuration's file",
     "resume_from_checkpoint": "the same command goes on; --from RUN[@STEP] begins a new run with another's weights",
