@@ -103,7 +103,7 @@ def test_a_gain_is_of_pairs_with_the_same_seed():
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_each_rung_changes_the_run_and_can_work(ladder):
     base = configs.load_config("ablation_smoke")[1]
-    found = ablate.settings_of(base, ladder)
+    found = ablate.settings_of(base, LADDERS[ladder])
     for number, rung in enumerate(LADDERS[ladder]):
         configs.validate(found[rung.name])
         if number:
@@ -112,12 +112,19 @@ def test_each_rung_changes_the_run_and_can_work(ladder):
             changes = [name for name in changes if name != "recipe.overlong_weight"]  # filled in from the rewards
             assert changes and all(name.startswith(tuple(rung.changes)) for name in changes), (rung.name, changes)
     for other in LADDERS:
-        shared = ablate.settings_of(base, other)
+        shared = ablate.settings_of(base, LADDERS[other])
         assert all(shared[name] == found[name] for name in shared.keys() & found.keys())
 
 
+def test_a_rung_is_added_to_the_one_before_or_to_the_one_it_names():
+    rungs = [Rung("a", {"rollout.group": 2}), Rung("b", {"rollout.prompts": 3}), Rung("c", {"steps": 5}, onto="a")]
+    found = ablate.settings_of(configs.load_config("ablation_smoke")[1], rungs)
+    assert (found["b"].rollout.group, found["b"].rollout.prompts, found["b"].steps) == (2, 3, 100)
+    assert (found["c"].rollout.group, found["c"].rollout.prompts, found["c"].steps) == (2, 16, 5)
+
+
 def test_the_ladder_ends_with_the_recipe():
-    last = list(ablate.settings_of(configs.load_config("ablation_smoke")[1], "dapo").values())[-1].recipe
+    last = list(ablate.settings_of(configs.load_config("ablation_smoke")[1], LADDERS["dapo"]).values())[-1].recipe
     for field in ("algorithm", "filter_groups", "drop_truncated", "overlong_share", "temperature", "resets"):
         assert getattr(last, field) == getattr(DAPO, field), field
 

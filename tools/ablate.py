@@ -104,19 +104,19 @@ def read(arguments: list[str]) -> Asked | None:
     require(seeds.isdecimal() and int(seeds) > 0, f"--seeds {seeds}: give how many, at least 1")
     folder = take(arguments, "--folder", True)
     draw, as_json = take(arguments, "--draw", False), take(arguments, "--json", False)
+    require(take(arguments, "--run-dir", True) is None, "--run_dir is each run's own: give --folder for all of them")
     found = configs.find_config(given)
     require(isinstance(found.run, configs.Run), f"{given} is no run of reinforcement learning: a ladder needs one")
     run = parse(configs.Run, arguments, f"ablate {given}", HELP, found.run)
-    require(run.run_dir is None or found.directory is not None, "--run_dir is each run's own: give --folder")
     place = Path(folder or Path("runs") / "ablations" / found.name)
     return Asked(ladder, int(seeds), place, draw, as_json, dataclasses.replace(found, run=run))
 
 
-def settings_of(run: configs.Run, ladder: str) -> dict[str, configs.Run]:
+def settings_of(run: configs.Run, rungs: Sequence[Rung]) -> dict[str, configs.Run]:
     """The settings of each rung, by its name, resolved."""
     found: dict[str, configs.Run] = {}
     before = run
-    for rung in LADDERS[ladder]:
+    for rung in rungs:
         before = changed(found[rung.onto] if rung.onto else before, rung.changes)
         found[rung.name] = before
     return {name: configs.resolved(one) for name, one in found.items()}
@@ -130,7 +130,7 @@ def planned(asked: Asked) -> list[Planned]:
     """
     runs = []
     for seed in range(asked.found.run.seed, asked.found.run.seed + asked.seeds):
-        for name, run in settings_of(asked.found.run, asked.ladder).items():
+        for name, run in settings_of(asked.found.run, LADDERS[asked.ladder]).items():
             directory = asked.folder / slug(name) / f"seed-{seed}"
             runs.append(Planned(name, dataclasses.replace(run, seed=seed, run_dir=str(directory)), directory))
     if not asked.draw:

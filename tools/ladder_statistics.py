@@ -73,6 +73,11 @@ def accuracy_of(rows: Sequence[Row]) -> str:
     return next((name for name in names if name == f"eval/average/{ACCURACY}"), names[0])
 
 
+def length_of(accuracy: str) -> str:
+    """The name of the mean length of the answers that an accuracy is of."""
+    return accuracy.replace(ACCURACY, "mean_length")
+
+
 def curve(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
     """(step, value) wherever a metric was measured."""
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
@@ -96,7 +101,7 @@ def measures_of(rows: Sequence[Row]) -> Measures:
         "accuracy": _end(found, LAST),
         "area": area(found),
         "entropy": _end(curve(learned, "entropy"), LATE),
-        "length": _end(curve(rows, name.replace(ACCURACY, "mean_length")), LAST),
+        "length": _end(curve(rows, length_of(name)), LAST),
         "truncated": _end(curve(learned, "completions/truncated_fraction"), LATE),
         "seconds": sum(seconds),
     }
