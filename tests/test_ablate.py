@@ -55,7 +55,7 @@ def rows(accuracies, entropy=1.0, every=10):
         row = {"step": step, "time/step_s": 0.5}
         if step:
             row |= {"entropy": entropy, "completions/truncated_fraction": 0.25, "clip_fraction/low": 0.0}
-            row["clip_fraction/high"] = 0.01
+            row |= {"clip_fraction/high": 0.01, "throughput/sampled_tokens_per_s": 500.0, "time/rollout_s": 0.2}
         if step % every == 0:
             row |= {"eval/x/pass@1": accuracies[step // every], "eval/x/mean_length": 7.0, "time/evaluation_s": 2.0}
         found.append(row)
@@ -80,6 +80,7 @@ def test_measures_of_a_run_are_those_by_hand():
     assert found["accuracy"] == pytest.approx(0.7)  # the first evaluation is none of the last three
     assert found["area"] == pytest.approx((0.5 + 0.75 + 0.55) / 3)
     assert found["seconds"] == pytest.approx(31 * 0.5 + 4 * 2)
+    assert found["sampled"] == pytest.approx(30 * 500 * 0.2 / 1000)
     assert (found["entropy"], found["length"], found["truncated"]) == (1.0, 7.0, 0.25)
     assert area([(0, 0.0), (10, 1.0), (30, 1.0)]) == pytest.approx(25 / 30)
 

@@ -22,9 +22,10 @@ MEASURES = {
     "entropy": "nats, last 10 steps",
     "length": "tokens, in the last 3 evaluations",
     "truncated": "share, last 10 steps",
+    "sampled": "thousands of tokens to train on, those of groups that were thrown away among them",
     "seconds": "steps and evaluations",
 }
-"""What is told of a run, and what of it."""
+"""What is told of a run."""
 
 Row = Mapping[str, Any]
 Measures = dict[str, float]
@@ -96,6 +97,7 @@ def measures_of(rows: Sequence[Row]) -> Measures:
     name = accuracy_of(rows)
     learned = [row for row in rows if row["step"] > 0]
     found = curve(rows, name)
+    sampled = [row.get("throughput/sampled_tokens_per_s", math.nan) or 0.0 for row in learned]
     seconds = [row.get(key) or 0.0 for row in rows for key in ("time/step_s", "time/evaluation_s")]
     return {
         "accuracy": _end(found, LAST),
@@ -103,6 +105,7 @@ def measures_of(rows: Sequence[Row]) -> Measures:
         "entropy": _end(curve(learned, "entropy"), LATE),
         "length": _end(curve(rows, length_of(name)), LAST),
         "truncated": _end(curve(learned, "completions/truncated_fraction"), LATE),
+        "sampled": sum(x * row.get("time/rollout_s", math.nan) for x, row in zip(sampled, learned, strict=True)) / 1000,
         "seconds": sum(seconds),
     }
 
@@ -151,7 +154,7 @@ def table(lines: Sequence[Line]) -> str:
     header = ["rung", "seeds", "accuracy", "gain, by pairs", *list(MEASURES)[1:], *["paper"] * published]
     cells = [header, ["---"] * len(header)]
     for line in lines:
-        digits = {"length": 2, "seconds": 0}
+        digits = {"length": 2, "sampled": 0, "seconds": 0}
         means = [shown(one, digits.get(name, 3)) for name, one in line.measures.items()]
         row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line), *means[1:]]
         cells.append([*row, *["" if line.rung.published is None else f"{line.rung.published:g}"] * published])
