@@ -1,0 +1,53 @@
+"""A small run with everything that the pieces of a recipe act on: rare successes, answers cut off, several updates.
+
+    jaxrl-llm train ablation_base
+    jaxrl-llm train ablation_smoke
+
+The policy is that of ``runs/ablation_base``: it thinks in signs for as long as it likes, then names a number, which is
+right for some letters often, for others hardly ever. The recipe here is GRPO, without a KL, with eight updates of each
+batch. It is what ``python tools/ablate.py ablation_smoke --ladder dapo`` takes its settings from.
+
+Measured with seeds 0 to 2: accuracy 0.23 -> ACC, 45 to 90 seconds on 2 cores, 20 of them compilation.
+"""
+
+import dataclasses
+import string
+
+from jaxrl_llm.config import Evaluation, Output, Run
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.recipes import GRPO
+from jaxrl_llm.rollout import Collect, Rollout
+from jaxrl_llm.tasks import Task
+
+task = Task(
+    [{"prompt": f"{letter}=", "answer": str(20 + i)} for i, letter in enumerate(string.ascii_letters)],
+    template="plain",
+    name="letters",
+)
+
+config = Run(
+    model="runs/ablation_base",
+    task=task,
+    recipe=dataclasses.replace(GRPO, algorithm=dataclasses.replace(GRPO.algorithm, kl=None, kl_coef=0.0)),
+    rollout=Rollout(
+        prompts=16,
+        group=8,
+        max_prompt_tokens=8,
+        max_new_tokens=12,
+        slots=128,
+        chunk=12,
+        collect=Collect(max_rounds=4, patience=0),
+    ),
+    learner=Learner(
+        optimiser=Optimiser(learning_rate=3e-4),
+        epochs=2,
+        minibatches=4,
+        microbatch_rows=1,
+        row_tokens=768,
+        remat="none",
+    ),
+    # The letters that are learned are tested too: what is compared here is learning, not what carries over.
+    evaluation=Evaluation(every=10, samples=4, temperature=1.0, task=task),
+    output=Output(checkpoint_every=50, keep=1, samples=0, tensorboard=False),
+    steps=100,
+)

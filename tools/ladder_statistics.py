@@ -1,0 +1,179 @@
+"""What ablate tells of runs, from the rows of their metrics.jsonl alone: means over seeds, with intervals."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ladders import Rung
+from scipy.special import stdtrit
+
+from jaxrl_llm.errors import InputError, require
+
+LAST = 3
+"""Evaluations that the end is the mean of."""
+LATE = 10
+"""Steps that the end is the mean of."""
+ACCURACY = "pass@1"
+MEASURES = {
+    "accuracy": "of the last 3 evaluations",
+    "area": "below the curve of the accuracy, over its length",
+    "entropy": "nats, last 10 steps",
+    "length": "tokens, in the last 3 evaluations",
+    "truncated": "share, last 10 steps",
+    "sampled": "thousands of tokens to train on, those of groups that were thrown away among them",
+    "seconds": "steps and evaluations",
+}
+"""What is told of a run."""
+
+Row = Mapping[str, Any]
+Measures = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean over seeds.
+
+    Attributes:
+      mean: of the values.
+      half: half the width of its 95 % interval by Student's t; NaN with fewer than two values.
+      n: how many there are.
+    """
+
+    mean: float
+    half: float
+    n: int
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether 0 lies within it, or nothing says that it does not."""
+        return not abs(self.mean) > self.half
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean with its 95 % interval: mean +- t(0.975, n - 1) s / sqrt(n), s the sample's deviation (ddof 1)."""
+    n = len(values)
+    if n < 2:
+        return Interval(values[0] if n else math.nan, math.nan, n)
+    half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(statistics.fmean(values), half, n)
+
+
+def accuracy_of(rows: Sequence[Row]) -> str:
+    """The name of the accuracy that a run's rows have; of a mixture's that of the average.
+
+    Raises:
+      InputError: there is none.
+    """
+    names = [name for row in rows for name in row if name.startswith("eval/") and name.endswith(f"/{ACCURACY}")]
+    if not names:
+        raise InputError(
+            "a ladder compares accuracies, and the run has none: set task.holdout above 0, or evaluation.task"
+        )
+    return next((name for name in names if name == f"eval/average/{ACCURACY}"), names[0])
+
+
+def length_of(accuracy: str) -> str:
+    """The name of the mean length of the answers that an accuracy is of."""
+    return accuracy.replace(ACCURACY, "mean_length")
+
+
+def curve(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
+    """(step, value) wherever a metric was measured."""
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+
+
+def area(points: Sequence[tuple[int, float]]) -> float:
+    """The mean height of a curve: its area by trapezoids over its length."""
+    if len(points) < 2:
+        return math.nan
+    pairs = zip(points, points[1:], strict=False)
+    return sum((b - a) * (x + y) / 2 for (a, x), (b, y) in pairs) / (points[-1][0] - points[0][0])
+
+
+def measures_of(rows: Sequence[Row]) -> Measures:
+    """``MEASURES`` of one run; NaN for what it did not measure."""
+    name = accuracy_of(rows)
+    learned = [row for row in rows if row["step"] > 0]
+    found = curve(rows, name)
+    sampled = [row.get("throughput/sampled_tokens_per_s", math.nan) or 0.0 for row in learned]
+    seconds = [row.get(key) or 0.0 for row in rows for key in ("time/step_s", "time/evaluation_s")]
+    return {
+        "accuracy": _end(found, LAST),
+        "area": area(found),
+        "entropy": _end(curve(learned, "entropy"), LATE),
+        "length": _end(curve(rows, length_of(name)), LAST),
+        "truncated": _end(curve(learned, "completions/truncated_fraction"), LATE),
+        "sampled": sum(x * row.get("time/rollout_s", math.nan) for x, row in zip(sampled, learned, strict=True)) / 1000,
+        "seconds": sum(seconds),
+    }
+
+
+def _end(points: Sequence[tuple[int, float]], count: int) -> float:
+    return statistics.fmean([value for _, value in points[-count:]]) if points else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What a table says of a rung.
+
+    Attributes:
+      rung: which.
+      onto: the rung it is compared with; None for the first one.
+      measures: over the seeds.
+      gain: of the accuracy over that of ``onto``, by pairs of runs with the same seed; None where nothing is compared.
+    """
+
+    rung: Rung
+    onto: str | None
+    measures: dict[str, Interval]
+    gain: Interval | None
+
+
+def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> list[Line]:
+    """A line for each rung that has finished runs; ``runs`` are rows by the rung's name and the seed."""
+    found = {name: {seed: measures_of(rows) for seed, rows in seeds.items()} for name, seeds in runs.items() if seeds}
+    lines = []
+    for number, rung in enumerate(rungs):
+        onto = rung.onto or (rungs[number - 1].name if number else None)
+        seeds = found.get(rung.name)
+        if seeds is None:
+            continue
+        means = {name: interval([one[name] for one in seeds.values()]) for name in MEASURES}
+        before = found.get(onto or "", {})
+        gains = [seeds[seed]["accuracy"] - before[seed]["accuracy"] for seed in seeds if seed in before]
+        lines.append(Line(rung, onto, means, interval(gains) if gains else None))
+    require(bool(lines), "no run of this ladder is finished: run it first, without --draw")
+    return lines
+
+
+def table(lines: Sequence[Line]) -> str:
+    """A Markdown table for people."""
+    published = any(line.rung.published is not None for line in lines)
+    header = ["rung", "seeds", "accuracy", "gain, by pairs", *list(MEASURES)[1:], *["paper"] * published]
+    cells = [header, ["---"] * len(header)]
+    for line in lines:
+        digits = {"length": 2, "sampled": 0, "seconds": 0}
+        means = [shown(one, digits.get(name, 3)) for name, one in line.measures.items()]
+        row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line), *means[1:]]
+        cells.append([*row, *["" if line.rung.published is None else f"{line.rung.published:g}"] * published])
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def shown(found: Interval, digits: int = 3) -> str:
+    """The mean, and half the width of its interval where there is one."""
+    if math.isnan(found.mean):
+        return "-"
+    return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.half) else f" ± {found.half:.{digits}f}")
+
+
+def told(line: Line) -> str:
+    """The gain over the rung that this one is added to, and whether that is more than noise."""
+    gain = line.gain
+    if gain is None:
+        return ""
+    if gain.n < 2:
+        return f"{gain.mean:+.3f} over {line.onto}: one seed"
+    noise = ": within noise" if gain.holds_zero else ""
+    return f"{gain.mean:+.3f} ± {gain.half:.3f} over {line.onto}{noise}"

@@ -1,0 +1,78 @@
+"""What ablate adds to a run, piece by piece: a ladder is a table of rungs, a rung a name and settings that it changes.
+
+To add a ladder, add a value to ``LADDERS``. The number of updates of a batch, learning rate, batch and task are the
+configuration's, and the same for all rungs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.advantages import GroupMean
+from jaxrl_llm.algorithms.kl import K3
+from jaxrl_llm.algorithms.reduce import ConstantLength, TokenMean
+from jaxrl_llm.algorithms.surrogates import PPOClip
+from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
+from jaxrl_llm.rules import Resets
+
+KL = 0.04
+"""Coefficient of the KL where a ladder has one: GRPO's. ProRL's 1e-4 does nothing that so short a run could show."""
+REDUCE = "recipe.algorithm.reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A run of a ladder.
+
+    Attributes:
+      name: for people, and of its folder: rungs of the same name, in any ladder, are the same run.
+      changes: settings by their dotted names, on top of those of the rung that it is added to.
+      onto: the name of that rung, which it is compared with too; None for the one before.
+      published: what the paper's own ladder reports for it.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    onto: str | None = None
+    published: float | None = None
+
+
+GRPO = Recipe("grpo", dataclasses.replace(PRESETS["grpo"], kl=None, kl_coef=0.0))
+HIGH_CLIP = Recipe("prorl", dataclasses.replace(PRESETS["prorl"], kl=None, kl_coef=0.0))
+
+LADDERS: dict[str, tuple[Rung, ...]] = {
+    # arXiv 2503.14476, table 1: AIME 2024 with Qwen2.5-32B, one run of each rung. No rung has a KL, as in the paper.
+    "dapo": (
+        Rung("GRPO", {"recipe": GRPO}, published=30),
+        Rung("+ overlong filtering", {"recipe.drop_truncated": True}, published=36),
+        Rung("+ clip-higher", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.28)}, published=38),
+        # It takes the filter's place, as in the released recipe: filtering would leave out of the loss what it is for.
+        Rung("+ soft punishment", {"recipe.drop_truncated": False, "recipe.overlong_share": 0.2}, published=41),
+        Rung("+ token mean", {REDUCE: TokenMean()}, published=42),
+        Rung("+ dynamic sampling", {"recipe.filter_groups": "accuracy"}, published=50),
+    ),
+    # arXiv 2505.24864 and the second version's recipes; neither publishes a ladder.
+    "prorl": (
+        Rung("GRPO, clip 0.4, token mean", {"recipe": HIGH_CLIP}),
+        Rung("+ dynamic sampling, clip 0.4", {"recipe.filter_groups": "accuracy"}),
+        Rung("+ KL, no resets", {"recipe.algorithm.kl": K3(), "recipe.algorithm.kl_coef": KL}),
+        Rung("+ resets", {"recipe.resets": Resets(reference_every=25, with_optimiser=True, snapshots=False)}),
+        Rung("+ length cosine", {"recipe.shaping": (StopProperly(), LengthCycle(on=100, off=100))}),
+    ),
+    # arXiv 2503.20783: means by sequence make wrong answers grow.
+    "length": (
+        Rung("GRPO", {"recipe": GRPO}),
+        Rung("token mean", {REDUCE: TokenMean()}),
+        Rung("constant", {REDUCE: ConstantLength(None)}, onto="GRPO"),
+        Rung("constant, no deviation", {"recipe.algorithm.advantage": GroupMean()}, onto="constant"),
+    ),
+    # arXiv 2503.14476, figure 2: entropy collapses at 0.2 and stays up at 0.28. 0.4 is ProRL's.
+    "clip": (
+        Rung("GRPO", {"recipe": GRPO}),
+        Rung("clip 0.28", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.28)}),
+        Rung("clip 0.4", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.4)}, onto="GRPO"),
+    ),
+}
+"""By name."""
