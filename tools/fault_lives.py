@@ -1,0 +1,223 @@
+"""One life of a run: its processes from start to end, what they are doing at a moment, and what they say."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.checkpoint import UNFINISHED
+from jaxrl_llm.telemetry.rows import read_rows
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import faulthandler, os, signal, sys, time
+if jump := os.environ.get("FAULT_CLOCK"):
+    hours, after = map(float, jump.split(","))
+    told, began = time.time, time.monotonic()
+    time.time = lambda: told() + 3600 * hours * (time.monotonic() > began + after)
+faulthandler.enable()
+faulthandler.register(signal.SIGUSR1, open(os.environ["FAULT_STACKS"], "a"), all_threads=False)
+from jaxrl_llm.cli import main
+main()
+"""
+"""A signal writes down where the main thread is, from within the handler: nothing waits for the interpreter. The stacks
+of other threads, which run meanwhile, cannot be read without the danger of a crash."""
+POLL_S = 0.001
+PATIENCE_S = 300.0
+"""No life lasts longer, and no process outlives the first one of its run for so long."""
+ORPHANS_S = 20.0
+MAIN = 'File "<string>"'
+"""A frame of the main thread alone: the program itself."""
+LOADING = "loading"
+WHERE = (
+    ("writing a snapshot", r"snapshots\.py", ""),
+    ("saving", r"jaxrl_llm/checkpoint\.py", "save|wait|close"),
+    ("recording", r"telemetry/(writers|records|rows|report)", ""),
+    ("evaluating", r"jaxrl_llm/evaluate\.py", ""),
+    ("updating", r"jaxrl_llm/learner/", ""),
+    ("scoring", r"jaxrl_llm/rewards/", ""),
+    ("sampling", r"jaxrl_llm/(engine|rollout)/", ""),
+    ("a phase begins", r"jaxrl_llm/begin\.py", "load_phase"),
+    ("a phase begins", r"jaxrl_llm/step\.py", "next_phase"),
+    ("a reset", r"jaxrl_llm/step\.py", "apply"),
+    (LOADING, r"jaxrl_llm/begin\.py", ""),
+    ("within a step", r"jaxrl_llm/(step|stages)", ""),
+    ("between steps", r"jaxrl_llm/loop\.py", "make_steps?|settle|agreed_to_stop|ending|keep_models"),
+)
+"""What a run is doing, by the innermost frame of its main thread in one of these files and functions."""
+
+
+class Life:
+    """Owner of one start of a run, as ``count`` processes.
+
+    Args:
+      config: path of its configuration.
+      run_dir: where it lies.
+      folder: for logs and compiled programs.
+      count: processes.
+      clock: hours by which its wall clock jumps, and the seconds after which it does; None for none.
+
+    Attributes:
+      began: by ``time.monotonic``.
+      processes: the first one leads.
+    """
+
+    def __init__(
+        self, config: Path, run_dir: Path, folder: Path, count: int = 1, clock: tuple[float, float] | None = None
+    ):
+        self.run_dir = run_dir
+        self._log, self._stacks = folder / "life.log", folder / "stacks.txt"
+        self._metrics = run_dir / "metrics.jsonl"
+        self._before = self._inode()
+        self._size = -1
+        self._rows: list[dict[str, Any]] = []
+        self._stacks.write_text("")
+        variables = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_NUM_CPU_DEVICES": "1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
+            "JAX_PLATFORMS": "cpu",
+            "FAULT_STACKS": str(self._stacks),
+            "FAULT_CLOCK": "{},{}".format(*clock) if clock else "",
+        }
+        variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
+        self.began = time.monotonic()
+        self.processes = []
+        port = free_port()
+        for number in range(count):
+            own = f" --distributed.coordinator 127.0.0.1:{port} --distributed.processes {count}"
+            own += f" --distributed.process {number} --distributed.heartbeat_s 10"
+            command = [sys.executable, "-c", PROGRAM, "train", str(config), "--run_dir", str(run_dir)]
+            command += own.split() if count > 1 else []
+            log = self._log if number == 0 else self._log.with_suffix(f".{number}.log")
+            with open(log, "wb") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
+
+    def _inode(self) -> int:
+        try:
+            return os.stat(self._metrics).st_ino
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def over(self) -> bool:
+        """Whether any process has ended."""
+        return any(process.poll() is not None for process in self.processes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl, once this life has opened it; none before."""
+        if self._inode() in (0, self._before):
+            return []
+        if (size := os.path.getsize(self._metrics)) != self._size:
+            self._size = size
+            self._rows = list(read_rows(self._metrics))
+        return self._rows
+
+    def step(self) -> int:
+        """The last step written; -1 for none, or before this life has opened the file."""
+        rows = self.rows()
+        return rows[-1]["step"] if rows else -1
+
+    def wait(self, until: Callable[[], Any]) -> bool:
+        """Until something is so; False where the life ends first."""
+        while not until():
+            if self.over:
+                return False
+            if time.monotonic() > self.began + PATIENCE_S:
+                raise TimeoutError(f"{self.run_dir} has not moved for {PATIENCE_S:.0f} s:\n{self.said()[-2000:]}")
+            time.sleep(POLL_S)
+        return True
+
+    def pause(self, seconds: float) -> bool:
+        """So long; False where the life ends first."""
+        end = time.monotonic() + seconds
+        return self.wait(lambda: time.monotonic() >= end)
+
+    def doing(self) -> str:
+        """What its main thread is doing right now."""
+        self._stacks.write_text("")
+        with contextlib.suppress(ProcessLookupError):
+            self.processes[0].send_signal(signal.SIGUSR1)
+        limit = time.monotonic() + 0.2
+        while time.monotonic() < limit and MAIN not in (text := self._stacks.read_text()):
+            time.sleep(POLL_S)
+        return named(text)
+
+    def unfinished(self, place: str) -> bool:
+        """Whether a checkpoint or a snapshot is being written."""
+        return any((self.run_dir / place).glob(UNFINISHED))
+
+    def said(self) -> str:
+        """All that its first process has printed."""
+        return self._log.read_text(errors="replace")
+
+    def resumed_at(self) -> int | None:
+        """The step that it has said it goes on from; None where it has not, or not yet."""
+        found = re.search(r"^continuing at step (\d+) of", self.said(), re.MULTILINE)
+        return int(found[1]) - 1 if found else None
+
+    def kill(self, number: int, victim: int = 0) -> None:
+        """Send a signal to one process."""
+        self.processes[victim].send_signal(number)
+
+    def end(self) -> list[int]:
+        """Exit codes, once all processes and their workers are gone.
+
+        Raises:
+          TimeoutError: some do not go.
+        """
+        limit = time.monotonic() + PATIENCE_S
+        for process in self.processes:
+            process.wait(max(0.1, limit - time.monotonic()))
+        limit = time.monotonic() + ORPHANS_S
+        while any(map(alive, self.processes)):
+            if time.monotonic() > limit:
+                raise TimeoutError(f"workers of {self.run_dir} have outlived it")
+            time.sleep(0.01)
+        return [process.returncode for process in self.processes]
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def alive(process: subprocess.Popen) -> bool:
+    """Whether anything of a process's group is left; itself is waited for."""
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def named(stack: str) -> str:
+    """What is done, from what ``faulthandler`` writes of a thread."""
+    frames = re.findall(r'File "([^"]*)", line \d+ in (\S+)', stack) if MAIN in stack else []
+    for file, function in frames:
+        for what, path, names in WHERE:
+            if re.search(path, file) and re.fullmatch(names or ".*", function):
+                return what
+    return LOADING
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

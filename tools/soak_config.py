@@ -1,0 +1,40 @@
+"""The smoke run for thousands of steps: two kinds of phases in turn, resets with snapshots, a curriculum, replay."""
+
+import dataclasses
+
+from jaxrl_llm.config import Evaluation, Output, Run, Scoring, load_config
+from jaxrl_llm.rewards import Accuracy
+from jaxrl_llm.rollout import Replay
+from jaxrl_llm.rules import Phase, Resets, Rules
+from jaxrl_llm.tasks import Curriculum, Prioritised
+
+EVERY = 250
+"""Steps of a phase."""
+KINDS = ("wide", "deep")
+CHANGES = ({"rollout.prompts": 8, "rollout.group": 8}, {"rollout.prompts": 4, "rollout.group": 16})
+MOST = 20
+"""Phases."""
+
+smoke: Run = load_config("smoke")[1]
+config = dataclasses.replace(
+    smoke,
+    scoring=Scoring((*smoke.scoring.rewards, Accuracy()), timeout_s=60.0),
+    recipe=dataclasses.replace(smoke.recipe, resets=Resets(reference_every=100)),
+    rollout=dataclasses.replace(
+        smoke.rollout,
+        collect=dataclasses.replace(
+            smoke.rollout.collect, patience=0, curriculum=Curriculum(Prioritised()), replay=Replay()
+        ),
+    ),
+    learner=dataclasses.replace(
+        smoke.learner, optimiser=dataclasses.replace(smoke.learner.optimiser, learning_rate=1e-5)
+    ),
+    evaluation=Evaluation(every=50, limit=16),
+    output=Output(checkpoint_every=10),
+    steps=5000,
+    rules=Rules(
+        phases=tuple(
+            Phase(f"{KINDS[n % 2]} {n}", None if n == MOST - 1 else EVERY, changes=CHANGES[n % 2]) for n in range(MOST)
+        )
+    ),
+)
