@@ -16,8 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
 from jaxrl_llm.models.heads import split
-from jaxrl_llm.models.lora import policy_model
-from jaxrl_llm.rules import PhaseEnds
+from jaxrl_llm.rules import OF_PHASES, PhaseEnds
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.snapshots import SNAPSHOTS, kept
 from jaxrl_llm.stages import stage_of
@@ -81,7 +80,7 @@ def load_phase(
     The arguments are those of ``load``.
     """
     run = configs.in_phase(whole, host.phase)
-    model = jax.eval_shape(policy_model, state)
+    model = jax.eval_shape(base_of_policy, state)
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, peers)
     stage = with_phase(stage, whole, host.phase)
     host.problems = stage.problems
@@ -91,13 +90,19 @@ def load_phase(
     return stage
 
 
+def base_of_policy(state: TrainState) -> Any:
+    """What a stage is made of: the policy, or the frozen model beside its adapter."""
+    policy = state.policy
+    return policy.params if policy.base is None else policy.base
+
+
 def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
     """The stage with the rule that ends its phase, where another one follows."""
     phases = configs.phases_of(run)
     if number + 1 == len(phases):
         return stage
     ends = PhaseEnds(phases[number], phases[number + 1], run.evaluation.every)
-    return dataclasses.replace(stage, rules={**stage.rules, "phase": ends})
+    return dataclasses.replace(stage, rules={**stage.rules, OF_PHASES: ends})
 
 
 def look_ahead(run: Configuration, number: int, model: Any, tokenizer: Any, status: Callable[[str], None]) -> None:

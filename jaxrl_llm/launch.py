@@ -252,7 +252,10 @@ def claimed(directory: Path, found: configs.Found) -> Generator[None]:
         if made is None or _began(directory):
             return
         if not (directory / REWARD_ERROR).exists():
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs may lie beside it by now
+                for parent in directory.parents[: len(directory.parts) - len(made.parts)]:
+                    parent.rmdir()
             return
         for path in directory.iterdir():
             if path.is_dir():

@@ -12,7 +12,8 @@ from rich.console import Console
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.rules import DONE, FOUND, GUARD, LR_SCALE, Decision
+from jaxrl_llm.recovery import damage
+from jaxrl_llm.rules import DONE, FOUND, GUARD, LR_SCALE, OF_GUARDS, OF_PHASES, Decision, Memory
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.signals import Preemption
 from jaxrl_llm.snapshots import CHECKPOINTS, phase_of
@@ -110,33 +111,57 @@ class At:
 
 
 def go_back(place: Place, at: At, decision: Decision) -> Decision:
-    """Go on from the newest checkpoint of this phase from before the step that a guard names; returns the decision with
-    what came of it, which is to stop where there is none.
+    """Go on from the newest whole checkpoint of this phase from before the step that a guard names; returns the
+    decision with what came of it, which is to stop where there is none.
 
     Data goes on where it is, and updates are counted on: no policy has the version of another. Groups of the policy
-    that is left are let go.
+    that is left are let go, and rules remember what they did then, but for how often the run went back and how many
+    steps its phase has made.
     """
     place.store.wait()
-    folder = place.directory / CHECKPOINTS
-    steps = [
-        step for step in steps_in(folder) if step < decision.rollback and phase_of(folder / str(step)) == at.host.phase
-    ]
-    if not steps:
+    step = place.peers.first(lambda: newest_before(place.directory / CHECKPOINTS, decision.rollback, at.host.phase))
+    if step is None:
         reason = f"{decision.reason}; no checkpoint from before it is kept to go back to: set --output.keep higher"
         return Decision(GUARD, reason, events={"event/guard": decision.reason})
     updates = {name: role.updates for name, role in at.state.roles.items()}
+    base = at.state.policy.base
     like = jax.eval_shape(lambda x: x, at.state)
-    state, saved = place.store.restore(max(steps), like, place.mesh, at.state.policy.base)
+    left = at.state.with_role("policy", base=None)
+    for name in updates:
+        left = left.with_role(name, updates=None)
+    for array in jax.tree.leaves(left):
+        array.delete()  # there need not be room for both
+    state, saved = place.store.restore(step, like, place.mesh, base)
     for name, count in updates.items():
         state = state.with_role(name, updates=count)
     at.state = state
     host = at.host
-    host.coefficients = LoopState.from_json(saved, at.stage.records).coefficients
+    then = LoopState.from_json(saved, at.stage.records)
+    host.coefficients = then.coefficients
+    host.memory = remembered(then.memory, host.memory)
     host.left = at.stage.let_go(host.left if host.ready is None else host.ready.left)
     host.ready = None
-    said = f"to step {max(steps)}, with {decision.coefficients[LR_SCALE]:g} times the learning rate: {decision.reason}"
-    events = decision.events | {"event/rollback": said, ROLLED_BACK: max(steps)}
+    said = f"to step {step}, with {decision.coefficients[LR_SCALE]:g} times the learning rate: {decision.reason}"
+    events = decision.events | {"event/rollback": said, ROLLED_BACK: step}
     return dataclasses.replace(decision, events=events)
+
+
+def newest_before(checkpoints: Path, step: int, phase: int) -> int | None:
+    """The newest whole checkpoint from before a step in which the run was in this phase; None where there is none."""
+    found = [number for number in steps_in(checkpoints) if number < step]
+    whole = (
+        number
+        for number in reversed(found)
+        if phase_of(checkpoints / str(number)) == phase and not damage(checkpoints / str(number))
+    )
+    return next(whole, None)
+
+
+def remembered(then: Memory, now: Memory) -> Memory:
+    """What rules remember once a run has gone back: what they did then, and of now what goes on."""
+    goes_on = {name: now[name] for name in (OF_GUARDS,) if name in now}
+    phase = {OF_PHASES: then.get(OF_PHASES, {}) | {"steps": now[OF_PHASES]["steps"]}} if OF_PHASES in now else {}
+    return then | goes_on | phase
 
 
 def writing(

@@ -2,7 +2,9 @@
 interrupted.
 """
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,11 +16,13 @@ from histories import sick
 from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoint import Checkpoints, flatten
-from jaxrl_llm.config import load_config
+from jaxrl_llm.config import load_config, resolved, validate
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding
+from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding, Rules
+from jaxrl_llm.session import newest_before, remembered
 from jaxrl_llm.telemetry.watch import EVERY, ROLLED_BACK, Sight, looks
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "guarded.py"
@@ -145,3 +149,47 @@ def test_what_a_policy_did_that_was_left_is_forgotten():
     history = made_up(*sick("truncation", 60, 20))
     sight = Sight(60, [*history[:40], {"step": 41, ROLLED_BACK: 10}])
     assert not sight.found(history[50]), "ten healthy rows, and one that is not"
+
+
+def test_what_guards_see_after_a_rollback_does_not_depend_on_when_the_run_was_interrupted():
+    sick_rows = made_up(*sick("truncation", 60, 20))
+    history = [*sick_rows[:40], sick_rows[40] | {ROLLED_BACK: 10}, *sick_rows[11:60]]
+    history = [row | {"step": number} for number, row in enumerate(history)]
+    live = Sight(90)
+    for row in history[:41]:
+        live.found(row)
+        live.went_back(row)
+    resumed = Sight(90, history[:41])
+    for row in history[41:]:
+        assert live.found(row) == resumed.found(row), row["step"]
+
+
+def test_a_damaged_checkpoint_is_not_gone_back_to(folder, answers, tmp_path):
+    assert answers["back"].code == 0
+    kept = shutil.copytree(folder / "back" / "checkpoints", tmp_path / "checkpoints")
+    assert newest_before(kept, 7, 0) == 6 and newest_before(kept, 6, 0) == 4
+    assert newest_before(kept, 7, 1) is None and newest_before(kept, 2, 0) is None
+    next(path for path in (kept / "6").rglob("*") if path.parent.name == "d").write_bytes(b"")
+    assert newest_before(kept, 7, 0) == 4
+
+
+def test_rules_remember_what_they_did_when_the_run_was_where_it_goes_back_to():
+    then = {"entropy": {"moved": 0.01}, "phase": {"steps": 2, "times": 1}, "last": {"event/reference_reset": 2}}
+    now = {"entropy": {"moved": 0.1}, "phase": {"steps": 8, "times": 3}, "last": {"event/reference_reset": 7}}
+    assert remembered(then, now | {"guard": {"times": 2}}) == {
+        **then,
+        "guard": {"times": 2},
+        "phase": {"steps": 8, "times": 1},
+    }
+    assert remembered({}, {"guard": {"times": 1}}) == {"guard": {"times": 1}}
+
+
+def test_bounds_of_a_rollback_are_refused_with_and_without_one():
+    run = load_config(str(CONFIG))[1]
+    for changes, words in (
+        ({"slower": 0.0}, "rules.slower must be above 0 and at most 1, got 0.0"),
+        ({"slower": 1.5, "guards": ("all",), "on_guard": "rollback"}, "rules.slower must be above 0 and at most 1"),
+        ({"rollbacks": 0}, "rules.rollbacks must be at least 1, got 0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            validate(resolved(dataclasses.replace(run, rules=Rules(**changes))))

@@ -167,3 +167,14 @@ def test_the_package_offers_its_names_when_they_are_asked_for(tmp_path):
     )
     assert done.stdout == "module 'jaxrl_llm' has no attribute 'nothing'\n", done.stderr
     assert not (Path(configs.__file__).parents[1] / "train.py").exists()
+
+
+def test_a_run_of_which_nothing_comes_removes_no_other_beside_it(tmp_path):
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    with pytest.raises(InputError, match="refused"), claimed(first, found(first)):
+        second.mkdir()
+        raise InputError("refused")
+    assert not first.exists() and second.is_dir(), "runs was made by the first one"
+    with pytest.raises(InputError, match="refused"), claimed(tmp_path / "a" / "b" / "c", found(first)):
+        raise InputError("refused")
+    assert not (tmp_path / "a").exists() and tmp_path.exists()

@@ -11,14 +11,29 @@ from commands import commands
 from learner.rollouts import one_device
 
 from jaxrl_llm.algorithms.reduce import ConstantLength
+from jaxrl_llm.begin import base_of_policy
 from jaxrl_llm.checkpoint import Checkpoints, flatten
-from jaxrl_llm.config import Evaluation, from_json, in_phase, load_config, resolved, to_json, unreached, validate
+from jaxrl_llm.config import (
+    Evaluation,
+    Mixture,
+    Part,
+    from_json,
+    in_phase,
+    load_config,
+    resolved,
+    to_json,
+    unreached,
+    validate,
+)
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.recipes import DR_GRPO, GRPO, PRORL_V1
+from jaxrl_llm.models.config import Lora
+from jaxrl_llm.recipes import DAPO, DR_GRPO, GRPO, PRORL_V1
+from jaxrl_llm.rewards import Format
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
+from jaxrl_llm.stages.rl import same_rewards
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
@@ -186,3 +201,19 @@ def test_what_cannot_work_is_refused_before_the_first_phase(words):
     with pytest.raises(InputError) as refused:
         changed(*WRONG[words])
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_phase_of_an_adapter_is_made_of_what_lies_beside_it():
+    model, _ = load_pretrained("tiny-random")
+    for lora in (Lora(), Lora(rank=2)):
+        state = abstract_state(model, build(RUN.learner.optimiser), True, lora)
+        assert jax.tree.structure(base_of_policy(state)) == jax.tree.structure(model)
+
+
+def test_stored_successes_stay_where_completions_score_the_same():
+    run = resolved(dataclasses.replace(RUN, recipe=dataclasses.replace(DAPO, overlong_weight=0.5)))
+    assert same_rewards(run, dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, filter_groups=False)))
+    assert not same_rewards(run, dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, overlong_weight=1.0)))
+    weighed = Mixture((Part(run.task, rewards=(Format(".*[0-9].*", weight=2.0),)),))
+    assert not same_rewards(run, dataclasses.replace(run, task=weighed))
+    assert not same_rewards(run, dataclasses.replace(run, scoring=dataclasses.replace(run.scoring, on_error=-1.0)))

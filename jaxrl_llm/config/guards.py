@@ -21,8 +21,9 @@ def check_guards(run: Run) -> None:
             meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(WORDS)}, or all"
             raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
     require(rules.on_guard in ("stop", "rollback"), f"rules.on_guard must be stop or rollback, got {rules.on_guard!r}")
-    if rules.on_guard != "rollback":
-        return
-    require(bool(rules.guards), "rules.on_guard rollback waits for no guard: add --guard KIND, or set it to stop")
     require(0 < rules.slower <= 1, f"rules.slower must be above 0 and at most 1, got {rules.slower}")
     require(rules.rollbacks >= 1, f"rules.rollbacks must be at least 1, got {rules.rollbacks}")
+    require(
+        bool(rules.guards) or rules.on_guard == "stop",
+        "rules.on_guard rollback waits for no guard: add --guard KIND, or set it to stop",
+    )

@@ -2,8 +2,18 @@
 
 from jaxrl_llm.rules.controllers import Controlled, EntropyControlled, Multiplier
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, Decision, Memory, Rule, decide
-from jaxrl_llm.rules.guards import ALL, FOUND, LR_SCALE, NotANumber, OnFinding, RewardFails, TeachesNothing, guards_of
-from jaxrl_llm.rules.phases import PHASE, PhaseEnds
+from jaxrl_llm.rules.guards import (
+    ALL,
+    FOUND,
+    LR_SCALE,
+    OF_GUARDS,
+    NotANumber,
+    OnFinding,
+    RewardFails,
+    TeachesNothing,
+    guards_of,
+)
+from jaxrl_llm.rules.phases import OF_PHASES, PHASE, PhaseEnds
 from jaxrl_llm.rules.resets import ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
@@ -16,6 +26,8 @@ __all__ = [
     "GUARD",
     "LAST",
     "LR_SCALE",
+    "OF_GUARDS",
+    "OF_PHASES",
     "PHASE",
     "Averaged",
     "ByHand",

@@ -60,8 +60,9 @@ class Rule(Protocol):
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
     """What all rules decide together, and what they remember.
 
-    The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset. Of
-    several resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE``.
+    The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset. Nor
+    does anything else act on a run that goes back: what the others decide is of the policy that it leaves. Of several
+    resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE``.
     """
     decisions = []
     remembered: Memory = {LAST: memory[LAST]} if LAST in memory else {}
@@ -71,14 +72,16 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         decisions.append(decision)
         remembered[name] = own
     stopping = [decision for decision in decisions if decision.stop is not None]
-    if stopping:
+    back = [decision for decision in decisions if decision.rollback is not None]
+    if stopping or back:
         undone = [
             name
             for name, d in zip(rules, decisions, strict=True)
-            if d.reset_reference or d.reset_optimiser or d.next_phase
+            if d.reset_reference or d.reset_optimiser or d.next_phase or (stopping and d.rollback is not None)
         ]
         remembered |= {name: memory.get(name, {}) for name in undone}  # is still to come
-        return dataclasses.replace(stopping[0], events=_merged(d.events for d in stopping)), remembered
+        acting = stopping or back
+        return dataclasses.replace(acting[0], events=_merged(d.events for d in acting)), remembered
     events = _merged(d.events for d in decisions)
     if REFERENCE_RESET in events:
         remembered[LAST] = {REFERENCE_RESET: row["step"]}
@@ -88,7 +91,6 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         reset_optimiser=any(d.reset_optimiser for d in decisions),
         snapshot=any(d.snapshot for d in decisions),
         next_phase=any(d.next_phase for d in decisions),
-        rollback=min((d.rollback for d in decisions if d.rollback is not None), default=None),
         reason="; ".join(d.reason for d in decisions if d.reason),
         coefficients=_merged(d.coefficients for d in decisions),
         events=events,

@@ -111,6 +111,8 @@ FOUND = "found/"
 """What the names of findings begin with, as rules read them: ``(step where it began, what, remedy)`` each."""
 LR_SCALE = "lr_scale"
 """The coefficient that multiplies the learning rate."""
+OF_GUARDS = "guard"
+"""The name of the rule that acts on findings."""
 ALL = "all"
 """In place of a kind: all of them."""
 
@@ -166,7 +168,7 @@ def guards_of(run: Any) -> dict[str, Rule]:
     rules: Rules = run.rules
     if rules.guards:
         back = rules.on_guard == "rollback"
-        unstable["guard"] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
+        unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
     return unstable | {
         "reward_fails": RewardFails(),
         "teaches_nothing": TeachesNothing(

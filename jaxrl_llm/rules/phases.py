@@ -8,6 +8,8 @@ from jaxrl_llm.rules.decision import Decision, Row
 from jaxrl_llm.rules.resets import evaluated
 from jaxrl_llm.rules.settings import Phase, Reaches, Stalls
 
+OF_PHASES = "phase"
+"""The name of the rule that ends a phase."""
 PHASE = "event/phase"
 """The event of the step after which another phase begins: its name, and why."""
 

@@ -147,7 +147,7 @@ class Reinforcement(Stage):
         if left is None or same_groups(self.run, following):
             return left
         stream = left.stream if self.run.task == following.task else {}
-        successes = left.successes if self.run.scoring == following.scoring else {}
+        successes = left.successes if same_rewards(self.run, following) else {}
         return dataclasses.replace(self.let_go(left), stream=stream, successes=successes)
 
     def samples(
@@ -309,6 +309,11 @@ def same_groups(one: Run, other: Run) -> bool:
     """Whether both sample and score groups in the same way."""
     parts = ("task", "rollout", "scoring", "learner.keep_sampling_mask", "recipe.filter_groups", "recipe.shaping")
     return all(operator.attrgetter(part)(one) == operator.attrgetter(part)(other) for part in parts)
+
+
+def same_rewards(one: Run, other: Run) -> bool:
+    """Whether both score all completions in the same way, the punishment of long ones included."""
+    return one.scoring == other.scoring and configs.rewards(one) == configs.rewards(other)
 
 
 def dropped_endings(run: Run) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     tested = [(row["step"], name, row[name]) for row in rows if (name := _told(row))]
     if not tested:
         return summary
-    (first, name, before) = tested[0]
-    (last, _, after) = tested[-1]
+    (last, name, after) = tested[-1]
+    (first, before) = next((row["step"], row[name]) for row in rows if name in row)  # a phase may test on other tasks
     task, _, kind = name.removeprefix("eval/").rpartition("/")
     measure = "accuracy" if kind == "pass@1" else "reward"
     summary = dataclasses.replace(summary, task=task, measure=measure, after=after)

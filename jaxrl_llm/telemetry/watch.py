@@ -59,8 +59,8 @@ class Sight:
         self._steps = steps
         self._rows: list[dict[str, Any]] = []
         for row in earlier:
-            self.went_back(row)
             self._rows.append(_read(row))
+            self.went_back(row)
 
     def found(self, row: Mapping[str, Any]) -> list[Finding]:
         """All that is found after this step, which is kept; nothing where it is not time to look."""

@@ -16,12 +16,17 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import (
     DONE,
+    FOUND,
     GUARD,
+    LAST,
     Controlled,
     Decision,
     NotANumber,
+    OnFinding,
     OnSchedule,
     OnStall,
+    Phase,
+    PhaseEnds,
     Resets,
     RewardFails,
     TeachesNothing,
@@ -259,3 +264,19 @@ def test_resets_after_the_first_compile_nothing():
             again = dataclasses.replace(SMOKE, learner=dataclasses.replace(SMOKE.learner))
             apply(Decision(reset_optimiser=True), state, again)
     assert not compilations.heard
+
+
+def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
+    rules = {
+        "guard": OnFinding(("truncation",), True, 0.5, 2),
+        "reference": OnSchedule(1, True, True),
+        "controller": Controlled(AdaptiveKL(0.1)),
+        "phase": PhaseEnds(Phase("a", steps=1), Phase("b"), 0),
+    }
+    row = {"step": 9, "kl_coef": 0.04, "controller/kl": 0.2, "completions": 64, "lr_scale": 1.0, "updates": 1.0}
+    row[f"{FOUND}truncation"] = (7, "what", "this")
+    decision, memory = decide(rules, row, {})
+    assert decision == Decision(rollback=7, reason=decision.reason, coefficients={"lr_scale": 0.5})
+    assert memory["guard"] == {"times": 1} and memory["phase"] == {} and LAST not in memory
+    stopped, memory = decide(rules | {"stop": NotANumber(0.1)}, row | {"updates/not_finite": 1.0}, {})
+    assert stopped.stop == GUARD and stopped.rollback is None and memory["guard"] == {}, "it has not gone back"

@@ -1,6 +1,7 @@
 """The summary is honest about what got better and worse, and model output cannot drive the terminal."""
 
 import io
+import json
 import shlex
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.lines import abridge
+from jaxrl_llm.telemetry.summarise import summarise
 from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, pair_samples, print_summary, worth_showing
 
 BEFORE = [
@@ -119,3 +121,16 @@ def test_findings_stand_at_the_end_with_what_to_change():
             "                  try a larger --recipe.algorithm.kl_coef",
         ]
     )
+
+
+def test_before_and_after_are_of_one_task_where_a_phase_tests_on_others(tmp_path):
+    rows = [
+        {"step": 0, "eval/average/pass@1": 0.5, "eval/sums/pass@1": 0.25, "eval/words/pass@1": 0.75},
+        {"step": 2, "eval/sums/pass@1": 0.375},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "samples.jsonl").write_text("")
+    found = summarise(tmp_path, 1.0)
+    assert (found.task, found.before, found.after) == ("sums", 0.25, 0.375)
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[::-1]))
+    assert summarise(tmp_path, 1.0).before is None, "the average was measured once"
