@@ -92,13 +92,16 @@ def test_a_gain_is_of_pairs_with_the_same_seed():
         "b": {0: rows([0.12] * 4), 1: rows([0.52] * 4), 2: rows([0.93] * 4), 3: rows([0.0] * 4)},
         "c": {0: rows([0.2] * 4), 1: rows([0.4] * 4)},
     }
-    lines = lines_of([Rung("a", {}, published=30), Rung("b", {}), Rung("c", {}, onto="a")], runs)
-    assert [line.onto for line in lines] == [None, "a", "a"]
+    lines = lines_of([Rung("a", {}, published=30), Rung("b", {}), Rung("c", {}, onto="a"), Rung("d", {})], runs)
+    assert [line.onto for line in lines] == [None, "a", "a"]  # d has no run yet
+    beyond = lines_of([Rung("a", {}), Rung("c", {}), Rung("b", {})], runs)[2]
+    assert beyond.gain.n == 2 and beyond.total == lines[1].gain
     assert lines[1].gain.mean == pytest.approx(0.07 / 3) and lines[1].gain.n == 3 and not lines[1].gain.holds_zero
     assert lines[1].gain.half == pytest.approx(4.302653 * math.sqrt(1 / 3) * 0.01 / math.sqrt(3), rel=1e-6)
     written = table(lines).splitlines()
-    assert written[2].startswith("| a | 3 | 0.500 ± 0.994 |  |") and written[2].endswith("| 30 |")
-    assert "| +0.023 ± 0.014 over a |" in written[3] and "+0.000 ± 1.271 over a: within noise" in written[4]
+    assert written[2].startswith("| a | 3 | 0.500 ± 0.994 |  |  |") and written[2].endswith("| 30 |")
+    assert "| +0.023 ± 0.014 over a, 3 pairs | +0.023 ± 0.014, 3 pairs |" in written[3]
+    assert "+0.000 ± 1.271 over a: within noise, 2 pairs" in written[4]
 
 
 @pytest.mark.parametrize("ladder", LADDERS)

@@ -123,12 +123,14 @@ class Line:
       onto: the rung it is compared with; None for the first one.
       measures: over the seeds.
       gain: of the accuracy over that of ``onto``, by pairs of runs with the same seed; None where nothing is compared.
+      total: as ``gain``, over the ladder's first rung.
     """
 
     rung: Rung
     onto: str | None
     measures: dict[str, Interval]
     gain: Interval | None
+    total: Interval | None
 
 
 def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> list[Line]:
@@ -141,23 +143,39 @@ def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row
         if seeds is None:
             continue
         means = {name: interval([one[name] for one in seeds.values()]) for name in MEASURES}
-        before = found.get(onto or "", {})
-        gains = [seeds[seed]["accuracy"] - before[seed]["accuracy"] for seed in seeds if seed in before]
-        lines.append(Line(rung, onto, means, interval(gains) if gains else None))
+        gain = gain_of(seeds, found.get(onto or "", {}))
+        total = gain_of(seeds, found.get(rungs[0].name, {})) if number else None
+        lines.append(Line(rung, onto, means, gain, total))
     require(bool(lines), "no run of this ladder is finished: run it first, without --draw")
     return lines
+
+
+def gain_of(seeds: Mapping[int, Measures], before: Mapping[int, Measures]) -> Interval | None:
+    """How much higher the accuracy is, by pairs of runs with the same seed; None where there is no pair."""
+    gains = [seeds[seed]["accuracy"] - before[seed]["accuracy"] for seed in seeds if seed in before]
+    return interval(gains) if gains else None
 
 
 def table(lines: Sequence[Line]) -> str:
     """A Markdown table for people."""
     published = any(line.rung.published is not None for line in lines)
-    header = ["rung", "seeds", "accuracy", "gain, by pairs", *list(MEASURES)[1:], *["paper"] * published]
+    header = [
+        "rung",
+        "seeds",
+        "accuracy",
+        "gain, by pairs",
+        f"over {lines[0].rung.name}",
+        *list(MEASURES)[1:],
+        *["paper"] * published,
+    ]
     cells = [header, ["---"] * len(header)]
     for line in lines:
         digits = {"length": 2, "sampled": 0, "seconds": 0}
         means = [shown(one, digits.get(name, 3)) for name, one in line.measures.items()]
-        row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line), *means[1:]]
-        cells.append([*row, *["" if line.rung.published is None else f"{line.rung.published:g}"] * published])
+        row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line.gain, line.onto), told(line.total)]
+        cells.append(
+            [*row, *means[1:], *["" if line.rung.published is None else f"{line.rung.published:g}"] * published]
+        )
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
@@ -168,12 +186,12 @@ def shown(found: Interval, digits: int = 3) -> str:
     return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.half) else f" ± {found.half:.{digits}f}")
 
 
-def told(line: Line) -> str:
-    """The gain over the rung that this one is added to, and whether that is more than noise."""
-    gain = line.gain
+def told(gain: Interval | None, onto: str | None = None) -> str:
+    """A gain, over which rung where that is said, and whether it is more than noise."""
     if gain is None:
         return ""
+    over = f" over {onto}" if onto else ""
     if gain.n < 2:
-        return f"{gain.mean:+.3f} over {line.onto}: one seed"
+        return f"{gain.mean:+.3f}{over}: one seed"
     noise = ": within noise" if gain.holds_zero else ""
-    return f"{gain.mean:+.3f} ± {gain.half:.3f} over {line.onto}{noise}"
+    return f"{gain.mean:+.3f} ± {gain.half:.3f}{over}{noise}, {gain.n} pairs"
