@@ -231,6 +231,7 @@ REFUSED = {
     "plan smoke --topology v9:2x2": ["no topology 'v9:2x2': there are v4:2x2x4"],
     "plan smoke --topology h100:0": ["topology 'h100:0': h100 takes a number of devices", "as in h100:8"],
     "plan smoke --topology h100:1 --slices two": ["--slices must be a positive number, got two"],
+    "plan smoke --topology h100:1 --quick --phase 2": ["--phase 2: this run has 1"],
     "plan smoke --topology h100:1 --json nowhere/a.json": ["--json nowhere/a.json: there is no folder nowhere"],
     "plan smoke --topology h100:1 --plot a.txt": ["--plot a.txt: end it in .svg or .png or .pdf"],
     "report": ["report needs a run: jaxrl-llm report runs/quickstart"],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.plan.planning import Plan
 
 USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
-                      [--loops] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
+                      [--loops] [--phase N] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
 
 NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
 --slices N         so many such slices
@@ -23,6 +23,7 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --quick            by formula, nothing is compiled
 --largest          also how many microbatch_rows fit, which compiles the update once more
 --loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
+--phase N          as the run is in its phase N, counted from 1, where it has several
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
 jaxrl-llm train CONFIG --help lists the fields."""
@@ -30,8 +31,8 @@ MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
 )
 HELP = (
-    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --json, --plot and --recipe: "
-    "jaxrl-llm plan --help."
+    "Also --topology, --slices, --mean_tokens, --search, --quick, --largest, --loops, --phase, --json, --plot and "
+    "--recipe: jaxrl-llm plan --help."
 )
 PICTURES = (".svg", ".png", ".pdf")
 """Endings of a picture's file."""
@@ -55,6 +56,7 @@ def plan(arguments: list[str]) -> int:
     machine = parse_topology(asked["--topology"], asked["--slices"])
     devices, lacking = described(machine, asked["--quick"])
     configs.validate(run)
+    run = chosen_phase(run, asked["--phase"])
     config, source = model_config(run.model)
     if asked["--search"]:
         return search(run, config, machine, devices, asked)
@@ -70,6 +72,22 @@ def plan(arguments: list[str]) -> int:
     if lacking:
         print(lacking)
     return 0
+
+
+def chosen_phase(run: Any, number: int | None) -> Any:
+    """The settings of one phase of the run, counted from 1; of the first where none is named, which is said.
+
+    Raises:
+      InputError: it has no such phase.
+    """
+    phases = configs.phases_of(run)
+    if len(phases) == 1 and number is None:
+        return run
+    shown = number or 1
+    configs.require(shown <= len(phases), f"--phase {shown}: this run has {len(phases)}, give one from 1 on")
+    others = "" if number else "; --phase N plans another"
+    print(f"phase {shown} of {len(phases)}: {phases[shown - 1].name or 'all of the run'}{others}")
+    return configs.in_phase(run, shown - 1)
 
 
 def described(machine: "Machine", quick: bool) -> tuple[list[Any] | None, str]:
@@ -93,7 +111,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
         raise InputError(
             "plan needs a machine: --topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
         )
-    for flag, default in (("--slices", 1), ("--mean_tokens", None)):
+    for flag, default in (("--slices", 1), ("--mean_tokens", None), ("--phase", None)):
         text = take(arguments, flag.replace("_", "-"), True)
         if text is not None and not (text.isdigit() and int(text)):
             raise InputError(f"{flag} must be a positive number, got {text}")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.field_types import check_types
+from jaxrl_llm.config.numbers import MAX_SEED
 from jaxrl_llm.config.run import Configuration, Run, resolved
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
@@ -56,7 +57,7 @@ SHIFT = 1 << 16
 
 def shifted(seed: int, number: int) -> int:
     """The seed of a phase: below ``MAX_SEED``, and for the first one the run's own."""
-    return (seed + number * SHIFT) % (1 << 24)
+    return (seed + number * SHIFT) % MAX_SEED
 
 
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:
