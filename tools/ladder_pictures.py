@@ -53,9 +53,11 @@ def _span(values: Sequence[float]) -> float:
 
 
 def averaged(points: Sequence[tuple[int, float]], window: int) -> dict[int, float]:
-    """The means of so many points in a row, by the last step of each."""
-    parts = [points[at : at + window] for at in range(0, len(points), window)]
-    return {part[-1][0]: sum(value for _, value in part) / len(part) for part in parts}
+    """The means over windows of so many steps, by the last step of each; steps that measured nothing are left out."""
+    parts: dict[int, list[float]] = {}
+    for step, value in points:
+        parts.setdefault(-(-step // window) * window, []).append(value)
+    return {step: sum(values) / len(values) for step, values in parts.items()}
 
 
 def _band(axes: Any, seeds: Sequence[Mapping[int, float]], colour: str, label: str) -> None:
