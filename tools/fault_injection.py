@@ -155,7 +155,7 @@ def under_faults(whole: Whole, faults: Sequence[Fault], folder: Path) -> Pass:
         try:
             lives(whole, faults, run_dir, folder, found.hits)
             found.wrong = difference(whole.run_dir, run_dir)
-        except (Wrong, TimeoutError) as error:
+        except (Wrong, TimeoutError, subprocess.TimeoutExpired) as error:
             found.wrong = str(error)
         if found.wrong:
             shutil.copytree(run_dir, folder / "kept", dirs_exist_ok=True)

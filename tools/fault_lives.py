@@ -31,7 +31,7 @@ main()
 of other threads, which run meanwhile, cannot be read without the danger of a crash."""
 POLL_S = 0.001
 PATIENCE_S = 300.0
-"""No life lasts longer, and no process outlives the first one of its run for so long."""
+"""Nothing is waited for longer, and no process outlives the first one of its run for so long."""
 ORPHANS_S = 20.0
 MAIN = 'File "<string>"'
 """A frame of the main thread alone: the program itself."""
@@ -132,11 +132,18 @@ class Life:
         return rows[-1]["step"] if rows else -1
 
     def wait(self, until: Callable[[], Any]) -> bool:
-        """Until something is so; False where the life ends first."""
+        """Until something is so; False where the life ends first.
+
+        Raises:
+          TimeoutError: neither comes. What counts is the time in which this process runs: all may be stopped together.
+        """
+        last, waited = time.monotonic(), 0.0
         while not until():
             if self.over:
                 return False
-            if time.monotonic() > self.began + PATIENCE_S:
+            now = time.monotonic()
+            last, waited = now, waited + min(now - last, 1.0)
+            if waited > PATIENCE_S:
                 raise TimeoutError(f"{self.run_dir} has not moved for {PATIENCE_S:.0f} s:\n{self.said()[-2000:]}")
             time.sleep(POLL_S)
         return True
@@ -177,11 +184,10 @@ class Life:
         """Exit codes, once all processes and their workers are gone.
 
         Raises:
-          TimeoutError: some do not go.
+          TimeoutError, subprocess.TimeoutExpired: some do not go.
         """
-        limit = time.monotonic() + PATIENCE_S
         for process in self.processes:
-            process.wait(max(0.1, limit - time.monotonic()))
+            process.wait(PATIENCE_S)
         limit = time.monotonic() + ORPHANS_S
         while any(map(alive, self.processes)):
             if time.monotonic() > limit:

@@ -24,7 +24,7 @@ config = Run(
         "controlled",
         PRESETS["grpo"],
         resets=Resets(reference_every=7),
-        controller=(AdaptiveKL(0.01), AdaptiveEntropy(4.0, 0.01)),
+        controller=(AdaptiveKL(0.01), AdaptiveEntropy(5.45, 0.01)),
     ),
     rollout=Rollout(
         prompts=4,

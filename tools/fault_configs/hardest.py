@@ -37,7 +37,7 @@ RECIPE = Recipe(
     filter_groups="reward",
     overlong_share=0.25,
     resets=Resets(on_kl=1e-3, kl_window=3, reference_every=9, mix=0.6),
-    controller=AdaptiveEntropy(4.0, 0.01),
+    controller=AdaptiveEntropy(5.45, 0.01),
 )
 config = Run(
     model="tiny-random",
