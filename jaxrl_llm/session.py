@@ -121,7 +121,10 @@ def go_back(place: Place, at: At, decision: Decision) -> Decision:
     place.store.wait()
     step = place.peers.first(lambda: newest_before(place.directory / CHECKPOINTS, decision.rollback, at.host.phase))
     if step is None:
-        reason = f"{decision.reason}; no checkpoint from before it is kept to go back to: set --output.keep higher"
+        which = " of this phase" * (len(configs.phases_of(place.run)) > 1)
+        reason = (
+            f"{decision.reason}; no checkpoint{which} from before it is kept to go back to: set --output.keep higher"
+        )
         return Decision(GUARD, reason, events={"event/guard": decision.reason})
     updates = {name: role.updates for name, role in at.state.roles.items()}
     base = at.state.policy.base
