@@ -76,11 +76,7 @@ def train(
         told = Told(schedule, progress, writer, asked, sight_of(run, directory, start), peers)
         place = Place(run, directory, store, mesh, peers, told, Preemption(progress.warn))
         at = None
-        number = (
-            0
-            if start is None or len(configs.phases_of(run)) == 1
-            else peers.first(lambda: snapshots.phase_of(snapshots.kept(directory)[start]))
-        )
+        number = phase_at(run, directory, start, peers)
         while at is None or at.goes_on:
             settings = configs.in_phase(run, number if at is None else at.host.phase)
             with (
@@ -100,6 +96,13 @@ def train(
     if at.last_words:
         say(at.last_words)
     return at.code
+
+
+def phase_at(run: Configuration, directory: Path, start: int | None, peers: Peers) -> int:
+    """The number of the phase in which the run goes on from the checkpoint of this step; the first where it is new."""
+    if start is None or len(configs.phases_of(run)) == 1:
+        return 0
+    return peers.first(lambda: snapshots.phase_of(snapshots.kept(directory)[start]))
 
 
 def make_steps(place: Place, settings: Configuration, at: At) -> None:

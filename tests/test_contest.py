@@ -46,8 +46,8 @@ def contest(tmp_path):
 
 
 def test_better_answers_win_and_equal_ones_share(contest):
-    contest.begin(evaluated(["abc", "ab"], ["abc", ""], ["abc", "x"]))
-    found = contest.judged(evaluated(["abcd", "a"], ["xyz", "?"], ["abc", "yy"]))
+    contest.begin([evaluated(["abc", "ab"], ["abc", ""], ["abc", "x"])])
+    (found,) = contest.judged([evaluated(["abcd", "a"], ["xyz", "?"], ["abc", "yy"])])
     np.testing.assert_array_equal(found.won, [[1.0, 0.0], [0.5, np.nan], [0.5, 1.0]])
     assert found.metrics()["eval/sums/win_rate"] == 3 / 5, "what cannot be judged is left out"
     assert ("0", "abc", [97, 98, 99, 0], "length") in seen and ("0", "abcd", [97, 98, 99, 100, 0], "length") in seen
@@ -55,27 +55,27 @@ def test_better_answers_win_and_equal_ones_share(contest):
 
 
 def test_answers_of_the_same_words_in_other_tokens_are_judged(contest):
-    contest.begin(evaluated(["a"], ["b"], ["c"]))
-    assert contest.judged(evaluated(["a"], ["b"], ["c"], extra=1)).won.tolist() == [[0.5]] * 3 and len(seen) == 6
+    contest.begin([evaluated(["a"], ["b"], ["c"])])
+    assert contest.judged([evaluated(["a"], ["b"], ["c"], extra=1)])[0].won.tolist() == [[0.5]] * 3 and len(seen) == 6
 
 
 def test_only_answers_to_the_same_problems_are_compared(contest):
-    contest.begin(evaluated(["aaa"], ["bbb"], problems=PROBLEMS[:2]))
-    found = contest.judged(evaluated(["a", "a"], ["cccc", "c"], problems=PROBLEMS[1:]))
+    contest.begin([evaluated(["aaa"], ["bbb"], problems=PROBLEMS[:2])])
+    (found,) = contest.judged([evaluated(["a", "a"], ["cccc", "c"], problems=PROBLEMS[1:])])
     np.testing.assert_array_equal(found.won, [[0.0, np.nan], [np.nan, np.nan]])
     assert found.metrics()["eval/sums/win_rate"] == 0.0
 
 
 def test_the_answers_of_an_attempt_before_give_way(contest):
-    contest.begin(evaluated(["aaa"], ["b"], ["c"]))
-    contest.begin(evaluated(["a"], ["b"], ["c"]))
+    contest.begin([evaluated(["aaa"], ["b"], ["c"])])
+    contest.begin([evaluated(["a"], ["b"], ["c"])])
     kept = [json.loads(line) for line in contest.path.read_text().splitlines()]
     assert [row["completion"] for row in kept] == ["a", "b", "c"] and kept[0]["tokens"] == [97, 0]
-    assert contest.judged(evaluated(["aa"], ["b"], ["c"])).won.tolist() == [[1.0], [0.5], [0.5]]
+    assert contest.judged([evaluated(["aa"], ["b"], ["c"])])[0].won.tolist() == [[1.0], [0.5], [0.5]]
 
 
 def test_without_the_file_nobody_wins(contest):
-    metrics = contest.judged(evaluated(["a"], ["b"], ["c"])).metrics()
+    metrics = contest.judged([evaluated(["a"], ["b"], ["c"])])[0].metrics()
     assert np.isnan(metrics["eval/sums/win_rate"]) and not seen
 
 

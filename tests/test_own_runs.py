@@ -76,7 +76,7 @@ def test_a_run_with_own_classes_is_gone_on_with_tested_and_exported_from_elsewhe
     assert (ours["step"], theirs["step"]) == (1, None)
     assert {k: v for k, v in ours.items() if "/" in k} == {k: v for k, v in theirs.items() if "/" in k}
     saved = json.loads((directory / "config.json").read_text())
-    assert saved["run_dir"] is None and saved["task"]["source"]["path"] == "sums.jsonl"
+    assert saved["output"]["run_dir"] is None and saved["task"]["source"]["path"] == "sums.jsonl"
     assert not (folder / "elsewhere" / "runs").exists()
 
 
