@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.begin import base_of_policy
 from jaxrl_llm.checkpoint import Checkpoints, flatten
 from jaxrl_llm.config import (
+    MAX_SEED,
     Evaluation,
     Mixture,
     Part,
@@ -137,6 +138,10 @@ def changed(*phases, **changes):
     return run
 
 
+def held_out():
+    return dataclasses.replace(RUN.task, holdout=0.2)
+
+
 def test_changes_stay_until_another_phase_changes_them():
     run = changed(
         Phase("a", 1, changes={"rollout.group": 2}),
@@ -156,7 +161,7 @@ def test_what_was_filled_in_follows_what_it_was_filled_in_from():
         Phase("c", changes={"recipe": PRORL_V1}),
         recipe=DR_GRPO,
         evaluation=Evaluation(every=1),
-        task=dataclasses.replace(RUN.task, holdout=0.2),
+        task=held_out(),
     )
     a, b, c = (in_phase(run, number) for number in range(3))
     assert a.recipe.algorithm.reduce == ConstantLength(8) and b.recipe.algorithm.reduce == ConstantLength(6)
@@ -194,6 +199,24 @@ WRONG = {
     "phase 'b': rollout.group must be at least 1": [Phase("a", 1), Phase("b", changes={"rollout.group": 0})],
     "phase 'b': rollout.group is 'x'": [Phase("a", 1), Phase("b", changes={"rollout.group": "x"})],
 }  # fmt: skip
+
+
+def test_a_judge_of_answers_wants_the_same_problems_in_all_phases():
+    judged = Evaluation(every=1, judge=Format("[0-9]+"))
+    others = dataclasses.replace(RUN.task, name="others", holdout=0.3)
+    with pytest.raises(InputError, match="changes task, and evaluation.judge compares answers to the problems"):
+        changed(Phase("a", 1), Phase("b", changes={"task": others}), evaluation=judged, task=held_out())
+    changed(Phase("a", 1), Phase("b", changes={"rollout.group": 2}), evaluation=judged, task=held_out())
+
+
+def test_a_reference_that_is_only_measured_from_can_be_reset():
+    watched = dataclasses.replace(RUN.output, monitor_kl=True)
+    changed(Phase("a", 1), Phase("b", reset=True), output=watched)
+
+
+def test_a_phase_has_a_seed_that_a_run_may_have():
+    run = changed(Phase("a", 1), Phase("b", 1), Phase("c"), seed=MAX_SEED - 1)
+    assert all(0 <= in_phase(run, number).seed < MAX_SEED for number in range(3))
 
 
 @pytest.mark.parametrize("words", WRONG)

@@ -24,6 +24,7 @@ KINDS_OF_TASK = [
         "ReasoningGym(NAME, ...)",
         'generated problems with verifiers of their own: ReasoningGym(NAME, {"option": value})',
     ),
+    ("Mixture((Part(...), ...))", "several tasks at once: shares of the prompts, rewards of their own"),
     ("Instructions(...)", "generated prompts with instructions to follow: extractor whole, verifier instructions"),
 ]
 """What may stand in a configuration, and what it is."""

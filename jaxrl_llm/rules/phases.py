@@ -12,6 +12,10 @@ OF_PHASES = "phase"
 """The name of the rule that ends a phase."""
 PHASE = "event/phase"
 """The event of the step after which another phase begins: its name, and why."""
+WAITS = "event/phase_waits"
+"""The event of a phase that waits for a metric which none of its rows has had."""
+UNMEASURED = 10
+"""Steps, and two evaluations, after which that is said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,9 @@ class PhaseEnds:
     evaluation_every: int
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers how many ``steps`` the phase has made, and what it waits for."""
+        """See ``Rule``; remembers how many ``steps`` the phase has made, and what it waits for. A metric that no row
+        has is said once: its name may be mistyped, and the phase would never end.
+        """
         if row["step"] == 0:
             return Decision(), own
         steps = own.get("steps", 0) + 1
@@ -40,7 +46,7 @@ class PhaseEnds:
         if self._fulfilled(remembered):
             reason = words(self.phase.until)
         if not reason:
-            return Decision(), remembered
+            return Decision(events=self._in_vain(remembered)), remembered
         following = self.following
         events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
         events |= {"event/reference_reset": True} if following.reset else {}
@@ -63,6 +69,13 @@ class PhaseEnds:
             better = "best" not in own or result > own["best"]
             return {"best": result, "stalled": 0} if better else {"stalled": own.get("stalled", 0) + 1}
         return {}
+
+    def _in_vain(self, remembered: dict[str, Any]) -> dict[str, bool | str]:
+        """An event where it becomes clear that nobody measures what it waits for; empty otherwise."""
+        until, patience = self.phase.until, max(UNMEASURED, 2 * self.evaluation_every)
+        if not isinstance(until, Reaches) or "times" in remembered or remembered["steps"] != patience:
+            return {}
+        return {WAITS: f"{self.phase.name} waits for {until.metric}, which no step so far has measured"}
 
     def _fulfilled(self, remembered: dict[str, Any]) -> bool:
         until = self.phase.until

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from jaxrl_llm.rules import PHASE, Decision, Phase, PhaseEnds, Reaches, Stalls, decide
+from jaxrl_llm.rules.phases import WAITS
 
 
 def ends_at(phase, rows, every=2):
@@ -54,6 +55,21 @@ def test_once_evaluations_found_nothing_better(results, step):
     between = [{"step": 2 * at - 1, "eval/average/pass@1": 0.0} for at in range(1, len(results) + 1)]
     found = ends_at(Phase("a", until=Stalls(2)), sorted(tested + between, key=lambda row: row["step"]))
     assert (found and found[0]) == step
+
+
+@pytest.mark.parametrize(("every", "step"), [(2, 10), (8, 16)])
+def test_a_metric_that_nobody_measures_is_said_once(every, step):
+    def events(metric):
+        memory, found = {}, {}
+        rules = {"phase": PhaseEnds(Phase("a", until=Reaches("kl_", above=1.0)), Phase("next"), every)}
+        for row in rows(*[0.5] * 40, metric=metric):
+            decision, memory = decide(rules, row, memory)
+            if decision.events:
+                found[row["step"]] = decision.events[WAITS]
+        return found
+
+    assert events("kl") == {step: "a waits for kl_, which no step so far has measured"}
+    assert events("kl_") == {}, "below its bound it is measured"
 
 
 def test_a_phase_that_a_guard_stops_is_still_to_end():
