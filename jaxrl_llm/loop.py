@@ -88,6 +88,7 @@ def train(
                     before_steps(*begun, told, start is None)
                     stack.enter_context(place.stop)  # from here on there is a step to finish
                     at = At(*begun, start or 0, first)
+                    del begun  # a stage has its sampler's cache, and the next phase needs the room
                 else:
                     at.stage = load_phase(run, at.state, at.host, tokenizer, mesh, resources, progress, peers)
                 make_steps(place, settings, at)

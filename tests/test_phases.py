@@ -1,7 +1,9 @@
 """Runs of several phases: what their settings are, what is refused, and runs that are stopped in and between them."""
 
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import jax
@@ -10,6 +12,8 @@ import pytest
 from commands import commands
 from learner.rollouts import one_device
 
+import jaxrl_llm
+from jaxrl_llm import loop
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.begin import base_of_policy
 from jaxrl_llm.checkpoint import Checkpoints, flatten
@@ -120,6 +124,25 @@ def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
     reset, _ = saved(folder / "whole", 6, 3, True)
     moments = [array for name, array in reset.items() if name.startswith("opt_state") and array.ndim > 1]
     assert moments and not any(array.any() for array in moments)
+
+
+def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(tmp_path, monkeypatch):
+    """The sampler's cache is most of a device: two do not fit."""
+    stages, left = [], []
+    make_steps = loop.make_steps
+
+    def counted(place, settings, at):
+        gc.collect()
+        left.append(sum(stage() is not None for stage in stages))
+        stages.append(weakref.ref(at.stage))
+        make_steps(place, settings, at)
+
+    monkeypatch.setattr(loop, "make_steps", counted)
+    monkeypatch.chdir(tmp_path)
+    learner = dataclasses.replace(RUN.learner, microbatch_rows=jax.device_count())
+    run = dataclasses.replace(RUN, learner=learner, steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
+    assert jaxrl_llm.train(run) == 0
+    assert left == [0, 0]
 
 
 def test_a_run_is_tested_as_the_phase_of_its_checkpoint_is(answers):
