@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import soak  # noqa: E402
 
-STEPS = 1000
+STEPS = 2000
 STEADY = {"memory": lambda step: 600.0, "files": lambda step: 30, "threads": lambda step: 20}
 
 
@@ -62,7 +62,7 @@ def test_the_table_has_a_line_for_each_part():
     shown = soak.table(looks(), durations())
     lines = shown.splitlines()
     assert len(lines) == 2 + soak.PARTS
-    assert lines[2] == "| 1 to 100 | 600 | 100 | 30 to 30 | 20 to 20 | 100.0 | 100.0 |"
+    assert lines[2] == "| 1 to 200 | 600 | 100 | 30 to 30 | 20 to 20 | 150.0 | 100.0 |"
     assert soak.picture([0.0, 4.0, 8.0]) == " ▄█"
 
 

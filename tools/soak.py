@@ -6,7 +6,7 @@ The smoke model with phases, resets with snapshots, a curriculum and replay (``t
 with the report that they write anew, checkpoints, TensorBoard. Each second it is noted what /proc says of the process
 and of its workers. Prints a table of ten parts of the run, a small picture, and what it was measured against: memory
 within 2 % of what it was after the first hundred steps, as many open files and threads as then, steps as fast as then
-within 5 %, by medians over phases of one kind. Exit code 1 where one of them does not hold.
+within 5 %, by medians of five hundred steps and phases of one kind. Exit code 1 where one of them does not hold.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tyro
-from soak_config import EVERY
+from soak_config import EVERY, KINDS
 
 from jaxrl_llm.telemetry.rows import read_rows
 
@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tools" / "soak_config.py"
 SETTLED = 100
 """Steps after which a run should have all that it needs."""
+SPAN = 500
+"""Steps of which the first ones after that are compared with the last ones of the run."""
 MEMORY, SPEED = 0.02, 0.05
 PARTS = 10
 PICTURE = " ▁▂▃▄▅▆▇█"
@@ -45,7 +47,7 @@ class Options:
     """What is watched.
 
     Attributes:
-      steps: of the run; at least two phases and a hundred.
+      steps: of the run; at least twice ``SPAN`` after ``SETTLED``.
       folder: where it lies; None for a temporary one, which is removed.
     """
 
@@ -182,7 +184,7 @@ def picture(values: Sequence[float], width: int = 72) -> str:
 def verdicts(seen: Sequence[Seen], durations: dict[int, float]) -> list[tuple[bool, str]]:
     """Whether each of the promises holds, and in words what was compared."""
     last = seen[-1].step
-    early, late = part(seen, SETTLED, SETTLED + EVERY), part(seen, last - EVERY, last + 1)
+    early, late = part(seen, SETTLED, SETTLED + SPAN), part(seen, last - SPAN, last + 1)
     found = []
     before, after = (statistics.median(one.memory for one in looks) for looks in (early, late))
     change = after / before - 1
@@ -190,16 +192,10 @@ def verdicts(seen: Sequence[Seen], durations: dict[int, float]) -> list[tuple[bo
     for name in ("files", "threads"):
         before, after = (statistics.median(getattr(one, name) for one in looks) for looks in (early, late))
         found.append((after <= before, f"{name} {before:g} to {after:g}"))
-    paces = []
-    for kind in range(2):
-        own = [step for step in durations if step > SETTLED and (step - 1) // EVERY % 2 == kind]
-        phases = sorted({(step - 1) // EVERY for step in own})
-        before, after = (
-            statistics.median(durations[step] for step in own if (step - 1) // EVERY == phase)
-            for phase in (phases[0], phases[-1])
-        )
-        paces.append((before, after))
-    for kind, (before, after) in zip(("wide", "deep"), paces, strict=True):
+    for number, kind in enumerate(KINDS):
+        own = [step for step in durations if (step - 1) // EVERY % len(KINDS) == number]
+        before = statistics.median(durations[step] for step in own if SETTLED < step <= SETTLED + SPAN)
+        after = statistics.median(durations[step] for step in own if step > last - SPAN)
         change = after / before - 1
         words = f"a step of {kind} phases {1000 * before:.1f} to {1000 * after:.1f} ms ({100 * change:+.1f} %)"
         found.append((change <= SPEED, words))
@@ -208,8 +204,8 @@ def verdicts(seen: Sequence[Seen], durations: dict[int, float]) -> list[tuple[bo
 
 def main(options: Options) -> int:
     """Watch a run, and say what came of it; 1 where a promise does not hold."""
-    if options.steps < SETTLED + 2 * EVERY:
-        raise SystemExit(f"soak: --steps must be at least {SETTLED + 2 * EVERY}, got {options.steps}")
+    if options.steps < SETTLED + 2 * SPAN:
+        raise SystemExit(f"soak: --steps must be at least {SETTLED + 2 * SPAN}, got {options.steps}")
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)

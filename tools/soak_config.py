@@ -8,18 +8,18 @@ from jaxrl_llm.rollout import Replay
 from jaxrl_llm.rules import Phase, Resets, Rules
 from jaxrl_llm.tasks import Curriculum, Prioritised
 
-EVERY = 250
-"""Steps of a phase."""
+EVERY = 50
+"""Steps of a phase: both kinds have been there once after the first hundred, and a reset too."""
 KINDS = ("wide", "deep")
 CHANGES = ({"rollout.prompts": 8, "rollout.group": 8}, {"rollout.prompts": 4, "rollout.group": 16})
-MOST = 20
+MOST = 100
 """Phases."""
 
 smoke: Run = load_config("smoke")[1]
 config = dataclasses.replace(
     smoke,
     scoring=Scoring((*smoke.scoring.rewards, Accuracy()), timeout_s=60.0),
-    recipe=dataclasses.replace(smoke.recipe, resets=Resets(reference_every=100)),
+    recipe=dataclasses.replace(smoke.recipe, resets=Resets(reference_every=40)),
     rollout=dataclasses.replace(
         smoke.rollout,
         collect=dataclasses.replace(
