@@ -106,7 +106,8 @@ def test_a_gain_is_of_pairs_with_the_same_seed():
 
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_each_rung_changes_the_run_and_can_work(ladder):
-    base = configs.load_config("ablation_smoke")[1]
+    # What is taken out of a recipe has to be in it.
+    base = configs.load_config("mixture_smollm2" if ladder == "prolonged" else "ablation_smoke")[1]
     found = ablate.settings_of(base, LADDERS[ladder])
     for number, rung in enumerate(LADDERS[ladder]):
         configs.validate(found[rung.name])
@@ -137,6 +138,8 @@ def test_table_and_picture_come_from_metrics_alone(tmp_path):
     for number, rung in enumerate(LADDERS["clip"]):
         for seed in range(2):
             run = rows([0.1, 0.2 + 0.1 * number, 0.3 + 0.1 * number + 0.01 * seed], entropy=1.0 + number)
+            if number == 1:
+                run = [row | {"kl": 0.01 * row["step"]} for row in run]
             whole = (number, seed) != (2, 1)
             write(tmp_path / ablate.slug(rung.name) / f"seed-{seed}", run if whole else run[:7])
     given = "ablation_smoke --ladder clip --draw --seeds 2 --steps 20 --json --folder .".split()
@@ -149,7 +152,8 @@ def test_table_and_picture_come_from_metrics_alone(tmp_path):
     assert "Not finished and left out: clip 0.4, seed 1 (step 6)." in page
     assert "clip 0.28 0.00% and 1.00%" in "".join(page) and (tmp_path / "clip.md").read_text().splitlines() == page
     picture = (tmp_path / "clip.svg").read_text()
-    assert picture.startswith("<?xml") and json.loads((tmp_path / "clip.json").read_text()) == numbers
+    assert picture.startswith("<?xml") and picture.count("<!-- KL to the reference, nats a token -->") == 1
+    assert json.loads((tmp_path / "clip.json").read_text()) == numbers
 
 
 WRONG = {

@@ -74,5 +74,11 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("clip 0.28", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.28)}),
         Rung("clip 0.4", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.4)}, onto="GRPO"),
     ),
+    # What keeps a long run learning, taken out one at a time; the recipe is the configuration's own.
+    "prolonged": (
+        Rung("resets, clip-higher", {}),
+        Rung("no resets", {"recipe.resets": Resets()}),
+        Rung("no clip-higher", {"recipe.algorithm.surrogate": PPOClip(0.2, 0.2)}, onto="resets, clip-higher"),
+    ),
 }
 """By name."""
