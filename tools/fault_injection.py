@@ -310,12 +310,11 @@ def main(options: Options) -> int:
     passes: list[Pass] = []
     out = sys.stderr if options.json else sys.stdout
     code = 0
-    with contextlib.ExitStack() as stack:
-        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(delete=False)))
-        try:
-            campaign(options, folder.absolute(), passes, lambda line: print(line, file=sys.stderr, flush=True))
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    try:
+        campaign(options, folder.absolute(), passes, lambda line: print(line, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     print(table(passes), file=out)
     failed = any(one.wrong for one in passes)
     print(f"{counted(passes)} kills counted in {(time.monotonic() - began) / 60:.1f} minutes", file=out)
