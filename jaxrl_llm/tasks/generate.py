@@ -110,14 +110,24 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
 
     _check_names(name, options)
     random.seed(seed)
+    given = f"size {size}, seed {seed}, options {options}"
     try:
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(
-            f"reasoning-gym's {name} refuses size {size}, seed {seed}, options {options} ({reason}); change them"
-        ) from error
-    return [_plain(dataset[index]) for index in range(size)]
+        raise InputError(f"reasoning-gym's {name} refuses {given} ({_in_one_line(error)}); change them") from error
+    found = []
+    for index in range(size):
+        try:
+            found.append(_plain(dataset[index]))
+        except Exception as error:  # each data set has its own
+            raise InputError(
+                f"reasoning-gym's {name} fails at problem {index} of {given} ({_in_one_line(error)}); change them"
+            ) from error
+    return found
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _plain(value: Any) -> Any:

@@ -140,6 +140,12 @@ def test_a_bad_file_is_refused(tmp_path, name, content, message):
         list(Table(str(tmp_path / name)).problems())
 
 
+def test_options_that_only_a_problem_shows_to_be_wrong_are_refused():
+    source = ReasoningGym("spell_backward", {"min_word_len": 60, "max_word_len": 70}, size=2)
+    with pytest.raises(InputError, match="spell_backward fails at problem 0 of size 2, .*IndexError.*; change them"):
+        list(source.problems())
+
+
 def test_reasoning_gym_repeats_itself_by_seed():
     found = []
     for seed in (1, 1, 2):
