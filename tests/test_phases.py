@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import json
-import weakref
 from pathlib import Path
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 from commands import commands
 from learner.rollouts import one_device
 
-import jaxrl_llm
 from jaxrl_llm import loop
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.begin import base_of_policy
@@ -39,6 +37,8 @@ from jaxrl_llm.recipes import DAPO, DR_GRPO, GRPO, PRORL_V1
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.rl import same_rewards
+from jaxrl_llm.stages.stage import Stage
+from jaxrl_llm.telemetry.voice import Voice
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
@@ -126,23 +126,18 @@ def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
     assert moments and not any(array.any() for array in moments)
 
 
-def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(tmp_path, monkeypatch):
+def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(tmp_path):
     """The sampler's cache is most of a device: two do not fit."""
-    stages, left = [], []
-    make_steps = loop.make_steps
+    stages = {}
 
-    def counted(place, settings, at):
+    def count(row):
         gc.collect()
-        left.append(sum(stage() is not None for stage in stages))
-        stages.append(weakref.ref(at.stage))
-        make_steps(place, settings, at)
+        stages[row["step"]] = sum(isinstance(one, Stage) for one in gc.get_objects())
 
-    monkeypatch.setattr(loop, "make_steps", counted)
-    monkeypatch.chdir(tmp_path)
     learner = dataclasses.replace(RUN.learner, microbatch_rows=jax.device_count())
     run = dataclasses.replace(RUN, learner=learner, steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
-    assert jaxrl_llm.train(run) == 0
-    assert left == [0, 0]
+    assert loop.train(resolved(run), tmp_path, print, voice=Voice(rows=count)) == 0
+    assert stages[2] == stages[1], stages
 
 
 def test_a_run_is_tested_as_the_phase_of_its_checkpoint_is(answers):

@@ -1,21 +1,15 @@
 """The owner of a run's records: metrics.jsonl, samples.jsonl, TensorBoard curves and, where asked for, wandb."""
 
 import importlib
-import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.telemetry.reporter import Reporter
 from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, read_rows
 from jaxrl_llm.telemetry.wandb_run import WandbRun
-
-REPORT_SHARE = 0.02
-"""Of a run's time, at most, that goes into its report while it lasts."""
-
-log = logging.getLogger(__name__)
 
 Scalar = float | int | bool | str | None
 
@@ -57,8 +51,7 @@ class RunWriter:
         self._samples = open(samples, "ab")
         self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
         self._tell = tell
-        self._reported = -1
-        self._report_due = 0.0
+        self._reporter = Reporter(self._run_dir)
 
     def write(self, step: int, metrics: dict[str, Scalar]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
@@ -84,23 +77,9 @@ class RunWriter:
         if self._wandb is not None:
             self._wandb.samples(step, rows)
 
-    def report(self, last: bool = False) -> None:
-        """Write ``report.html`` anew, unless nothing has come since, or it would take more than its share of time.
-
-        A failure is logged: no run ends for its report. ``last``: whatever it takes.
-        """
-        began = time.monotonic()
-        if self._reported == self._last_step or (began < self._report_due and not last):
-            return
-        try:
-            from jaxrl_llm.telemetry.report import write_report
-
-            write_report([self._run_dir], self._run_dir / "report.html")
-        except Exception as error:
-            log.warning("report.html was not written: %s", error)
-        self._reported = self._last_step
-        took = time.monotonic() - began
-        self._report_due = began + took / REPORT_SHARE
+    def report(self) -> None:
+        """Begin to write ``report.html`` anew, beside the run; see ``Reporter``."""
+        self._reporter.begin(self._last_step)
 
     def close(self) -> None:
         """Write out what is buffered and let go of the files; further calls do nothing."""
@@ -111,13 +90,14 @@ class RunWriter:
         if self._wandb is not None:
             self._wandb.close()
         self._curves = self._wandb = None
+        self._reporter.close()
 
     def __enter__(self) -> "RunWriter":
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is None:
-            self.report(last=True)
+            self._reporter.finish(self._last_step)
         self.close()
 
 

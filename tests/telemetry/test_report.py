@@ -15,6 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.telemetry.report import page, write_report
 from jaxrl_llm.telemetry.report.files import MOST_POINTS, curves_of, flat
 from jaxrl_llm.telemetry.report.thinning import MOST_BYTES, MOST_COMPLETIONS, choose_lines, thinned
+from jaxrl_llm.telemetry.reporter import Reporter
 from jaxrl_llm.telemetry.writers import RunWriter
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
@@ -218,45 +219,54 @@ def test_a_run_writes_its_report_at_evaluations_and_at_its_end(tmp_path):
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
         writer.write(0, {"eval/x/pass@1": 0.5})
         writer.report()
+        while not report.exists():
+            time.sleep(0.01)
         assert read(report.read_text())[0]["runs"][0]["last"] == 0
         writer.write(1, {"loss": 1.0})
     assert read(report.read_text())[0]["runs"][0]["last"] == 1
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_no_run_ends_for_its_report(tmp_path):
+def test_no_run_ends_for_its_report(tmp_path, caplog):
     (tmp_path / "report.html").mkdir()
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
         writer.write(0, {"loss": 0.5})
         writer.report()
+        writer.write(1, {"loss": 0.5})
     assert (tmp_path / "report.html").is_dir() and not list(tmp_path.glob("*.part"))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all(line.startswith("report.html was not written: ") for line in said)
 
 
 def test_a_run_that_is_quit_does_not_wait_for_its_report(tmp_path):
     with pytest.raises(KeyboardInterrupt), RunWriter(tmp_path, None, tensorboard=False) as writer:
         writer.write(0, {"loss": 0.5})
+        writer.report()
         raise KeyboardInterrupt
-    assert not (tmp_path / "report.html").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "samples.jsonl"}
 
 
 def test_the_report_takes_its_share_of_a_runs_time_alone(tmp_path):
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
-        writer.write(0, {"loss": 0.5})
-        writer.report()
-        first = (tmp_path / "report.html").stat().st_mtime_ns
-        writer.write(1, {"loss": 0.5})
-        writer.report()
-        assert (tmp_path / "report.html").stat().st_mtime_ns == first
+    a_run(tmp_path, [{"step": 0, "loss": 0.5}])
+    reporter = Reporter(tmp_path)
+    reporter.begin(0)
+    reporter.wait()
+    first = (tmp_path / "report.html").stat().st_mtime_ns
+    reporter.begin(1)
+    reporter.wait()
+    assert (tmp_path / "report.html").stat().st_mtime_ns == first
+    reporter.finish(1)
     assert (tmp_path / "report.html").stat().st_mtime_ns > first
 
 
 def test_a_report_that_holds_all_is_not_written_again(tmp_path):
-    report = tmp_path / "report.html"
-    with RunWriter(tmp_path, None, tensorboard=False) as writer:
-        writer.write(0, {"loss": 0.5})
-        writer.report()
-        report.unlink()
-    assert not report.exists()
+    a_run(tmp_path, [{"step": 0, "loss": 0.5}])
+    reporter = Reporter(tmp_path)
+    reporter.begin(0)
+    reporter.wait()
+    (tmp_path / "report.html").unlink()
+    reporter.finish(0)
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_the_command_writes_a_page_into_the_run_or_where_it_is_told_to(tmp_path):
