@@ -43,6 +43,7 @@ from jaxrl_llm.telemetry.voice import Voice
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
 RUN = load_config(str(CONFIG))[1]
+COOLER = dataclasses.replace(RUN.rollout, temperature=0.5)
 PARTS = (2, 3, 6)
 """Steps after which the broken run was stopped: at a phase's end, in the middle of one, at another's end."""
 LINES = {
@@ -186,6 +187,9 @@ def test_what_was_filled_in_follows_what_it_was_filled_in_from():
     assert (a.rollout.temperature, c.rollout.temperature) == (1.0, PRORL_V1.temperature)
     own = changed(Phase("a", 1), Phase("b", changes={"recipe": GRPO, "rollout.temperature": 0.5}))
     assert in_phase(own, 1).rollout.temperature == 0.5
+    tested = {"evaluation": Evaluation(every=1), "task": held_out()}
+    kept = changed(Phase("a", 1), Phase("b", changes={"recipe": PRORL_V1}), rollout=COOLER, **tested)
+    assert in_phase(kept, 1).rollout.temperature == 0.5, "it was not the recipe's before"
 
 
 def test_it_is_saved_and_read_again():
