@@ -13,7 +13,7 @@ At the end the run has to equal the undisturbed one bit for bit: every array and
 of all snapshots, every row of metrics.jsonl (but for what the clock decides), samples.jsonl. The first difference is
 said by name, and that run is kept; exit code 1.
 
-What a run was doing is read from the stacks of its threads, which a signal has it write down just before. Full disks
+What a run was doing is read from the stack of its main thread, for which it is asked just before. Full disks
 are small ones in memory, and read-only folders are mounts: the tool starts itself anew in a mount namespace of its own
 (``unshare``), which needs no rights where user namespaces are allowed; elsewhere these two are left out, and it says
 so. Ctrl-C stops, and shows what is known by then.

@@ -17,18 +17,29 @@ from jaxrl_llm.telemetry.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
-import faulthandler, os, signal, sys, time
+import os, sys, threading, time
 if jump := os.environ.get("FAULT_CLOCK"):
     hours, after = map(float, jump.split(","))
     told, began = time.time, time.monotonic()
     time.time = lambda: told() + 3600 * hours * (time.monotonic() > began + after)
-faulthandler.enable()
-faulthandler.register(signal.SIGUSR1, open(os.environ["FAULT_STACKS"], "a"), all_threads=False)
+
+def tell():
+    main = threading.main_thread().ident
+    stacks = os.open(os.environ["FAULT_STACKS"], os.O_WRONLY | os.O_APPEND)
+    while os.read(0, 1):
+        frame, lines = sys._current_frames().get(main), []
+        while frame is not None:
+            lines.append(f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+            frame = frame.f_back
+        os.write(stacks, "\\n".join(lines).encode())
+
+threading.Thread(target=tell, daemon=True).start()
 from jaxrl_llm.cli import main
 main()
 """
-"""A signal writes down where the main thread is, from within the handler: nothing waits for the interpreter. The stacks
-of other threads, which run meanwhile, cannot be read without the danger of a crash."""
+"""For each byte on its standard input a thread writes down where the main thread is. From within a signal's handler it
+could be said at once, but a frame that is just being made or left cannot be read there without the danger of a crash.
+"""
 POLL_S = 0.001
 PATIENCE_S = 300.0
 """Nothing is waited for longer, and no process outlives the first one of its run for so long."""
@@ -101,7 +112,7 @@ class Life:
             with open(log, "wb") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                        command, env=variables, cwd=folder, stdin=subprocess.PIPE, stdout=file, stderr=file,
                         start_new_session=True,
                     )
                 )  # fmt: skip
@@ -156,8 +167,9 @@ class Life:
     def doing(self) -> str:
         """What its main thread is doing right now."""
         self._stacks.write_text("")
-        with contextlib.suppress(ProcessLookupError):
-            self.processes[0].send_signal(signal.SIGUSR1)
+        asks = self.processes[0].stdin
+        with contextlib.suppress(BrokenPipeError):
+            os.write(asks.fileno(), b"?")
         limit = time.monotonic() + 0.2
         while time.monotonic() < limit and MAIN not in (text := self._stacks.read_text()):
             time.sleep(POLL_S)
@@ -201,6 +213,7 @@ class Life:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            process.stdin.close()
 
 
 def alive(process: subprocess.Popen) -> bool:
@@ -213,7 +226,7 @@ def alive(process: subprocess.Popen) -> bool:
 
 
 def named(stack: str) -> str:
-    """What is done, from what ``faulthandler`` writes of a thread."""
+    """What is done, from the stack of a thread, the innermost frame first."""
     frames = re.findall(r'File "([^"]*)", line \d+ in (\S+)', stack) if MAIN in stack else []
     for file, function in frames:
         for what, path, names in WHERE:
