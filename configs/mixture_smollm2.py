@@ -8,10 +8,7 @@ multiples), mixed operations, and a file. Each has its share of the prompts, its
 every ten steps; the file's answers are compared whole, and have a token limit and rewards of their own.
 
 What keeps it learning is ProRL's: a wide upper clip, the groups that can teach, a KL to a reference that is moved to
-where the policy is every twenty steps.
-
-Measured on 2 CPU cores without an accelerator: accuracy, averaged over the seven tasks, 0.26 -> 0.48 in 10 steps and
-0.59 in 20 (16 held-out problems of each task, one seed).
+where the policy is every twenty steps. Runs on a CPU.
 """
 
 import dataclasses
@@ -52,9 +49,9 @@ config = Run(
                     name="capitals",
                 ),
                 weight=2.0,
-                # Short answers are whole answers here: the name, a full stop, the stop token.
+                # An answer is one short sentence, and right where it is the file's.
                 rewards=(Accuracy(), LengthPenalty(0.01)),
-                max_new_tokens=12,
+                max_new_tokens=16,
             ),
         )
     ),
