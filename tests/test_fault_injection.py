@@ -160,9 +160,9 @@ def test_a_kill_counts_where_the_run_went_on_above_its_beginning():
 
 def test_every_kind_has_its_turn_where_it_has_a_place():
     chances = random.Random(0)
-    kinds = {kind for number in range(8) for kind in kinds_of("hardest", number, chances)}
+    kinds = {kind for number in range(8) for kind in kinds_of("hardest", 3, number, chances)}
     assert set(KILLS + OTHERS) <= kinds
-    assert "phase" not in {kind for number in range(8) for kind in kinds_of("ahead", number, chances)}
+    assert "phase" not in {kind for number in range(8) for kind in kinds_of("ahead", 2, number, chances)}
 
 
 STACK = """Current thread 0x00007f (most recent call first):

@@ -205,14 +205,15 @@ def resumed(hits: Sequence[Hit], at: int | None, begun: bool) -> None:
             hit.resumed_at = at or 0
 
 
-def kinds_of(name: str, number: int, chances: random.Random) -> list[str]:
-    """Faults of one pass: in turn all that the configuration has a place for."""
+def kinds_of(name: str, place: int, number: int, chances: random.Random) -> list[str]:
+    """Faults of one pass: in turn all that the configuration has a place for, each configuration with another one
+    first; ``place``: of the configuration among all, ``number``: of its pass."""
     lacks = LACKS.get(name, ())
     others = [kind for kind in OTHERS + OF_MOUNTS * can_mount() if kind not in lacks]
     aimed = [kind for kind in KILLS[1:] if kind not in lacks] or ["random"]
     half = KILLS_A_PASS // 2
     kinds = ["random"] * (KILLS_A_PASS - half) + [aimed[(number * half + i) % len(aimed)] for i in range(half)]
-    kinds.append(others[number % len(others)])
+    kinds.append(others[(number + place) % len(others)])
     chances.shuffle(kinds)
     return kinds
 
@@ -239,7 +240,7 @@ def campaign(options: Options, folder: Path, passes: list[Pass], say) -> None:
     number = 0
     while number < len(wholes) or not enough(options, passes, time.monotonic() - began):
         whole = wholes[number % len(wholes)]
-        kinds = kinds_of(whole.name, number // len(wholes), chances)
+        kinds = kinds_of(whole.name, number % len(wholes), number // len(wholes), chances)
         faults = planned(chances, whole.moments, kinds, start_up(whole))
         number += 1
         passes.append(under_faults(whole, faults, folder / f"{whole.name}-{number}"))
