@@ -34,7 +34,7 @@ class LoopState:
       ready: a batch that was made ahead, for the next step; None where none is.
       memory: what each rule remembers.
       coefficients: of the loss, for the next step, where a rule moves them.
-      problems: fingerprints of the problems that the run, or its phase, began with.
+      problems: fingerprints of the problems that the run, or its phase, began with; none between two phases.
       phase: the number of the run's phase, from 0.
     """
 
@@ -166,6 +166,7 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
     host.left = stage.leaves(host.left if host.ready is None else host.ready.left, after)
     host.ready = None
     host.memory = {name: own for name, own in host.memory.items() if name == LAST}
+    host.problems = {}  # the next phase may have others
     if (before.recipe, before.scoring.constraints) != (after.recipe, after.scoring.constraints):
         host.coefficients = {}
     state = with_reference(state, configs.keeps_reference(after))

@@ -44,8 +44,9 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
 RUN = load_config(str(CONFIG))[1]
 COOLER = dataclasses.replace(RUN.rollout, temperature=0.5)
-PARTS = (2, 3, 6)
-"""Steps after which the broken run was stopped: at a phase's end, in the middle of one, at another's end."""
+PARTS = (2, 3, 4, 6)
+"""Steps after which the broken run was stopped: at a phase's end, in the middle of one, at the end of one after which
+other problems come, at another's end."""
 LINES = {
     "whole": f"train {CONFIG} --run_dir whole",
     **{f"to {step}": f"train {CONFIG} --run_dir broken --steps {step}" for step in PARTS},
@@ -106,7 +107,7 @@ def test_the_settings_of_a_phase_hold_from_its_first_step(folder, answers):
 
 
 def test_a_run_that_was_stopped_in_and_between_phases_is_the_same_bit_for_bit(folder, answers):
-    assert [answers[name].code for name in LINES if name.startswith(("to", "rest"))] == [0] * 4
+    assert [answers[name].code for name in LINES if name.startswith(("to", "rest"))] == [0] * 5
     assert rows(folder / "broken") == rows(folder / "whole")
     (arrays, host), (others, other) = (saved(folder / name, 8, 3, True) for name in ("whole", "broken"))
     assert arrays.keys() == others.keys() and "phase both tasks" not in host
