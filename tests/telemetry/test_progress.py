@@ -106,11 +106,11 @@ def test_programs_within_a_program_are_compiled_in_its_time():
     with Compiling() as compiling:
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="inner")
-        jax.monitoring.record_event_duration_secs(COMPILE, 10.0, fun_name="inner")
+        jax.monitoring.record_event_duration_secs(COMPILE, 1e6, fun_name="inner")
         jax.monitoring.record_event_duration_secs(COMPILE, 2.0, fun_name="jit(update)")
-        jax.monitoring.record_event_duration_secs(COMPILE, 4.0, fun_name="begun before anybody listened")
+        jax.monitoring.record_event_duration_secs(COMPILE, 1e6, fun_name="begun before anybody listened")
         jax.jit(lambda x: x + 17.25)(1.0)
-    assert 2.0 < compiling.seconds < 4.0
+    assert 2.0 < compiling.seconds < 1e6
 
 
 def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():
