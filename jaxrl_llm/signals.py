@@ -1,9 +1,11 @@
 """Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after its step."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn
@@ -131,6 +133,18 @@ class Preemption:
             signal.raise_signal(number)
         self.asked = True
         threading.Thread(target=self._say, args=(STOPPING,)).start()
+
+
+_PROGRAM = (
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "sys.exit(importlib.import_module(sys.argv[2]).main(*sys.argv[3:]))"
+)
+
+
+def interpreter(module: str, *arguments: str) -> list[str]:
+    """The command of another interpreter, which finds modules where this one does: it ends with what ``main`` of the
+    module returns for these arguments."""
+    return [sys.executable, "-c", _PROGRAM, json.dumps([str(folder) for folder in sys.path]), module, *arguments]
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def undisturbed(config: Path, folder: Path) -> Whole:
         moments: list[tuple[float, int]] = []
 
         def watch() -> bool:
-            step = life.step()
+            step = life.records.step()
             if step >= 0 and (not moments or step > moments[-1][1]):
                 moments.append((time.monotonic() - life.began, step))
             return False
@@ -176,15 +176,17 @@ def lives(whole: Whole, faults: Sequence[Fault], run_dir: Path, folder: Path, hi
         life = Life(whole.config, run_dir, folder, PROCESSES.get(whole.name, 1), fault.clock if fault else None)
         with contextlib.closing(life):
             came = fault is not None and moment(life, fault)
-            since = life.resumed_at()
+            since = life.records.resumed_at()
             hit = strike(life, fault) if came and fault else None
             if hit is None:
                 expect(life, 0)
-            resumed(hits, since if since is not None else life.resumed_at(), begun=life.step() >= 0)
+            resumed(hits, since if since is not None else life.records.resumed_at(), begun=life.records.step() >= 0)
             told = f"checkpoints/{broken} is damaged ("
-            if broken is not None and life.resumed_at() is not None:
-                if told not in life.said() or "; going on from" not in life.said():
-                    raise Wrong(f"nothing was said of the damage of checkpoint {broken}:\n{life.said()[-1500:]}")
+            if broken is not None and life.records.resumed_at() is not None:
+                if told not in life.records.said() or "; going on from" not in life.records.said():
+                    raise Wrong(
+                        f"nothing was said of the damage of checkpoint {broken}:\n{life.records.said()[-1500:]}"
+                    )
                 broken = None
             if hit is None:
                 return

@@ -88,15 +88,15 @@ def moment(life: Life, fault: Fault) -> bool:
     """Wait for it; False where the life ends first."""
     if fault.kind == "start-up":
         return life.pause(fault.delay)
-    if not life.wait(lambda: life.step() >= fault.step):
+    if not life.wait(lambda: life.records.step() >= fault.step):
         return False
     if fault.kind in EVENTS:
-        since, event = life.step(), EVENTS[fault.kind]
-        came = life.wait(lambda: any(row["step"] > since and event in row for row in life.rows()))
+        since, event = life.records.step(), EVENTS[fault.kind]
+        came = life.wait(lambda: any(row["step"] > since and event in row for row in life.records.rows()))
         return came and life.pause(SPREAD_S[fault.kind] * fault.chance)
     if fault.kind in ("checkpoint", "snapshot"):
         place = CHECKPOINTS if fault.kind == "checkpoint" else SNAPSHOTS
-        return life.wait(lambda: life.unfinished(place)) and life.pause(SPREAD_S[fault.kind] * fault.chance)
+        return life.wait(lambda: life.records.unfinished(place)) and life.pause(SPREAD_S[fault.kind] * fault.chance)
     if fault.kind in KILLS[2:5]:
         return life.wait(lambda: life.doing() == fault.kind or time.sleep(AIM_S))
     return life.pause(fault.delay)
@@ -108,7 +108,7 @@ def strike(life: Life, fault: Fault) -> Hit:
     Raises:
       Wrong: the life ends in another way than it should.
     """
-    hit = Hit(fault.kind, max(life.step(), 0), life.doing(), False, life.unfinished(CHECKPOINTS))
+    hit = Hit(fault.kind, max(life.records.step(), 0), life.doing(), False, life.records.unfinished(CHECKPOINTS))
     if fault.kind == "SIGTERM":
         life.kill(signal.SIGTERM)
         expect(life, *QUIT)
@@ -136,8 +136,10 @@ def expect(life: Life, *codes: int, says: str = "") -> None:
     """
     life.wait(lambda: False)
     code = life.end()[0]
-    if code not in codes or (code and says not in life.said().lower()):
-        raise Wrong(f"ended with {code} in place of {codes[0]}{says and f' and {says!r}'}:\n{life.said()[-1500:]}")
+    if code not in codes or (code and says not in life.records.said().lower()):
+        raise Wrong(
+            f"ended with {code} in place of {codes[0]}{says and f' and {says!r}'}:\n{life.records.said()[-1500:]}"
+        )
 
 
 def damage(run_dir: Path, fault: Fault) -> int | None:

@@ -65,6 +65,55 @@ WHERE = (
 """What a run is doing, by the innermost frame of its main thread in one of these files and functions."""
 
 
+class Records:
+    """What one start of a run has written and said so far.
+
+    Args:
+      run_dir: the run's.
+      log: what its first process prints.
+    """
+
+    def __init__(self, run_dir: Path, log: Path):
+        self._run_dir, self._log = run_dir, log
+        self._metrics = run_dir / "metrics.jsonl"
+        self._before = self._inode()
+        self._size = -1
+        self._rows: list[dict[str, Any]] = []
+
+    def _inode(self) -> int:
+        try:
+            return os.stat(self._metrics).st_ino
+        except FileNotFoundError:
+            return 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl, once this start has opened it; none before."""
+        if self._inode() in (0, self._before):
+            return []
+        if (size := os.path.getsize(self._metrics)) != self._size:
+            self._size = size
+            self._rows = list(read_rows(self._metrics))
+        return self._rows
+
+    def step(self) -> int:
+        """The last step written; -1 for none, or before this start has opened the file."""
+        rows = self.rows()
+        return rows[-1]["step"] if rows else -1
+
+    def unfinished(self, place: str) -> bool:
+        """Whether a checkpoint or a snapshot is being written."""
+        return any((self._run_dir / place).glob(UNFINISHED))
+
+    def said(self) -> str:
+        """All that its first process has printed."""
+        return self._log.read_text(errors="replace")
+
+    def resumed_at(self) -> int | None:
+        """The step that it has said it goes on from; None where it has not, or not yet."""
+        found = re.search(r"^continuing at step (\d+) of", self.said(), re.MULTILINE)
+        return int(found[1]) - 1 if found else None
+
+
 class Life:
     """Owner of one start of a run, as ``count`` processes.
 
@@ -77,6 +126,7 @@ class Life:
 
     Attributes:
       began: by ``time.monotonic``.
+      records: what it has written and said.
       processes: the first one leads.
     """
 
@@ -84,11 +134,9 @@ class Life:
         self, config: Path, run_dir: Path, folder: Path, count: int = 1, clock: tuple[float, float] | None = None
     ):
         self.run_dir = run_dir
-        self._log, self._stacks = folder / "life.log", folder / "stacks.txt"
-        self._metrics = run_dir / "metrics.jsonl"
-        self._before = self._inode()
-        self._size = -1
-        self._rows: list[dict[str, Any]] = []
+        self._stacks = folder / "stacks.txt"
+        first_log = folder / "life.log"
+        self.records = Records(run_dir, first_log)
         self._stacks.write_text("")
         variables = os.environ | {
             "PYTHONPATH": str(ROOT),
@@ -108,7 +156,7 @@ class Life:
             own += f" --distributed.process {number} --distributed.heartbeat_s 10"
             command = [sys.executable, "-c", PROGRAM, "train", str(config), "--run_dir", str(run_dir)]
             command += own.split() if count > 1 else []
-            log = self._log if number == 0 else self._log.with_suffix(f".{number}.log")
+            log = first_log if number == 0 else first_log.with_suffix(f".{number}.log")
             with open(log, "wb") as file:
                 self.processes.append(
                     subprocess.Popen(
@@ -117,30 +165,10 @@ class Life:
                     )
                 )  # fmt: skip
 
-    def _inode(self) -> int:
-        try:
-            return os.stat(self._metrics).st_ino
-        except FileNotFoundError:
-            return 0
-
     @property
     def over(self) -> bool:
         """Whether any process has ended."""
         return any(process.poll() is not None for process in self.processes)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl, once this life has opened it; none before."""
-        if self._inode() in (0, self._before):
-            return []
-        if (size := os.path.getsize(self._metrics)) != self._size:
-            self._size = size
-            self._rows = list(read_rows(self._metrics))
-        return self._rows
-
-    def step(self) -> int:
-        """The last step written; -1 for none, or before this life has opened the file."""
-        rows = self.rows()
-        return rows[-1]["step"] if rows else -1
 
     def wait(self, until: Callable[[], Any]) -> bool:
         """Until something is so; False where the life ends first.
@@ -155,7 +183,9 @@ class Life:
             now = time.monotonic()
             last, waited = now, waited + min(now - last, 1.0)
             if waited > PATIENCE_S:
-                raise TimeoutError(f"{self.run_dir} has not moved for {PATIENCE_S:.0f} s:\n{self.said()[-2000:]}")
+                raise TimeoutError(
+                    f"{self.run_dir} has not moved for {PATIENCE_S:.0f} s:\n{self.records.said()[-2000:]}"
+                )
             time.sleep(POLL_S)
         return True
 
@@ -174,19 +204,6 @@ class Life:
         while time.monotonic() < limit and MAIN not in (text := self._stacks.read_text()):
             time.sleep(POLL_S)
         return named(text)
-
-    def unfinished(self, place: str) -> bool:
-        """Whether a checkpoint or a snapshot is being written."""
-        return any((self.run_dir / place).glob(UNFINISHED))
-
-    def said(self) -> str:
-        """All that its first process has printed."""
-        return self._log.read_text(errors="replace")
-
-    def resumed_at(self) -> int | None:
-        """The step that it has said it goes on from; None where it has not, or not yet."""
-        found = re.search(r"^continuing at step (\d+) of", self.said(), re.MULTILINE)
-        return int(found[1]) - 1 if found else None
 
     def kill(self, number: int, victim: int = 0) -> None:
         """Send a signal to one process."""

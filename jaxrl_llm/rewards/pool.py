@@ -8,24 +8,17 @@ import multiprocessing.connection
 import os
 import signal
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Sequence
 
 from jaxrl_llm.rewards.calls import Call, Outcome, overdue
+from jaxrl_llm.signals import interpreter
 
 START_TIMEOUT_S = 60.0
 """Time to start a worker, and to import the function of a call; it does not count against the item."""
 
 _MAX_FAILED_STARTS = 3
-
-# Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the user's
-# main script again in every worker (JAX included).
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[1]))"
-)
 
 
 class Pool:
@@ -119,10 +112,12 @@ class _Worker:
 
     def __init__(self):
         self.connection, theirs = multiprocessing.Pipe()
-        arguments = [str(theirs.fileno()), json.dumps([str(folder) for folder in sys.path])]
+        # Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the
+        # user's main script again in every worker (JAX included).
+        command = interpreter("jaxrl_llm.rewards.worker", str(theirs.fileno()))
         with contextlib.closing(theirs):
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *arguments],
+                command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward function prints goes to the error output

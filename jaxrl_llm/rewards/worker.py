@@ -19,13 +19,13 @@ from jaxrl_llm.tasks.resolve import resolve
 GRACE_S = 1.0
 
 
-def main(handle: int) -> None:
+def main(handle: str) -> None:
     """Serves calls until the parent closes the connection.
 
     A call that is still running ``GRACE_S`` after its deadline ends the process from a thread that needs no
     interpreter lock: a parent that was killed itself cannot do it.
     """
-    connection = Connection(handle)
+    connection = Connection(int(handle))
     with contextlib.suppress(EOFError, ConnectionError), open(os.devnull, "w") as nowhere, Runner() as runner:
         _say(connection, "ready")
         while True:

@@ -94,19 +94,14 @@ class Reinforcement(Stage):
     def test(self, policy: Decoder) -> Tested | None:
         """Answers to the problems to test on, where there is a judge against the first ones, and the loss on texts."""
         found = self.evaluation(self.transfer(policy))
-        return self.beside(policy, found if self.contest is None else self.contest.judged(found))
+        return tested(self.mixture, policy, found if self.contest is None else self.contest.judged(found))
 
     def test_first(self, policy: Decoder) -> Tested | None:
         """The same; these answers are the first ones."""
         found = self.evaluation(self.transfer(policy))
         if self.contest is not None and found:
             self.contest.begin(found)
-        return self.beside(policy, found)
-
-    def beside(self, policy: Decoder, found: tuple[Evaluated, ...]) -> Tested | None:
-        """The evaluation, with the loss on texts where there are any."""
-        numbers = {} if self.mixture is None else self.mixture.numbers(policy)
-        return Tested(numbers, found) if numbers or found else None
+        return tested(self.mixture, policy, found)
 
     def followed(self, state: TrainState, samples: list[Sample]) -> list[Sample]:
         """With ``ratio``, of the policy as it is now to what was sampled from, and ``clipped``, 1 where that ratio is
@@ -184,6 +179,12 @@ class Reinforcement(Stage):
             samples = self.mixture.mixed(samples, batch.left.texts)
         found = {"advantage/nonzero_fraction": float(np.mean(teaching)), "advantage/abs_mean": size}
         return samples, measured | found | {"completions": completions}
+
+
+def tested(mixture: Mixture | None, policy: Decoder, found: tuple[Evaluated, ...]) -> Tested | None:
+    """The evaluation, with the loss on texts where there are any."""
+    numbers = {} if mixture is None else mixture.numbers(policy)
+    return Tested(numbers, found) if numbers or found else None
 
 
 def prepare(

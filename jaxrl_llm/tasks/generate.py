@@ -12,19 +12,14 @@ import marshal
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Generator, Iterable
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.signals import child
+from jaxrl_llm.signals import child, interpreter
 
 NAMED = "jaxrl-llm list tasks names those that it has"
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.tasks.generate import main; sys.exit(main(*json.loads(sys.argv[2])))"
-)
 _REFUSED = 2
 
 KEPT = 4
@@ -57,7 +52,7 @@ def begun(name: str, options: dict[str, Any], size: int, seed: int) -> Generator
 
 
 def _wanted(*arguments: Any) -> str:
-    """The arguments of ``main``."""
+    """The argument of ``main``."""
     return json.dumps(arguments)
 
 
@@ -67,7 +62,7 @@ def _interpreter(wanted: str) -> Generator[None]:
     if wanted in _known or wanted in _begun:
         yield
         return
-    command = [sys.executable, "-c", _PROGRAM, json.dumps([str(folder) for folder in sys.path]), wanted]
+    command = interpreter("jaxrl_llm.tasks.generate", wanted)
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     with child(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment) as process:
         _begun[wanted] = process
@@ -93,8 +88,9 @@ def _written(wanted: str) -> bytes:
     return _known[wanted]
 
 
-def main(name: str, options: dict[str, Any], size: int, seed: int) -> int:
+def main(wanted: str) -> int:
     """Writes the entries to the standard output, or one line that says why there are none; returns the exit code."""
+    name, options, size, seed = json.loads(wanted)
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what a data set prints must not stand among the entries
         try:

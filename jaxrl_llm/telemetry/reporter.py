@@ -8,20 +8,15 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from jaxrl_llm.signals import child
+from jaxrl_llm.signals import child, interpreter
 
 REPORT_SHARE = 0.02
 """Of a run's time, at most, in which a report of it is being written."""
 NAME = "report.html"
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.telemetry.reporter import main; main(sys.argv[2])"
-)
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +42,14 @@ class Reporter:
         self.wait()
         if self._holds == step or time.monotonic() < self._due:
             return
-        paths = json.dumps([str(folder) for folder in sys.path])
-        command = [sys.executable, "-c", _PROGRAM, paths, str(self._run_dir)]
+        command = interpreter("jaxrl_llm.telemetry.reporter", str(self._run_dir))
         try:
             self._process = self._block.enter_context(
                 child(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             )
         except OSError as error:
             log.warning("%s was not written: %s", NAME, error)
+            return
         self._holds = step
 
     def wait(self) -> None:
@@ -67,6 +62,7 @@ class Reporter:
         answer = json.loads(said) if code == 0 else {"seconds": 0.0, "error": f"its process ended with {code}"}
         if answer["error"]:
             log.warning("%s was not written: %s", NAME, answer["error"])
+            self._holds = -1
         self._due = time.monotonic() + answer["seconds"] / REPORT_SHARE
 
     def finish(self, step: int) -> None:

@@ -269,6 +269,17 @@ def test_a_report_that_holds_all_is_not_written_again(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_report_that_failed_is_tried_again_at_the_end(tmp_path):
+    a_run(tmp_path, [{"step": 0, "loss": 0.5}])
+    (tmp_path / "report.html").mkdir()
+    reporter = Reporter(tmp_path)
+    reporter.begin(0)
+    reporter.wait()
+    (tmp_path / "report.html").rmdir()
+    reporter.finish(0)
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_the_command_writes_a_page_into_the_run_or_where_it_is_told_to(tmp_path):
     a_run(tmp_path / "runs/a", [{"step": 1, "loss": 1.0}])
     a_run(tmp_path / "runs/b", [{"step": 1, "loss": 2.0}])
@@ -305,10 +316,9 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path, arguments, said):
 
 def test_help_and_a_report_need_no_jax(tmp_path):
     run = a_run(tmp_path / "a", [{"step": 1, "loss": 1.0}])
-    began = time.monotonic()
     check = "import atexit, sys; atexit.register(lambda: print(*{'jax', 'transformers'} & set(sys.modules)))"
     told = command("report", "--help", folder=tmp_path, before=check)
-    assert told.code == 0 and told.out.startswith("usage: jaxrl-llm report") and time.monotonic() - began < 1
+    assert told.code == 0 and told.out.startswith("usage: jaxrl-llm report")
     assert told.out.endswith("end.\n\n")
     answer = command("report", "a", folder=tmp_path, before=check)
     assert answer.code == 0 and answer.out.splitlines()[1:] == [""]
