@@ -19,11 +19,12 @@ from jaxrl_llm.signals import Preemption
 from jaxrl_llm.snapshots import CHECKPOINTS, phase_of
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.step import LoopState
+from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.rows import read_rows
 from jaxrl_llm.telemetry.voice import Voice
-from jaxrl_llm.telemetry.watch import ROLLED_BACK, Sight, Watch
+from jaxrl_llm.telemetry.watch import Sight, Watch
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import TrainState
 

@@ -23,7 +23,8 @@ from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding, Rules
 from jaxrl_llm.session import newest_before, remembered
-from jaxrl_llm.telemetry.watch import EVERY, ROLLED_BACK, Sight, looks
+from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
+from jaxrl_llm.telemetry.watch import EVERY, Sight, looks
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "guarded.py"
 GUARDED = f"train {CONFIG} --guard kl_runaway"

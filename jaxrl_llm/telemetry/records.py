@@ -103,6 +103,7 @@ def _advantage(sample: Sample) -> float:
 def _scored(group: Group, i: int) -> dict[str, Any]:
     completion = group.completions[i]
     return {
+        "task": group.problem.task,
         "prompt": group.problem.prompt[-1]["content"],
         "completion": completion.text,
         "reward": float(group.rewards[i]),
@@ -116,6 +117,6 @@ def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:
     """The first answers to the first problems, and what each of them is worth."""
     lines = []
     for i, (problem, answers) in enumerate(zip(found.problems, found.completions, strict=True)):
-        line = {"kind": "evaluation", "prompt": problem.prompt[-1]["content"], "completion": answers[0].text}
-        lines.append(line | found.worth(i, 0))
+        asked = {"kind": "evaluation", "task": found.task, "prompt": problem.prompt[-1]["content"]}
+        lines.append(asked | {"completion": answers[0].text} | found.worth(i, 0))
     return lines[: max(most, 0)]

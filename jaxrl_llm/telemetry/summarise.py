@@ -61,7 +61,7 @@ def _told(row: dict[str, Any]) -> str:
 
 def _answered(rows: list[dict[str, Any]], step: int) -> list[Answered]:
     tested = [row for row in rows if row["step"] == step and row["kind"] == "evaluation"]
-    return [(row["prompt"], row["completion"], _score(row)) for row in tested]
+    return [(row.get("task", ""), row["prompt"], row["completion"], _score(row)) for row in tested]
 
 
 def _score(row: dict[str, Any]) -> float:

@@ -77,18 +77,20 @@ class RunSummary:
     judged: tuple[tuple[int, float, float], ...] = ()
 
 
-Answered = tuple[str, str, float]
-"""Prompt text, completion text, what it scored: 1 if it is correct, 0 if not; its reward where nothing is verified."""
+Answered = tuple[str, str, str, float]
+"""Task, prompt text, completion text, what it scored: 1 if it is correct, 0 if not; its reward where nothing is
+verified."""
 
 
 def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple[SamplePair, ...]:
-    """Pairs by prompt, in the order of ``after``; a prompt that stands on one side only is left out."""
-    first = {prompt: (text, score) for prompt, text, score in before}
-    return tuple(
-        SamplePair(prompt, first[prompt][0], text, first[prompt][1], score)
-        for prompt, text, score in after
-        if prompt in first
-    )
+    """Pairs by task and prompt, in the order of ``after``; what stands on one side only is left out."""
+    first = {(task, prompt): (text, score) for task, prompt, text, score in before}
+    pairs = []
+    for task, prompt, text, score in after:
+        if (task, prompt) in first:
+            earlier, scored = first[task, prompt]
+            pairs.append(SamplePair(prompt, earlier, text, scored, score))
+    return tuple(pairs)
 
 
 def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list[SamplePair]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.telemetry.diagnosis import Finding, diagnose
-from jaxrl_llm.telemetry.diagnosis.history import MEASURED, TESTED
+from jaxrl_llm.telemetry.diagnosis.history import MEASURED, ROLLED_BACK, TESTED
 from jaxrl_llm.telemetry.rows import jsonable
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,7 @@ class Sight:
 
     def __init__(self, steps: int, earlier: Iterable[Mapping[str, Any]] = ()):
         self._steps = steps
-        self._rows: list[dict[str, Any]] = []
-        for row in earlier:
-            self._rows.append(_read(row))
-            self.went_back(row)
+        self._rows = [_read(row) for row in earlier]
 
     def found(self, row: Mapping[str, Any]) -> list[Finding]:
         """All that is found after this step, which is kept; nothing where it is not time to look."""
@@ -71,13 +68,8 @@ class Sight:
         return found_in(self._rows, self._steps)
 
     def went_back(self, row: Mapping[str, Any]) -> None:
-        """Where the run has gone back after the step of this row, forget what the policy that it left has done."""
-        if ROLLED_BACK in row:
-            self._rows = [one for one in self._rows if one["step"] <= row[ROLLED_BACK]]
-
-
-ROLLED_BACK = "rollback/to_step"
-"""The metric of a step after which the run went back: to which step's checkpoint."""
+        """What the run has done after the step that it has just seen, where it went back: part of that step's row."""
+        self._rows[-1] |= _read(row)
 
 
 def looks(step: int) -> bool:
@@ -97,5 +89,5 @@ def found_in(rows: Sequence[Mapping[str, Any]], steps: int) -> list[Finding]:
 
 
 def _read(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = [name for name in row if name == "step" or name in MEASURED or TESTED.fullmatch(name)]
+    names = [name for name in row if name in ("step", ROLLED_BACK, *MEASURED) or TESTED.fullmatch(name)]
     return {name: jsonable(row[name]) for name in names}

@@ -15,7 +15,7 @@ from histories import change, flat_then, healthy, kinds, of, rise, rows, sick
 from jaxrl_llm import config, learner, recipes, rewards, rollout
 from jaxrl_llm.algorithms import surrogates
 from jaxrl_llm.telemetry import Finding, diagnose
-from jaxrl_llm.telemetry.diagnosis.history import MEASURED
+from jaxrl_llm.telemetry.diagnosis.history import MEASURED, ROLLED_BACK
 
 MATTERS = {
     "entropy_collapse": ["entropy", "reward/mean"],
@@ -163,6 +163,14 @@ def test_a_trouble_that_is_over_is_not_told():
     columns = healthy(120, 0.02)
     columns["completions/truncated_fraction"][40:70] = 0.8
     assert diagnose(rows(columns, rise(120))) == []
+
+
+def test_a_trouble_of_a_policy_that_was_left_is_not_told():
+    sick_one = sick_rows("truncation", 60, 20, "step", 0.0, 0)
+    assert "truncation" in kinds(diagnose(sick_one[:41]))
+    left = [*sick_one[:40], sick_one[40] | {ROLLED_BACK: 15}]
+    went_on = [row | {"step": 41 + number} for number, row in enumerate(sick_one[16:20])]
+    assert diagnose([*left, *went_on]) == []
 
 
 def test_lengths_alone_tell_only_where_they_change_grossly():

@@ -88,7 +88,7 @@ def test_lines_on_the_disk_are_rows_of_the_step(tmp_path):
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
         record(writer, 3, None, {"loss": 0.5}, learned_from(group(odd)))
     line = (tmp_path / "samples.jsonl").read_text()
-    assert line.startswith('{"step": 3, "kind": "training", "group": 0, "prompt": "1 + 1 ="')
+    assert line.startswith('{"step": 3, "kind": "training", "group": 0, "task": "sums", "prompt": "1 + 1 ="')
     assert json.loads(line)["by_token"]["step_rewards"] == [None]
 
 
@@ -128,5 +128,8 @@ def test_completions_and_answers_of_a_step_share_its_room(tmp_path):
     found = Evaluated("sums", (PROBLEM,) * count, ((completion("2"),),) * count, np.ones((count, 1), bool), None)
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
         record(writer, 1, found, {}, learned_from(group(completion("a"), completion("b"))))
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert kinds == ["training"] * 2 + ["evaluation"] * (LOGGED_ANSWERS - 2)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert all(line["task"] == "sums" for line in lines) and kinds == ["training"] * 2 + ["evaluation"] * (
+        LOGGED_ANSWERS - 2
+    )

@@ -13,17 +13,17 @@ from jaxrl_llm.telemetry.summarise import summarise
 from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, pair_samples, print_summary, worth_showing
 
 BEFORE = [
-    ("1 + 1", "2", True),
-    ("4 + 3", "8", False),
-    ("5 + 5", "10", True),
-    ("2 + 9", "", False),
-    ("only before", "", True),
+    ("sums", "1 + 1", "2", True),
+    ("sums", "4 + 3", "8", False),
+    ("sums", "5 + 5", "10", True),
+    ("sums", "2 + 9", "", False),
+    ("sums", "only before", "", True),
 ]
 AFTER = [
-    ("5 + 5", "[b]11[/b]", False),
-    ("1 + 1", "2", True),
-    ("4 + 3", "\x1b[31m7", True),
-    ("2 + 9", "12 " * 400, False),
+    ("sums", "5 + 5", "[b]11[/b]", False),
+    ("sums", "1 + 1", "2", True),
+    ("sums", "4 + 3", "\x1b[31m7", True),
+    ("sums", "2 + 9", "12 " * 400, False),
 ]
 
 
@@ -44,8 +44,17 @@ def printed(width=80, findings=(), **changes):
 
 def test_pairs_are_made_by_prompt():
     pairs = pair_samples(BEFORE, AFTER)
-    assert [pair.prompt for pair in pairs] == [prompt for prompt, _, _ in AFTER]
+    assert [pair.prompt for pair in pairs] == [prompt for _, prompt, _, _ in AFTER]
     assert pairs[0] == SamplePair("5 + 5", "10", "[b]11[/b]", True, False)
+
+
+def test_two_tasks_may_ask_the_same():
+    before = [("sums", "2", "4", True), ("words", "2", "two", False)]
+    after = [("words", "2", "2", True), ("sums", "2", "5", False), ("new", "2", "", False)]
+    assert pair_samples(before, after) == (
+        SamplePair("2", "two", "2", False, True),
+        SamplePair("2", "4", "5", True, False),
+    )
 
 
 def test_wrong_to_right_comes_first_and_the_rest_keeps_its_order():
@@ -59,7 +68,7 @@ def test_losses_are_counted_beside_gains():
 
 
 def test_without_a_verifier_the_reward_is_summed_up():
-    pairs = pair_samples([("a", "x", 0.25), ("b", "y", 2.0)], [("a", "z", -1.5), ("b", "w", 3.0)])
+    pairs = pair_samples([("t", "a", "x", 0.25), ("t", "b", "y", 2.0)], [("t", "a", "z", -1.5), ("t", "b", "w", 3.0)])
     assert [pair.prompt for pair in worth_showing(pairs)] == ["b", "a"]
     text = printed(measure="reward", before=0.25, after=-1.5, pairs=pairs)
     assert "reward before     0.250" in text and "reward after      -1.500  on chain_sum" in text

@@ -16,6 +16,8 @@ MEASURED = (
     "sampler/logp_abs_diff_mean", "sampler/logp_abs_diff_max", "grad_norm", "loss",
 )  # fmt: skip
 """What is read of a training step."""
+ROLLED_BACK = "rollback/to_step"
+"""The metric of a step after which the run went back: to which step's checkpoint."""
 LARGEST = 1e100
 """Numbers beyond are taken for this one: their squares are numbers, too."""
 TESTED = re.compile(r"eval/(.+)/pass@(\d+|k)")
@@ -69,7 +71,8 @@ def history(rows: Iterable[Mapping[str, Any]]) -> History:
     """The series in a run's rows.
 
     A step that stands there twice, as after a resume, counts once: what its later row measured stands. A value that is
-    no finite number was not measured; a row without a step is passed over.
+    no finite number was not measured; a row without a step is passed over. Where the run went back after a row to an
+    earlier step's policy, what the policy that it left has done does not count.
     """
     found: dict[str, dict[int, float]] = {name: {} for name in MEASURED}
     last = 0
@@ -85,6 +88,9 @@ def history(rows: Iterable[Mapping[str, Any]]) -> History:
                 found[name] = {}
             if (measured := number(value)) is not None:
                 found[name][int(at)] = min(max(measured, -LARGEST), LARGEST)
+        if (back := number(row.get(ROLLED_BACK))) is not None:
+            for name, values in found.items():
+                found[name] = {step: value for step, value in values.items() if step <= back}
     series = {name: _series(values) for name, values in found.items()}
     return History({name: series[name] for name in MEASURED}, _evaluations(series), last)
 

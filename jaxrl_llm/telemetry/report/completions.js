@@ -44,14 +44,18 @@ const metaOf = facts => facts.filter(fact => fact != null).map(fact => span(fact
 
 function groupOf(kind, step, prompt, rows) {
   const scores = rows.map(score).filter(value => value != null);
-  return { kind, step, prompt, rows, scores, score: scores.reduce((a, b) => a + b, 0) / (scores.length || 1) };
+  const mean = scores.reduce((a, b) => a + b, 0) / (scores.length || 1);
+  return { kind, step, prompt, task: rows[0].task, rows, scores, score: mean };
 }
+
+// Two tasks may ask the same.
+const problemOf = row => `${row.task ?? ""}\n${row.prompt}`;
 
 // Rows of one prompt in one step; each answer of an evaluation is for itself.
 function grouped(rows) {
   const groups = new Map();
   rows.forEach((row, place) => {
-    const key = row.kind === "training" ? `${row.step} ${row.group ?? ""} ${row.prompt}` : place;
+    const key = row.kind === "training" ? `${row.step} ${row.group ?? ""} ${problemOf(row)}` : place;
     groups.has(key) ? groups.get(key).push(row) : groups.set(key, [row]);
   });
   return [...groups.values()].map(own => groupOf(own[0].kind, own[0].step, own[0].prompt, own));
@@ -61,9 +65,9 @@ function grouped(rows) {
 function pairsOf(run) {
   const tested = run.rows.filter(row => row.kind === "evaluation"), [first, last] = [tested[0], tested.at(-1)];
   if (!tested.length || first.step === last.step) return [];
-  const before = new Map(tested.filter(row => row.step === first.step).map(row => [row.prompt, row]));
-  const after = tested.filter(row => row.step === last.step && before.has(row.prompt));
-  return after.map(row => groupOf("pair", row.step, row.prompt, [before.get(row.prompt), row]));
+  const before = new Map(tested.filter(row => row.step === first.step).map(row => [problemOf(row), row]));
+  const after = tested.filter(row => row.step === last.step && before.has(problemOf(row)));
+  return after.map(row => groupOf("pair", row.step, row.prompt, [before.get(problemOf(row)), row]));
 }
 
 function fillOptions(node, options, value) {
@@ -89,7 +93,7 @@ function browser(runs) {
   const input = (label, attributes) => el("input", { "aria-label": label, ...attributes, oninput: again });
   const same = keys => Object.keys(keys).map(key => [key, key]);
   const run = choose("Run", runs.map(one => [one.number, one.name]));
-  const kind = choose("Kind", []), step = choose("Step", []), shade = choose("Shading", []);
+  const kind = choose("Kind", []), task = choose("Task", []), step = choose("Step", []), shade = choose("Shading", []);
   const outcome = choose("Outcome", same(OUTCOMES)), sort = choose("Order", same(SORTS));
   const find = input("Search prompts and completions", { type: "search", placeholder: "Search texts" });
   const least = input("Least reward", { type: "number", step: "any" });
@@ -97,6 +101,7 @@ function browser(runs) {
   const move = (text, title, way) => el("button", { title, "aria-label": title, onclick: () => turn(way) }, text);
   const earlier = move("‹", "Earlier step (j)", -1), later = move("›", "Later step (k)", 1);
   const ofStep = el("label", {}, "step", earlier, step, later), ofPair = el("label", {}, "which", outcome);
+  const ofTask = el("label", {}, "task", task);
   let shown_run = null, shown_kind = null, room = PAGE;
 
   function turn(way) {
@@ -119,6 +124,9 @@ function browser(runs) {
     if (shown_run.pairs.length) options.push(["pair", "before and after"]);
     if (there.has("evaluation")) options.push(["evaluation", "evaluations"]);
     fillOptions(kind, options);
+    const tasks = [...new Set(shown_run.groups.map(group => group.task))].filter(name => name != null);
+    fillOptions(task, [["", "all"], ...tasks.map(name => [name, name])]);
+    ofTask.hidden = tasks.length < 2;
     const known = new Set(shown_run.rows.flatMap(row => Object.keys(row.by_token ?? {})));
     if (shown_run.rows.some(row => row.advantage != null)) known.add("advantages");
     const shades = [...known].filter(name => !NO_VALUES.includes(name)).map(name => [name, nameOf(name)]);
@@ -139,11 +147,12 @@ function browser(runs) {
     const free = low === -Infinity && high === Infinity;
     const fits = group => free || group.scores.some(value => value >= low && value <= high);
     const said = group => has(group.prompt) || group.rows.some(row => has(row.completion));
+    const of = group => task.value === "" || group.task === task.value;
     const now = group => group.kind === kind.value && (step.value === "" || group.step === Number(step.value));
     const all = ofStep.hidden
       ? shown_run.pairs.filter(pair => OUTCOMES[outcome.value](pair.scores))
       : shown_run.groups.filter(now);
-    const kept = all.filter(group => fits(group) && said(group)), key = SORTS[sort.value];
+    const kept = all.filter(group => of(group) && fits(group) && said(group)), key = SORTS[sort.value];
     return key ? kept.sort((a, b) => key(a) - key(b)) : kept;
   }
   function fill() {
@@ -163,14 +172,14 @@ function browser(runs) {
   again();
   const ofRun = runs.length > 1 ? el("label", {}, "run", run) : null;
   const ofReward = el("label", {}, "reward", least, "to", most);
-  const first = box("tools", ofRun, el("label", {}, "show", kind), ofStep, ofPair, el("label", {}, "order", sort));
+  const first = box("tools", ofRun, el("label", {}, "show", kind), ofTask, ofStep, ofPair, el("label", {}, "order", sort));
   first.append(ofReward, find);
   return [first, box("tools", el("label", {}, "shade tokens by", shade), scale, count), list];
 }
 
 function groupCard(group, shade) {
   const { kind, rows, scores } = group, pair = kind === "pair";
-  const facts = pair ? [] : [`step ${whole(group.step)}`];
+  const facts = [group.task, pair ? null : `step ${whole(group.step)}`];
   if (rows.length > 1 && !pair) facts.push(many(rows.length, "completion"));
   if (scores.length > 1 && !pair) facts.push(`mean reward ${shown(group.score)}`);
   const values = rows.flatMap(row => [row.advantage, ...(row.by_token?.[shade] ?? [])]);
