@@ -10,6 +10,8 @@ from commands import ROOT, assert_refused, commands
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, kl, policy_loss, ratios, reduce, surrogates
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore, KLInReward, LeaveOneOut, Whitened
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.cli.train import take_spellings
 from jaxrl_llm.errors import InputError
@@ -71,6 +73,12 @@ TRANSLATED = [
     ("grpo", f"{VLLM}mode=token_mask {VLLM}clip_max=5 {VLLM}clip_min=0.5",
      {"correction": ratios.MaskedIS(0.5, 5.0, "token")}),
     ("dapo", "entropy_coef=0.01", {"entropy_coef": 0.01}),
+    ("dapo", "use_adaptive_entropy=True", {"controller": AdaptiveEntropy(0.2, 0.005, 1.0)}),
+    ("dapo", "entropy_coef_max=0.5 entropy_coef_min=0 entropy_coef_delta=0.01 entropy_target=0.3 "
+     "use_adaptive_entropy=True", {"controller": AdaptiveEntropy(0.3, 0.01, 0.5)}),
+    ("both", "use_adaptive_entropy=False", {"controller": AdaptiveKL(0.1)}),
+    ("both", "use_adaptive_entropy=True entropy_target=0.4",
+     {"controller": (AdaptiveKL(0.1), AdaptiveEntropy(0.4, 0.005, 1.0))}),
     ("dr_grpo", "algorithm.adv_estimator=grpo", {"advantage": GroupZScore()}),
     ("dapo", "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo", {"advantage": GroupMean()}),
     ("grpo", "algorithm.adv_estimator=rloo", {"advantage": LeaveOneOut()}),
@@ -146,6 +154,11 @@ REFUSED = [
     ("rloo", "scale_rewards=none", "this recipe has LeaveOneOut"),
     ("k2 in reward", "scale_rewards=none", "this recipe has LeaveOneOut"),
     ("grpo", "entropy_coef=0.1", "by SequenceMean", "--recipe.algorithm.entropy_coef 0.1"),
+    ("grpo", "use_adaptive_entropy=True", "by SequenceMean", "recipe.controller to AdaptiveEntropy()"),
+    ("dapo", "entropy_target=0.3", "nothing reads it without --use_adaptive_entropy True"),
+    ("dapo", "use_adaptive_entropy=False entropy_coef_delta=0.1", "nothing reads it"),
+    ("dapo", "use_adaptive_entropy=True entropy_coef_min=0.01", "may fall to 0"),
+    ("dapo", "use_adaptive_entropy=True entropy_coef_delta=0", "AdaptiveEntropy.rate must be above 0"),
     ("grpo", f"{VLLM}correction=True", f"say how with --{VLLM}mode: token_truncate"),
     ("grpo", f"{VLLM}clip_max=2", "say how"),
     ("grpo", f"{VLLM}correction=False {VLLM}clip_max=2", "nothing reads it"),
@@ -185,6 +198,8 @@ ALGORITHMS = PRESETS | {
     "penalty": dataclasses.replace(PRESETS["dapo"], surrogate=surrogates.PenaltyKL(), kl_coef=1.0),
 }
 START = {key: dataclasses.replace(RECIPES["grpo"], name=key, algorithm=a) for key, a in ALGORITHMS.items()} | RECIPES
+BOTH = (AdaptiveKL(0.1), AdaptiveEntropy(0.9))
+START["both"] = dataclasses.replace(RECIPES["dapo"], controller=BOTH)
 START["filtered"] = dataclasses.replace(RECIPES["dapo"], drop_truncated=True)
 
 

@@ -20,6 +20,7 @@ from jaxrl_llm.config import (
     Evaluation,
     Mixture,
     Part,
+    Scoring,
     from_json,
     in_phase,
     load_config,
@@ -34,7 +35,7 @@ from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import DAPO, DR_GRPO, GRPO, PRORL_V1
-from jaxrl_llm.rewards import Format
+from jaxrl_llm.rewards import Accuracy, Format
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.rl import same_rewards
 from jaxrl_llm.stages.stage import Stage
@@ -190,6 +191,17 @@ def test_what_was_filled_in_follows_what_it_was_filled_in_from():
     tested = {"evaluation": Evaluation(every=1), "task": held_out()}
     kept = changed(Phase("a", 1), Phase("b", changes={"recipe": PRORL_V1}), rollout=COOLER, **tested)
     assert in_phase(kept, 1).rollout.temperature == 0.5, "it was not the recipe's before"
+
+
+@pytest.mark.parametrize(("said", "becomes"), [(None, 2.0), (0.25, 0.25)])
+def test_an_overlong_punishment_follows_the_rewards_that_its_weight_was_made_of(said, becomes):
+    heavier = Phase("b", 1, changes={"scoring.rewards": (Accuracy(weight=4.0),)})
+    recipe = dataclasses.replace(GRPO, overlong_share=0.5, overlong_weight=said)
+    run = changed(Phase("a", 1), heavier, Phase("c"), recipe=recipe, scoring=Scoring(rewards=(Accuracy(),)))
+    assert [in_phase(run, number).recipe.overlong_weight for number in (0, 1)] == [said or 0.5, becomes]
+    own = Phase("c", changes={"recipe.overlong_weight": 0.5})
+    run = changed(Phase("a", 1), heavier, own, recipe=recipe, scoring=Scoring(rewards=(Accuracy(),)))
+    assert in_phase(run, 2).recipe.overlong_weight == 0.5
 
 
 def test_it_is_saved_and_read_again():

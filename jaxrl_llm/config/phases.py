@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.numbers import MAX_SEED
-from jaxrl_llm.config.run import Configuration, Run, resolved
+from jaxrl_llm.config.run import Configuration, Run, overlong_weight, resolved
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
@@ -63,8 +63,8 @@ def shifted(seed: int, number: int) -> int:
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """The run with other values of some settings, by their dotted names.
 
-    What was filled in from a setting that changes is filled in anew: the temperature of a recipe, and the budget as Dr.
-    GRPO's constant.
+    What was filled in from a setting that changes is filled in anew: the temperature of a recipe, the budget as Dr.
+    GRPO's constant, and the weight of an overlong punishment.
     """
     before = run
     for name, value in changes.items():
@@ -77,7 +77,15 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     follows = before.rollout.temperature == before.recipe.temperature and "rollout.temperature" not in changes
     if follows and run.recipe.temperature != before.recipe.temperature:
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, temperature=None))
+    own = {"recipe", "recipe.overlong_weight"} & changes.keys()
+    if not own and before.recipe.overlong_weight == overlong_weight(_without_weight(before)):
+        run = _without_weight(run)
     return run
+
+
+def _without_weight(run: Run) -> Run:
+    """Whose recipe leaves the weight of its overlong punishment open."""
+    return dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, overlong_weight=None))
 
 
 def _with(value: Any, path: list[str], new: Any, name: str) -> Any:

@@ -47,6 +47,11 @@ TRL: dict[str, tuple[str, ...]] = {
     "vllm_importance_sampling_cap": ("correction",),
     "vllm_importance_sampling_clip_min": ("correction",),
     "entropy_coef": ("entropy_coef",),
+    "use_adaptive_entropy": ("controller",),
+    "entropy_target": ("controller",),
+    "entropy_coef_delta": ("controller",),
+    "entropy_coef_min": ("controller",),
+    "entropy_coef_max": ("controller",),
 }
 VERL: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("advantage",),

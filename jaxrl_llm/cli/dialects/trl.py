@@ -3,13 +3,14 @@
 import dataclasses
 
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
 from jaxrl_llm.cli.dialects.given import Given
 from jaxrl_llm.cli.dialects.pieces import Fields, check_range, fields_of, kept, kind, with_bounds, with_temperatures
-from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.recipes import Controller, Recipe
 
 LOSSES = {
     "grpo": (PPOClip, SequenceMean()),
@@ -54,6 +55,7 @@ def change(recipe: Recipe, given: Given) -> Recipe:
         recipe,
         algorithm=dataclasses.replace(recipe.algorithm, **fields),
         drop_truncated=recipe.drop_truncated if truncated is None else truncated,
+        controller=_controller(recipe, fields, given),
     )
 
 
@@ -190,10 +192,36 @@ def _filter(fields: Fields, given: Given) -> Fields:
 
 def _entropy(fields: Fields, given: Given) -> Fields:
     coef = given.number("entropy_coef")
-    if coef and not isinstance(fields["reduce"], TokenMean):
-        given.refuse(
-            "entropy_coef",
-            f"TRL's bonus is a mean over tokens, here it is reduced like the loss, by {kind(fields['reduce'])}: write "
-            f"--recipe.algorithm.entropy_coef {coef:g} for that, or add --loss_type dapo",
-        )
+    if coef:
+        _check_bonus(fields, given, "entropy_coef", f"write --recipe.algorithm.entropy_coef {coef:g}")
     return {} if coef is None else {"entropy_coef": coef}
+
+
+def _check_bonus(fields: Fields, given: Given, name: str, ours: str) -> None:
+    """Refuse a bonus that would not be what TRL's is; ``ours``: how to have it all the same."""
+    if not isinstance(fields["reduce"], TokenMean):
+        given.refuse(
+            name,
+            f"TRL's bonus is a mean over tokens, here it is reduced like the loss, by {kind(fields['reduce'])}: "
+            f"{ours} for that, or add --loss_type dapo",
+        )
+
+
+def _controller(recipe: Recipe, fields: Fields, given: Given) -> Controller | tuple[Controller, ...] | None:
+    """What moves the coefficients; TRL's rule for the entropy's is Skywork's, as ours is."""
+    switch, lowest = "use_adaptive_entropy", "entropy_coef_min"
+    on = given.switch(switch)
+    detail = given.first("entropy_target", "entropy_coef_delta", "entropy_coef_max", lowest)
+    if detail is not None and not on:
+        given.refuse(detail, f"nothing reads it without --{switch} True: add that, or leave it out")
+    if on is None:
+        return recipe.controller
+    if not on:
+        return recipe.of_kl
+    _check_bonus(fields, given, switch, "set recipe.controller to AdaptiveEntropy() in a configuration")
+    if given.number(lowest):
+        given.refuse(lowest, "the coefficient may fall to 0 here: leave it out")
+    target = given.number("entropy_target", 0.2)
+    rate = given.number("entropy_coef_delta", 0.005)
+    own = AdaptiveEntropy(target, rate, largest=given.number("entropy_coef_max", 1.0))
+    return own if recipe.of_kl is None else (recipe.of_kl, own)

@@ -11,6 +11,7 @@ const GROUPS = [
   ["Sampler beside learner", /^(sampler\/|correction|sequence_filter)/],
   ["Sampling and its waste", /^(dynamic_sampling\/|rollout\/|prompts|throughput\/)/],
   ["Time", /^time\//],
+  ["By task", /^task\//],
   ["Other", /./],
 ];
 const FIRST = [/^eval\/.*pass@1$/, /^eval\/.*pass@/, /^eval\//, /^reward\/mean$/, /^reward\/(accuracy|std|zero)/,
