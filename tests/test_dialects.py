@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from commands import ROOT, assert_refused, commands
+from commands import ROOT
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, kl, policy_loss, ratios, reduce, surrogates
@@ -301,58 +301,6 @@ def test_spellings_are_taken_out_of_the_arguments():
         f"{ACTOR}clip_ratio": "3",
     }
     assert arguments == ["--steps", "3", "beta=1", "--fresh"]
-
-
-COMMANDS = {
-    "train smoke --epsilon_high": ["--epsilon_high needs a value"],
-    "train smoke --epsilon_high --steps 3": ["--epsilon_high needs a value"],
-    f"train smoke {ACTOR}clip_ratio_c=": ["clip_ratio_c needs a value"],
-    "train smoke --beta 0.1 --beta=0.2": ["--beta is given twice"],
-    "train smoke --clip_ratio_high 0.3": [
-        "--clip_ratio_high is short for",
-        f"{ACTOR}clip_ratio_high",
-        "write it whole",
-    ],
-    "train smoke --beta 0.1 --stpes 3": ["no option --stpes", "did you mean --steps?"],
-    f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
-    "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],
-    "train smoke data.train_batch_size=3": ["here it is --rollout.prompts"],
-    "train smoke --recipe cispo --epsilon_high 0.2": ["--epsilon_high 0.2", "write --epsilon_high 1.2"],
-    f"train smoke --beta 1 {ACTOR}clip_ratio_low=0.3": ["use one dialect in a command"],
-    f"train smoke {ACTOR}kl_loss_type=k1": ["recipe.algorithm.kl K1 with kl_coef 0.04", "its expected gradient is 0"],
-}
-HELP = "train smoke --help"
-UNDERSTOOD = "train smoke --recipe gspo --epsilon_high 5e-4 --mesh.data 3"
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    lines = [*COMMANDS, UNDERSTOOD, HELP]
-    return dict(zip(lines, commands(lines, tmp_path_factory.mktemp("dialects")), strict=True))
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_the_command_line_refuses_in_one_line(answers, line):
-    assert_refused(answers[line], *COMMANDS[line])
-
-
-def test_the_command_line_says_what_a_name_became(answers):
-    said, refused = answers[UNDERSTOOD].err.splitlines()
-    assert said == "--epsilon_high 5e-4: surrogate PPOClip(low=0.0003, high=0.0005)"
-    assert "does not fit 1 devices" in refused
-
-
-def test_no_flag_of_a_run_has_a_foreign_name(answers):
-    flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w.-]+)", answers[HELP].out)}
-    assert "recipe.algorithm.kl_coef" in flags and not flags & SPELLINGS.keys()
-    # What the lines at a run's start advise.
-    advised = {
-        "recipe.overlong_weight",
-        "recipe.resets.optimiser_every",
-        "rollout.collect.staleness",
-        "recipe.no_drop_truncated",
-    }
-    assert advised | {"learner.minibatches", "learner.epochs"} <= flags
 
 
 def test_every_name_has_a_row_in_the_documented_table():
