@@ -15,7 +15,7 @@ from histories import change, flat_then, healthy, kinds, of, rise, rows, sick
 from jaxrl_llm import config, learner, recipes, rewards, rollout
 from jaxrl_llm.algorithms import surrogates
 from jaxrl_llm.telemetry import Finding, diagnose
-from jaxrl_llm.telemetry.diagnosis.history import MEASURED, ROLLED_BACK
+from jaxrl_llm.telemetry.diagnosis.history import MEASURED, ROLLED_BACK, history
 
 MATTERS = {
     "entropy_collapse": ["entropy", "reward/mean"],
@@ -166,11 +166,13 @@ def test_a_trouble_that_is_over_is_not_told():
 
 
 def test_a_trouble_of_a_policy_that_was_left_is_not_told():
-    sick_one = sick_rows("truncation", 60, 20, "step", 0.0, 0)
-    assert "truncation" in kinds(diagnose(sick_one[:41]))
+    sick_one = sick_rows("gradient_spikes", 60, 20, "step", 0.0, 0)
+    went_on = [row | {"step": 41 + number} for number, row in enumerate(sick_one[1:16])]
+    assert "gradient_spikes" in kinds(diagnose([*sick_one[:41], *went_on])), "what is over is told of spikes"
     left = [*sick_one[:40], sick_one[40] | {ROLLED_BACK: 15}]
-    went_on = [row | {"step": 41 + number} for number, row in enumerate(sick_one[16:20])]
     assert diagnose([*left, *went_on]) == []
+    kept = history([*left, *went_on])["grad_norm"].steps.tolist()
+    assert kept == [*range(1, 16), *range(41, 56)]
 
 
 def test_lengths_alone_tell_only_where_they_change_grossly():
