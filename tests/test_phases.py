@@ -39,7 +39,9 @@ from jaxrl_llm.rewards import Accuracy, Format
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.rl import same_rewards
 from jaxrl_llm.stages.stage import Stage
+from jaxrl_llm.step import LoopState, next_phase
 from jaxrl_llm.telemetry.voice import Voice
+from jaxrl_llm.types import TrainState
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "phased.py"
@@ -191,6 +193,17 @@ def test_what_was_filled_in_follows_what_it_was_filled_in_from():
     tested = {"evaluation": Evaluation(every=1), "task": held_out()}
     kept = changed(Phase("a", 1), Phase("b", changes={"recipe": PRORL_V1}), rollout=COOLER, **tested)
     assert in_phase(kept, 1).rollout.temperature == 0.5, "it was not the recipe's before"
+
+
+def test_what_rules_have_moved_stays_where_the_recipe_does():
+    same = Phase("b", 1, changes={"rollout.group": 2})
+    run = changed(Phase("a", 1), same, Phase("c", changes={"recipe.drop_truncated": True}))
+    stage = Stage(training=(), forward=None, label="sums")
+    host = LoopState(coefficients={"lr_scale": 0.5})
+    state = next_phase(run, stage, TrainState({}, {}), host)
+    assert (host.phase, host.coefficients) == (1, {"lr_scale": 0.5})
+    next_phase(run, stage, state, host)
+    assert (host.phase, host.coefficients) == (2, {})
 
 
 @pytest.mark.parametrize(("said", "becomes"), [(None, 2.0), (0.25, 0.25)])
