@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after its step."""
+"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after its step. And the
+processes beside it, which leave that to it."""
 
 import contextlib
 import json

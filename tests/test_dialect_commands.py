@@ -6,8 +6,8 @@ import pytest
 from commands import assert_refused, commands
 
 from jaxrl_llm.cli.dialects import SPELLINGS
+from jaxrl_llm.cli.dialects.spellings import ACTOR
 
-ACTOR = "actor_rollout_ref.actor."
 COMMANDS = {
     "train smoke --epsilon_high": ["--epsilon_high needs a value"],
     "train smoke --epsilon_high --steps 3": ["--epsilon_high needs a value"],

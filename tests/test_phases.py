@@ -215,6 +215,9 @@ def test_an_overlong_punishment_follows_the_rewards_that_its_weight_was_made_of(
     own = Phase("c", changes={"recipe.overlong_weight": 0.5})
     run = changed(Phase("a", 1), heavier, own, recipe=recipe, scoring=Scoring(rewards=(Accuracy(),)))
     assert in_phase(run, 2).recipe.overlong_weight == 0.5
+    nothing = dataclasses.replace(recipe, overlong_weight=0.0)
+    run = changed(Phase("a", 1), heavier, Phase("c"), recipe=nothing, scoring=RUN.scoring)
+    assert in_phase(run, 1).recipe.overlong_weight == 0.0, "nothing was filled in"
 
 
 def test_it_is_saved_and_read_again():

@@ -78,7 +78,8 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     if follows and run.recipe.temperature != before.recipe.temperature:
         run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, temperature=None))
     own = {"recipe", "recipe.overlong_weight"} & changes.keys()
-    if not own and before.recipe.overlong_weight == overlong_weight(_without_weight(before)):
+    filled_in = overlong_weight(_without_weight(before))  # nothing where it is 0
+    if not own and filled_in and before.recipe.overlong_weight == filled_in:
         run = _without_weight(run)
     return run
 

@@ -10,6 +10,8 @@ from jaxrl_llm.telemetry.rows import jsonable
 
 log = logging.getLogger(__name__)
 
+READ = {"step", ROLLED_BACK, *MEASURED}
+"""What a diagnosis reads of a row, beside evaluations."""
 EVERY = 10
 """Steps between two looks at the history, or a twentieth of all so far: a look takes longer the longer that is."""
 
@@ -89,5 +91,5 @@ def found_in(rows: Sequence[Mapping[str, Any]], steps: int) -> list[Finding]:
 
 
 def _read(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = [name for name in row if name in ("step", ROLLED_BACK, *MEASURED) or TESTED.fullmatch(name)]
+    names = [name for name in row if name in READ or TESTED.fullmatch(name)]
     return {name: jsonable(row[name]) for name in names}

@@ -147,12 +147,12 @@ function browser(runs) {
     const free = low === -Infinity && high === Infinity;
     const fits = group => free || group.scores.some(value => value >= low && value <= high);
     const said = group => has(group.prompt) || group.rows.some(row => has(row.completion));
-    const of = group => task.value === "" || group.task === task.value;
+    const belongs = group => task.value === "" || group.task === task.value;
     const now = group => group.kind === kind.value && (step.value === "" || group.step === Number(step.value));
     const all = ofStep.hidden
       ? shown_run.pairs.filter(pair => OUTCOMES[outcome.value](pair.scores))
       : shown_run.groups.filter(now);
-    const kept = all.filter(group => of(group) && fits(group) && said(group)), key = SORTS[sort.value];
+    const kept = all.filter(group => belongs(group) && fits(group) && said(group)), key = SORTS[sort.value];
     return key ? kept.sort((a, b) => key(a) - key(b)) : kept;
   }
   function fill() {
@@ -172,8 +172,8 @@ function browser(runs) {
   again();
   const ofRun = runs.length > 1 ? el("label", {}, "run", run) : null;
   const ofReward = el("label", {}, "reward", least, "to", most);
-  const first = box("tools", ofRun, el("label", {}, "show", kind), ofTask, ofStep, ofPair, el("label", {}, "order", sort));
-  first.append(ofReward, find);
+  const first = box("tools", ofRun, el("label", {}, "show", kind), ofTask, ofStep, ofPair);
+  first.append(el("label", {}, "order", sort), ofReward, find);
   return [first, box("tools", el("label", {}, "shade tokens by", shade), scale, count), list];
 }
 
