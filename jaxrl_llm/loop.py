@@ -28,7 +28,7 @@ from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Batch, Stage
-from jaxrl_llm.step import LoopState, apply, next_phase, take_step
+from jaxrl_llm.step import LoopState, apply, next_phase, take_step, written_down
 from jaxrl_llm.telemetry.logs import logged
 from jaxrl_llm.telemetry.pace import SAVE, Schedule
 from jaxrl_llm.telemetry.progress import Progress
@@ -205,7 +205,8 @@ def make_step(place: Place, settings: Configuration, at: At, step: int) -> tuple
     host.coefficients |= decision.coefficients
     row |= decision.events
     told.progress.happened(step, row, batch.examples)
-    record(told.writer, step, found, row, Learned(batch.examples[: settings.output.samples], samples, stage.spell))
+    examples = written_down(batch, settings.output.samples, step)
+    record(told.writer, step, found, row, Learned(examples, samples, stage.spell))
     return row, batch, decision
 
 

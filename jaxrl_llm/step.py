@@ -124,15 +124,23 @@ def learn_from(
             stage.measures_kl,
             run.output.monitor_kl,
         )
-        shown = of_examples(batch, run.output.samples, samples)
+        shown = of_examples(written_down(batch, run.output.samples, step), samples)
         if run.output.ratios and shown:
             shown = stage.followed(state, shown)
     return state, measured | metrics | {"time/update_s": time.perf_counter() - began}, shown
 
 
-def of_examples(batch: Batch, most: int, samples: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """What the learner saw of the first ``most`` examples of a batch, which others may stand between."""
-    wanted = {id(completion.tokens) for group in batch.examples[:most] for completion in group.completions}
+def written_down(batch: Batch, most: int, step: int) -> list[Any]:
+    """The examples of a batch that a step writes down, in turn: were they always the first, a mixture whose tasks come
+    in the same order in each batch would show one of them alone."""
+    examples = batch.examples
+    count = min(most, len(examples))
+    return [examples[(step * most + i) % len(examples)] for i in range(count)]
+
+
+def of_examples(examples: Sequence[Any], samples: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """What the learner saw of some examples of a batch, which others may stand between."""
+    wanted = {id(completion.tokens) for group in examples for completion in group.completions}
     return [sample for group in samples for sample in group if id(sample.tokens) in wanted]
 
 

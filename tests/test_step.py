@@ -28,7 +28,7 @@ from jaxrl_llm.stages.aims import separately
 from jaxrl_llm.stages.problems import problems_of, read_problems
 from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
 from jaxrl_llm.stages.rl import Reinforcement
-from jaxrl_llm.step import learn_from, of_examples
+from jaxrl_llm.step import learn_from, of_examples, written_down
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
@@ -194,7 +194,16 @@ def test_samples_are_followed_to_the_policy_after_the_step():
     np.testing.assert_array_equal(found.arrays["clipped"], [1, 0, 1, np.nan])
 
 
-def test_of_the_first_groups_alone_samples_are_written_down():
+@pytest.mark.parametrize(
+    ("most", "told"), [(0, ["", "", ""]), (1, ["b", "c", "a"]), (2, ["ca", "bc", "ab"]), (9, ["abc"] * 3)]
+)
+def test_groups_are_written_down_in_turn(most, told):
+    batch = RolloutBatch(list("abc"), [], Carryover(), 0, 0, {})
+    assert ["".join(written_down(batch, most, step)) for step in (1, 2, 3)] == told
+    assert written_down(dataclasses.replace(batch, groups=[]), most, 1) == []
+
+
+def test_of_some_groups_alone_samples_are_written_down():
     with Scorer(REWARDS) as scorer:
         groups = [scored(scorer, texts) for texts in (*TEXTS, TEXTS[0])]
     groups = [
@@ -206,6 +215,6 @@ def test_of_the_first_groups_alone_samples_are_written_down():
     batch = RolloutBatch(groups, [], Carryover(), 0, 0, {})
     samples = [[Sample(one.tokens, one.tokens, one.mask) for one in group.completions] for group in groups]
     others = [Sample(np.zeros(1), np.zeros(1), np.ones(1, bool))]
-    shown = of_examples(batch, 2, [samples[1], others, samples[2], samples[0]])
+    shown = of_examples(batch.examples[:2], [samples[1], others, samples[2], samples[0]])
     assert [id(one) for one in shown] == [id(one) for one in (*samples[1], *samples[0])]
-    assert of_examples(batch, 0, samples) == []
+    assert of_examples([], samples) == []

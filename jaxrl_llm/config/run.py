@@ -55,7 +55,8 @@ class Output:
     Attributes:
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep: checkpoints that stay.
-      samples: groups of each step whose completions are written to samples.jsonl.
+      samples: groups of each step whose completions are written to samples.jsonl; in turn, so that all tasks of a
+        mixture are seen.
       ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
         it takes one more forward pass of those.
       monitor_kl: where the recipe has no KL, keep the policy that the run begins with and measure each step how far the

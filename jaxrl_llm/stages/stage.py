@@ -29,7 +29,7 @@ class Batch(Protocol):
     Attributes:
       left: what it leaves to the next step.
       metrics: what was measured while it was made.
-      examples: what people may want to look at: the first of them go to samples.jsonl.
+      examples: what people may want to look at: some of them go to samples.jsonl, others in each step.
       common: arrays that must be the same on every process.
     """
 
