@@ -190,8 +190,13 @@ def begun_so(directory: Path, settings: configs.Configuration, start: configs.St
     return same and not other_settings(directory, settings)[0]
 
 
-def other_settings(directory: Path, settings: configs.Configuration) -> tuple[list[str], str]:
-    """What the run there cannot go on without, as ``name: old -> new``, and the day on which it began."""
+def other_settings(
+    directory: Path, settings: configs.Configuration, free: tuple[str, ...] = configs.FREE_TO_CHANGE
+) -> tuple[list[str], str]:
+    """What the run there cannot go on without, as ``name: old -> new``, and the day on which it began.
+
+    ``free``: settings (and all below them) that may differ.
+    """
     today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
         return [], today
@@ -200,7 +205,7 @@ def other_settings(directory: Path, settings: configs.Configuration) -> tuple[li
     if configs.is_whole(old):  # an older version may have left open what this one fills in
         old = configs.dated(configs.resolved(old), day)
     found = configs.changes(old, configs.as_read(configs.dated(settings, day)))
-    return [change for change in found if not change.startswith(configs.FREE_TO_CHANGE)], day
+    return [change for change in found if not change.startswith(free)], day
 
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:

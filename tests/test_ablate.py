@@ -1,5 +1,6 @@
 """Ladders of ablations: what each rung changes, the statistics by hand, a real run that is stopped and goes on."""
 
+import dataclasses
 import json
 import math
 import signal
@@ -12,6 +13,7 @@ import pytest
 from commands import environment
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import DAPO
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -116,9 +118,32 @@ def test_each_rung_changes_the_run_and_can_work(ladder):
             changes = [one.split(":")[0] for one in configs.changes(before, found[rung.name])]
             changes = [name for name in changes if name != "recipe.overlong_weight"]  # filled in from the rewards
             assert changes and all(name.startswith(tuple(rung.changes)) for name in changes), (rung.name, changes)
+    own = {ablate.slug(name): run for name, run in found.items()}
+    assert len(own) == len(found)
     for other in LADDERS:
-        shared = ablate.settings_of(base, LADDERS[other])
-        assert all(shared[name] == found[name] for name in shared.keys() & found.keys())
+        shared = {ablate.slug(name): run for name, run in ablate.settings_of(base, LADDERS[other]).items()}
+        assert all(shared[name] == own[name] for name in shared.keys() & own.keys())
+
+
+def test_a_run_with_other_settings_is_not_taken_for_a_rungs(tmp_path):
+    run = configs.load_config("ablation_smoke")[1]
+    rung = ablate.Planned("GRPO", configs.resolved(run), tmp_path / "grpo")
+    write(rung.directory, rows([0.1, 0.2]))
+    for name, other in {
+        "rollout.group: 4 -> 8": dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, group=4)),
+        "evaluation.samples: 1 -> 4": dataclasses.replace(
+            run, evaluation=dataclasses.replace(run.evaluation, samples=1)
+        ),
+    }.items():
+        (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(other))))
+        with pytest.raises(InputError, match=f"other settings .{name}.: give another --folder"):
+            ablate.check_same(rung)
+    elsewhere = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir="x"), steps=7)
+    (rung.directory / "config.json").write_text(json.dumps(configs.to_json(configs.resolved(elsewhere))))
+    ablate.check_same(rung)
+    shorter = dataclasses.replace(rung, run=dataclasses.replace(rung.run, steps=5))
+    with pytest.raises(InputError, match="has made 10 steps, 5 are asked for: give --steps 10"):
+        ablate.check_same(shorter)
 
 
 def test_a_rung_is_added_to_the_one_before_or_to_the_one_it_names():

@@ -31,12 +31,16 @@ from jaxrl_llm.cli.flags import first, parse, suggest, take
 from jaxrl_llm.config.phases import changed
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.folders import new_file, prepare_libraries, writable
+from jaxrl_llm.launch import other_settings
 from jaxrl_llm.signals import PREEMPTED, SIGNALS
 from jaxrl_llm.telemetry.rows import read_rows
 from jaxrl_llm.trained import find_run
 
 GUARDED = 3
 """Exit code of a run that a guard has stopped: what it has done counts, and the others go on."""
+MAY_DIFFER = tuple(name for name in configs.FREE_TO_CHANGE if not name.startswith("evaluation."))
+"""Settings that runs which are compared may differ in: a run goes on with other evaluations too, but what they tell is
+compared here."""
 MISSING = "a configuration is missing: python tools/ablate.py ablation_smoke --ladder dapo"
 HELP = "--ladder NAME, --seeds N, --folder DIR, --draw and --json are ablate's own."
 
@@ -126,13 +130,15 @@ def planned(asked: Asked) -> list[Planned]:
     """All runs, seed by seed, so that each rung has one before any has two.
 
     Raises:
-      InputError: one of them cannot work.
+      InputError: one of them cannot work, or lies there with other settings.
     """
     runs = []
     for seed in range(asked.found.run.seed, asked.found.run.seed + asked.seeds):
         for name, run in settings_of(asked.found.run, LADDERS[asked.ladder]).items():
             directory = asked.folder / slug(name) / f"seed-{seed}"
             runs.append(Planned(name, dataclasses.replace(run, seed=seed, run_dir=str(directory)), directory))
+    for one in runs:
+        check_same(one)
     if not asked.draw:
         for one in runs[: len(LADDERS[asked.ladder])]:
             try:
@@ -148,6 +154,15 @@ def check(run: configs.Run) -> None:
     configs.validate(run)
     tested = run.evaluation.every > 0 and (run.evaluation.task is not None or configs.holds_out(run.task))
     require(tested, "a ladder compares accuracies: set evaluation.every, and task.holdout or evaluation.task")
+
+
+def check_same(one: Planned) -> None:
+    """Refuse what lies there of a run with other settings: it would be told of as if it were this one."""
+    other, _ = other_settings(one.directory, one.run, MAY_DIFFER)
+    away = "give another --folder, or move it away"
+    require(not other, f"{one.directory} was run with other settings ({'; '.join(other[:2])}): {away}")
+    done, steps = one.done, one.run.steps
+    require(done <= steps, f"{one.directory} has made {done} steps, {steps} are asked for: give --steps {done}")
 
 
 def slug(name: str) -> str:

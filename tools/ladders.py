@@ -27,7 +27,7 @@ class Rung:
     """A run of a ladder.
 
     Attributes:
-      name: for people, and of its folder: rungs of the same name, in any ladder, are the same run.
+      name: for people, and of its folder: rungs whose folders have the same name, in any ladder, are the same run.
       changes: settings by their dotted names, on top of those of the rung that it is added to.
       onto: the name of that rung, which it is compared with too; None for the one before.
       published: what the paper's own ladder reports for it.
@@ -64,7 +64,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     # arXiv 2503.20783: means by sequence make wrong answers grow.
     "length": (
         Rung("GRPO", {"recipe": GRPO}),
-        Rung("token mean", {REDUCE: TokenMean()}),
+        Rung("GRPO, token mean", {REDUCE: TokenMean()}),
         Rung("constant", {REDUCE: ConstantLength(None)}, onto="GRPO"),
         Rung("constant, no deviation", {"recipe.algorithm.advantage": GroupMean()}, onto="constant"),
     ),
