@@ -20,7 +20,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import ablate  # noqa: E402
-from ladder_statistics import area, interval, lines_of, measures_of, table  # noqa: E402
+from ladder_statistics import area, gain_at_equal_tokens, interval, lines_of, measures_of, table  # noqa: E402
 from ladders import LADDERS, Rung  # noqa: E402
 
 TINY = """--model tiny-random --steps 40 --rollout.prompts 2 --rollout.group 2 --rollout.slots 4
@@ -102,8 +102,16 @@ def test_a_gain_is_of_pairs_with_the_same_seed():
     assert lines[1].gain.half == pytest.approx(4.302653 * math.sqrt(1 / 3) * 0.01 / math.sqrt(3), rel=1e-6)
     written = table(lines).splitlines()
     assert written[2].startswith("| a | 3 | 0.500 ± 0.994 |  |  |") and written[2].endswith("| 30 |")
-    assert "| +0.023 ± 0.014 over a, 3 pairs | +0.023 ± 0.014, 3 pairs |" in written[3]
+    assert "| +0.023 ± 0.014 over a, 3 pairs | +0.023 ± 0.014, 3 pairs | +0.023 ± 0.014, 3 pairs |" in written[3]
     assert "+0.000 ± 1.271 over a: within noise, 2 pairs" in written[4]
+
+
+def test_a_gain_at_equal_tokens_is_read_where_the_shorter_run_ended():
+    few = rows([0.0, 0.1, 0.2, 0.3, 0.4])  # 1, 2, 3, 4 thousand tokens after 10, 20, 30, 40 steps
+    many = [row | {"time/rollout_s": 0.4} if row["step"] else row for row in rows([0.0, 0.5, 0.6, 0.7, 0.9])]
+    # The evaluations at 2, 3, 4 thousand: 0.2, 0.3, 0.4; there the longer run has 0.5, half-way to 0.6, and 0.6.
+    assert gain_at_equal_tokens(many, few) == pytest.approx((0.3 + 0.25 + 0.2) / 3)
+    assert gain_at_equal_tokens(few, many) == pytest.approx(-0.25)
 
 
 @pytest.mark.parametrize("ladder", LADDERS)

@@ -316,6 +316,7 @@ def numbers(lines: Sequence[Line]) -> list[dict[str, Any]]:
             **{name: dataclasses.asdict(one) for name, one in line.measures.items()},
             "gain": None if line.gain is None else dataclasses.asdict(line.gain),
             "total": None if line.total is None else dataclasses.asdict(line.total),
+            "equal_tokens": None if line.equal is None else dataclasses.asdict(line.equal),
             "within_noise": None if line.gain is None else line.gain.holds_zero,
         }
         for line in lines

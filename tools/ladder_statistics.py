@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from ladders import Rung
 from scipy.special import stdtrit
 
@@ -124,6 +125,7 @@ class Line:
       measures: over the seeds.
       gain: of the accuracy over that of ``onto``, by pairs of runs with the same seed; None where nothing is compared.
       total: as ``gain``, over the ladder's first rung.
+      equal: as ``gain``, where both had sampled as many tokens (``gain_at_equal_tokens``).
     """
 
     rung: Rung
@@ -131,6 +133,7 @@ class Line:
     measures: dict[str, Interval]
     gain: Interval | None
     total: Interval | None
+    equal: Interval | None
 
 
 def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> list[Line]:
@@ -145,7 +148,9 @@ def lines_of(rungs: Sequence[Rung], runs: Mapping[str, Mapping[int, Sequence[Row
         means = {name: interval([one[name] for one in seeds.values()]) for name in MEASURES}
         gain = gain_of(seeds, found.get(onto or "", {}))
         total = gain_of(seeds, found.get(rungs[0].name, {})) if number else None
-        lines.append(Line(rung, onto, means, gain, total))
+        before = runs.get(onto or "", {})
+        equal = [gain_at_equal_tokens(rows, before[seed]) for seed, rows in runs[rung.name].items() if seed in before]
+        lines.append(Line(rung, onto, means, gain, total, interval(equal) if equal else None))
     require(bool(lines), "no run of this ladder is finished: run it first, without --draw")
     return lines
 
@@ -154,6 +159,28 @@ def gain_of(seeds: Mapping[int, Measures], before: Mapping[int, Measures]) -> In
     """How much higher the accuracy is, by pairs of runs with the same seed; None where there is no pair."""
     gains = [seeds[seed]["accuracy"] - before[seed]["accuracy"] for seed in seeds if seed in before]
     return interval(gains) if gains else None
+
+
+def gain_at_equal_tokens(rows: Sequence[Row], before: Sequence[Row]) -> float:
+    """How much higher the accuracy is than that of ``before`` once both have sampled as many tokens: a mean over those
+    at which the run that samples fewer had its last ``LAST`` evaluations, straight lines between evaluations."""
+    curves = [by_tokens(rows), by_tokens(before)]
+    shorter = min(curves, key=lambda points: points[-1][0])
+    tokens = [count for count, _ in shorter[-LAST:]]
+    found, base = (np.interp(tokens, *zip(*points, strict=True)) for points in curves)
+    return float(np.mean(found - base))
+
+
+def by_tokens(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """(tokens sampled so far, accuracy) at each evaluation."""
+    name = accuracy_of(rows)
+    sampled = 0.0
+    points = []
+    for row in rows:
+        sampled += (row.get("throughput/sampled_tokens_per_s") or 0.0) * (row.get("time/rollout_s") or 0.0)
+        if row.get(name) is not None:
+            points.append((sampled, row[name]))
+    return points
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -165,6 +192,7 @@ def table(lines: Sequence[Line]) -> str:
         "accuracy",
         "gain, by pairs",
         f"over {lines[0].rung.name}",
+        "at equal tokens",
         *list(MEASURES)[1:],
         *["paper"] * published,
     ]
@@ -172,7 +200,8 @@ def table(lines: Sequence[Line]) -> str:
     for line in lines:
         digits = {"length": 2, "sampled": 0, "seconds": 0}
         means = [shown(one, digits.get(name, 3)) for name, one in line.measures.items()]
-        row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line.gain, line.onto), told(line.total)]
+        row = [line.rung.name, str(line.measures["accuracy"].n), means[0], told(line.gain, line.onto)]
+        row += [told(line.total), told(line.equal)]
         cells.append(
             [*row, *means[1:], *["" if line.rung.published is None else f"{line.rung.published:g}"] * published]
         )
