@@ -55,7 +55,9 @@ MANY_COLUMNS, LANES = 1024, 128
 LOOK_AHEAD = 32
 """Waiting requests, for each sequence of a call, among which prompts are looked for that may be computed with it."""
 WORTH_SHRINKING = 4
-"""Chunks that some request may still take for a smaller batch to be worth compiling."""
+"""Chunks that some request may still take for a batch of just the size that is needed to be worth compiling."""
+FEW = 4
+"""Where all are shorter, a batch has all slots or this part of them: one size more, for the last requests of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +228,7 @@ def wanted(
 
 
 def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | None) -> tuple[int, int]:
-    """Slots, and blocks at least: no fewer than held where no request can take long any more."""
+    """Slots, and blocks at least; where no request can take long any more the slots held, all, or a part of them."""
     slots = build.slots
     blocks = 0
     parts = 1 if build.mesh is None else batch_parts(build.mesh)
@@ -237,7 +239,10 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
     # Of slots that the mesh does not divide, some would lie on other devices than their rows of the cache.
     rows = -(-needed // part) * part if slots > FEWEST_SLOTS and slots % parts == 0 else slots
     if max(request.limit - request.earlier - request.count for request in requests) < WORTH_SHRINKING * build.chunk:
-        rows, blocks = (slots, 0) if held is None else (max(rows, held.rows), held.blocks)
+        few = -(-slots // (FEW * part)) * part if rows < slots else slots
+        sizes = {few, slots} | ({held.rows} if held else set())
+        rows = min(size for size in sizes if size >= min(rows, slots))
+        blocks = held.blocks if held else 0
     return min(rows, slots), blocks
 
 

@@ -9,6 +9,9 @@ import pytest
 from engine.test_engine import distributions, finished, model, same
 from tiny import tiny
 
+from jaxrl_llm.engine.blocks import SlotShape
+from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling, first_tokens, with_tokens
@@ -220,6 +223,33 @@ def test_a_batch_shrinks_when_few_requests_are_left_and_draws_the_same_tokens():
     for few, all_ in zip(found[False], found[True], strict=True):
         np.testing.assert_array_equal(few.tokens, all_.tokens)
         np.testing.assert_allclose(few.sampler_logp, all_.sampler_logp, atol=1e-5)
+
+
+def test_short_completions_have_two_sizes_of_batches_and_draw_the_same_tokens():
+    prompts, seeds = [PROMPTS[i % 5] for i in range(24)], range(24)
+    limits = [2] * 19 + [7] * 5
+    found = {}
+    for strict in (False, True):
+        e = Engine(model(), slots=24, max_length=24, chunk=2, strict=strict)
+        e.start(RULES)
+        found[strict] = finished(e, e.submit(prompts, seeds, limits))
+        widths = {text.split()[1] for text in e.shapes if text.startswith("decode")}
+        assert widths == ({"24"} if strict else {"24", "6"})
+        assert e.slot_steps == (7 * 24 if strict else 4 * 24 + 3 * 6)
+    for few, all_ in zip(found[False], found[True], strict=True):
+        np.testing.assert_array_equal(few.tokens, all_.tokens)
+        np.testing.assert_allclose(few.sampler_logp, all_.sampler_logp, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "held", "rows"),
+    [(20, None, 20), (20, 80, 20), (21, 80, 80), (3, 40, 20), (30, 40, 40), (41, 40, 80), (3, 10, 10), (90, 80, 80)],
+)
+def test_a_batch_of_short_completions_has_all_slots_those_it_has_or_a_quarter(count, held, rows):
+    build = Build(model().config, np.float32, 80, 64, 8, None, False, 8)
+    requests = [Request(i, np.zeros(3, np.int32), 0, 24) for i in range(count)]
+    shape = held and SlotShape(held, 64, 10, 32, 1, 8)
+    assert wanted(build, Sampling(max_new_tokens=24), requests, shape, False).rows == rows
 
 
 def test_long_prompts_are_computed_in_pieces():
