@@ -235,6 +235,8 @@ def test_a_ladder_that_is_stopped_goes_on_and_keeps_what_is_finished(tmp_path):
     assert lines_in(run)[: len(before)] == before and [row["step"] for row in after] == list(range(41))
     assert [row["step"] for row in after if "event/resumed" in row] == [len(before)]
     assert ended.stdout.startswith("| rung | seeds | accuracy |") and "| clip 0.28 | 1 | 0.100 |" in ended.stdout
+    ((code, out, err),) = answers([[*program[2:], "--draw", "--rollout.group", "4"]], tmp_path)
+    assert (code, out) == (2, "") and "was run with other settings (rollout.group: 2 -> 4)" in err, err
 
 
 def lines_in(run):

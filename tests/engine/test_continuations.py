@@ -249,7 +249,8 @@ def test_a_batch_of_short_completions_has_all_slots_those_it_has_or_a_quarter(co
     build = Build(model().config, np.float32, 80, 64, 8, None, False, 8)
     requests = [Request(i, np.zeros(3, np.int32), 0, 24) for i in range(count)]
     shape = held and SlotShape(held, 64, 10, 32, 1, 8)
-    assert wanted(build, Sampling(max_new_tokens=24), requests, shape, False).rows == rows
+    found = wanted(build, Sampling(max_new_tokens=24), requests, shape, False)
+    assert (found.rows, found.blocks) == (rows, 10 if held else 0), "blocks are not made anew for so short a time"
 
 
 def test_long_prompts_are_computed_in_pieces():
