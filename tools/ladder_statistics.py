@@ -98,7 +98,6 @@ def measures_of(rows: Sequence[Row]) -> Measures:
     name = accuracy_of(rows)
     learned = [row for row in rows if row["step"] > 0]
     found = curve(rows, name)
-    sampled = [row.get("throughput/sampled_tokens_per_s", math.nan) or 0.0 for row in learned]
     seconds = [row.get(key) or 0.0 for row in rows for key in ("time/step_s", "time/evaluation_s")]
     return {
         "accuracy": _end(found, LAST),
@@ -106,9 +105,15 @@ def measures_of(rows: Sequence[Row]) -> Measures:
         "entropy": _end(curve(learned, "entropy"), LATE),
         "length": _end(curve(rows, length_of(name)), LAST),
         "truncated": _end(curve(learned, "completions/truncated_fraction"), LATE),
-        "sampled": sum(x * row.get("time/rollout_s", math.nan) for x, row in zip(sampled, learned, strict=True)) / 1000,
+        "sampled": sum(sampled_in(row) for row in learned) / 1000,
         "seconds": sum(seconds),
     }
+
+
+def sampled_in(row: Row) -> float:
+    """Tokens that a step has sampled; NaN where its row does not say."""
+    speed = row.get("throughput/sampled_tokens_per_s", math.nan) or 0.0  # null where nothing was sampled
+    return speed * row.get("time/rollout_s", math.nan)
 
 
 def _end(points: Sequence[tuple[int, float]], count: int) -> float:
@@ -177,7 +182,7 @@ def by_tokens(rows: Sequence[Row]) -> list[tuple[float, float]]:
     sampled = 0.0
     points = []
     for row in rows:
-        sampled += (row.get("throughput/sampled_tokens_per_s") or 0.0) * (row.get("time/rollout_s") or 0.0)
+        sampled += sampled_in(row) if row["step"] else 0.0
         if row.get(name) is not None:
             points.append((sampled, row[name]))
     return points
@@ -217,7 +222,7 @@ def shown(found: Interval, digits: int = 3) -> str:
 
 def told(gain: Interval | None, onto: str | None = None) -> str:
     """A gain, over which rung where that is said, and whether it is more than noise."""
-    if gain is None:
+    if gain is None or math.isnan(gain.mean):
         return ""
     over = f" over {onto}" if onto else ""
     if gain.n < 2:
