@@ -1,7 +1,7 @@
 """Findings while a run goes on: each kind is told once, when it begins to be found."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.telemetry.diagnosis import Finding, diagnose
@@ -46,7 +46,7 @@ class Watch:
         return new
 
     def _found(self) -> list[Finding]:
-        return found_in(self._rows, self._steps)
+        return diagnose(self._rows, self._steps)
 
 
 class Sight:
@@ -67,7 +67,7 @@ class Sight:
         step = int(row["step"])
         if step == 0 or not (looks(step) or any(TESTED.fullmatch(name) for name in row)):
             return []
-        return found_in(self._rows, self._steps)
+        return diagnose(self._rows, self._steps)
 
     def went_back(self, row: Mapping[str, Any]) -> None:
         """What the run has done after the step that it has just seen, where it went back: part of that step's row."""
@@ -80,14 +80,6 @@ def looks(step: int) -> bool:
     while at < step:
         at += max(EVERY, at // 20)
     return at == step
-
-
-def found_in(rows: Sequence[Mapping[str, Any]], steps: int) -> list[Finding]:
-    """All that can be said of these rows already: a run has stalled once it has for half of the steps that it is to
-    make."""
-    last = max((row["step"] for row in rows), default=0)
-    found = diagnose(rows)
-    return [one for one in found if one.kind != "stalled" or last - one.step >= steps / 2]
 
 
 def _read(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from histories import change, flat_then, healthy, kinds, of, rise, rows, sick
 
-from jaxrl_llm import config, learner, recipes, rewards, rollout
+from jaxrl_llm import config, learner, recipes, rewards, rollout, rules
 from jaxrl_llm.algorithms import surrogates
 from jaxrl_llm.telemetry import Finding, diagnose
 from jaxrl_llm.telemetry.diagnosis.history import MEASURED, ROLLED_BACK, history
@@ -303,7 +303,8 @@ def test_five_thousand_rows_take_well_below_a_second():
 def every_finding():
     found = [of(kind, diagnose(rows(*sick(kind, 100, 40)))) for kind in MATTERS]
     columns = {"grad_norm": 0.4 * (1 + 60 * change(100, 50, "step"))}
-    return [*found, *diagnose(rows(columns))]
+    lost = {"reward/mean": rise(100) - 0.88 * change(100, 80, "step")}
+    return [*found, *diagnose(rows(columns)), *diagnose(rows(lost))]
 
 
 def test_what_is_said_holds_the_numbers():
@@ -332,10 +333,11 @@ def test_every_setting_that_is_advised_exists():
         ("rollout", "repetition"): rollout.Repetition,
         ("rollout", "collect"): rollout.Collect,
         ("scoring",): config.Scoring,
+        ("rules",): rules.Rules,
     }
     advised = {flag for finding in every_finding() for flag in re.findall(r"--([a-z_.]+[a-z_])", finding.remedy)}
     assert len(advised) > 20
-    for flag in advised - {"recipe", "from"}:
+    for flag in advised - {"recipe", "from", "guard"}:
         *home, name = flag.split(".")
         assert name in fields(homes[tuple(home)]), flag
     said = " ".join(finding.remedy for finding in every_finding())

@@ -21,6 +21,9 @@ ROLLED_BACK = "rollback/to_step"
 LARGEST = 1e100
 """Numbers beyond are taken for this one: their squares are numbers, too."""
 TESTED = re.compile(r"eval/(.+)/pass@(\d+|k)")
+"""Evaluations: of a task, or of several the mean."""
+AVERAGE = "average"
+"""The name that the mean over the tasks of a mixture has in place of a task's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +60,20 @@ class History:
       metrics: a series for each of ``MEASURED``; one that was never measured is empty.
       evaluations: the share of right answers, by task.
       last: the last step; 0 where there is none.
+      planned: the steps that the run is to make, or ``last`` where that is more or nothing is known of it.
     """
 
     metrics: Mapping[str, Series]
     evaluations: Mapping[str, Series]
     last: int
+    planned: int
 
     def __getitem__(self, name: str) -> Series:
         return self.metrics[name]
 
 
-def history(rows: Iterable[Mapping[str, Any]]) -> History:
-    """The series in a run's rows.
+def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
+    """The series in a run's rows; ``steps``: that it is to make.
 
     A step that stands there twice, as after a resume, counts once: what its later row measured stands. A value that is
     no finite number was not measured; a row without a step is passed over. Where the run went back after a row to an
@@ -92,7 +97,7 @@ def history(rows: Iterable[Mapping[str, Any]]) -> History:
             for name, values in found.items():
                 found[name] = {step: value for step, value in values.items() if step <= back}
     series = {name: _series(values) for name, values in found.items()}
-    return History({name: series[name] for name in MEASURED}, _evaluations(series), last)
+    return History({name: series[name] for name in MEASURED}, _evaluations(series), last, max(last, steps))
 
 
 def total(one: Series, other: Series) -> Series:

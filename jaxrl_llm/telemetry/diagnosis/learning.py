@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
-from jaxrl_llm.telemetry.diagnosis.history import History, Series
+from jaxrl_llm.telemetry.diagnosis.history import AVERAGE, History, Series
 
 SURE = 2.5
 """Standard errors that a change must exceed."""
@@ -125,13 +125,22 @@ def learned(run: History, near: float = NEAR_PERFECT) -> bool:
 
     ``near``: the share of the way. Where rewards go beyond 1 evaluations tell, if there are any.
     """
-    if any(level(test) >= near for test in run.evaluations.values()):
+    if accuracy(run) >= near:
         return True
     rewards = run["reward/mean"]
     if run.evaluations and scale(rewards) > 1:
         return False
     share, trust = perfection(rewards)
     return share >= (near if trust == KNOWN else SURELY_PERFECT)
+
+
+def accuracy(run: History) -> float:
+    """The last share of right answers; of several tasks their mean: one that is easy says nothing of the others. NaN
+    where nothing was evaluated."""
+    tests = run.evaluations
+    if not tests:
+        return math.nan
+    return level(tests[AVERAGE]) if AVERAGE in tests else float(np.mean([level(test) for test in tests.values()]))
 
 
 def perfection(rewards: Series) -> tuple[float, int]:

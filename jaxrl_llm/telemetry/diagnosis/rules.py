@@ -20,15 +20,18 @@ from jaxrl_llm.telemetry.diagnosis.words import percent
 
 SMALL = 0.1
 """Gradients below are no spikes: a run that has converged has next to none."""
+SHORT = 200
+"""Gradients up to which two spikes are many; one now and then is no trouble."""
 
 
-def diagnose(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
+def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]:
     """What is wrong with a run, by the rows of its ``metrics.jsonl``, in the order in which it began.
 
     It reads the pinned names of metrics alone; what is missing, null or no number was not measured. Troubles that are
-    over by the last row are not told, but for spikes of the gradient. At most one finding of each kind.
+    over by the last row are not told, but for spikes of the gradient. At most one finding of each kind. ``steps``: what
+    a run that goes on is to make; it has stalled once it has for half of those.
     """
-    run = history(rows)
+    run = history(rows, steps)
     found = [finding for rule in RULES if (finding := rule(run)) is not None]
     return sorted(found, key=lambda finding: finding.step)
 
@@ -160,7 +163,7 @@ def sampler_mismatch(run: History) -> Finding | None:
 
 
 def gradient_spikes(run: History) -> Finding | None:
-    """Single gradients far above all others, more than one; or ten times what they were, for good."""
+    """Single gradients far above all others, several of them close together; or ten times what they were, for good."""
     measured = run["grad_norm"]
     # Where all advantages are 0 there is none.
     gradients = Series(measured.steps[measured.values > 0], measured.values[measured.values > 0])
@@ -177,7 +180,9 @@ def gradient_spikes(run: History) -> Finding | None:
     heights = np.log(np.maximum(values, 1e-12) / np.maximum(usual, 1e-12))
     spread = (np.quantile(heights, 0.35) - np.quantile(heights, 0.1)) / 0.9
     spikes = np.flatnonzero((heights > max(np.log(4.0), 6 * spread)) & (values > SMALL))
-    if len(spikes) < (2 if heights[spikes].max(initial=0.0) > np.log(10.0) else 3):
+    high = len(values) <= SHORT and heights[spikes].max(initial=0.0) > np.log(10.0)
+    spikes = _crowded(spikes, 2 if high else 3, max(SHORT // 2, len(values) // 4))
+    if not len(spikes):
         return None
     times = float(np.max(values[spikes] / np.maximum(usual[spikes], 1e-12)))
     often = f"{times:.0f}" if times < 1000 else "more than 1000"  # where most are next to nothing
@@ -187,9 +192,12 @@ def gradient_spikes(run: History) -> Finding | None:
 
 
 def stalled(run: History) -> Finding | None:
-    """Neither reward nor evaluation has risen for at least half of the run, and it is far from perfect."""
+    """Neither reward nor evaluation has risen for at least half of the run, and it is far from perfect; or both have
+    lost most of what they were."""
+    if found := stalls.lost(run):
+        return words.finding("stalled", found.step, words.LOST, best=short(found.best), now=short(found.now))
     found = stalls.stalled(run)
-    if found is None:
+    if found is None or (run.last < run.planned and run.last - found.step < run.planned / 2):
         return None
     return words.finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
 
@@ -233,6 +241,14 @@ def _always(run: History, name: str, high: float) -> Departure | None:
 def _tells(run: History, found: Departure, gross: bool) -> bool:
     """Whether a change of lengths is gross, or has lasted in a run of which it is known whether it learns."""
     return gross or (_scored(run) and _lasts(found, run["completions/mean_length"]))
+
+
+def _crowded(spikes: np.ndarray, fewest: int, width: int) -> np.ndarray:
+    """The places of spikes from the first of ``fewest`` on that are not further apart than ``width`` measurements; none
+    where there are no such."""
+    apart = spikes[fewest - 1 :] - spikes[: len(spikes) - fewest + 1]
+    close = np.flatnonzero(apart < width)
+    return spikes[close[0] :] if len(close) else spikes[:0]
 
 
 def _scored(run: History) -> bool:

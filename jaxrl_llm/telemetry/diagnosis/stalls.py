@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
-from jaxrl_llm.telemetry.diagnosis.history import History, Series
+from jaxrl_llm.telemetry.diagnosis.departure import lasting, noise, smoothed, window
+from jaxrl_llm.telemetry.diagnosis.history import AVERAGE, History, Series
 from jaxrl_llm.telemetry.diagnosis.learning import (
     FEW,
     KNOWN,
@@ -30,6 +30,8 @@ FAR = 0.7
 """The share of the way to the best reward, and of right answers, below which a run is far from perfect."""
 FLAT = 0.15
 """The share of what is left to gain that half of a run may have gained and still count as stalled."""
+LOST = 0.75
+"""The share of its best level that a run has lost where it has lost what it had learned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,35 @@ def stalled(run: History) -> Plateau | None:
     if latest.step > half or (enough and not tests and not _far(rewards, latest)):
         return None
     return latest
+
+
+def lost(run: History) -> Plateau | None:
+    """Where a run was at its best that has lost most of it since, for good: by its rewards and by its evaluations, as
+    far as it has any."""
+    tests = run.evaluations
+    told = [run["reward/mean"], *([tests[AVERAGE]] if AVERAGE in tests else tests.values())]
+    falls = [_fall(series) for series in told if len(series)]
+    known = [fall for fall in falls if fall is not None]
+    return min(known, key=lambda fall: fall.step) if known and len(known) == len(falls) else None
+
+
+def _fall(series: Series) -> Plateau | None:
+    """Where a series was near its best for the last time that has fallen below a quarter of it, and stays there; None
+    where it has not. What counts from is 0, or its least where that is below."""
+    values = series.values
+    count = len(values)
+    if count < FEWEST_EVALUATIONS:
+        return None
+    medians = smoothed(values, window(count) if count >= FEWEST_REWARDS else 3)
+    best = float(medians.max())
+    now = level(series)
+    drop = best - now
+    least = max(LOST * (best - min(float(medians.min()), 0.0)), 0.2 * scale(series), 6 * noise(values))
+    low = medians[-lasting(count) :] if count >= FEWEST_REWARDS else medians[-2:]
+    if drop < least or float(low.max()) > best - LOST * drop:
+        return None
+    near = np.flatnonzero(medians >= best - 0.1 * drop)
+    return Plateau(int(series.steps[near[-1]]), best, now)
 
 
 def _far(rewards: Series, plateau: Plateau) -> bool:

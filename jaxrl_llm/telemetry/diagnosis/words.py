@@ -112,11 +112,19 @@ WORDS = {
         "--recipe.resets.on_stall 3 where there is a KL",
     ),
 }
+LOST = Words(
+    "what was learned is lost: at best {best}, until step {step}; now {now}",
+    "Updates have thrown the policy off course, commonly after gradients or a KL that grew, or its problems or "
+    "rewards have changed.",
+    f"begin again from a checkpoint before it, --from RUN@STEP, with a lower {RATE} or a larger "
+    "--recipe.algorithm.kl_coef; --guard stalled with --rules.on_guard rollback does so by itself",
+)
+"""Of a run that has stalled since it lost what it had learned."""
 
 
-def finding(kind: str, step: int, **told: str | int) -> Finding:
-    """What is said of a trouble that began at a step; ``told``: what is filled in."""
-    words = WORDS[kind]
+def finding(kind: str, step: int, words: Words | None = None, **told: str | int) -> Finding:
+    """What is said of a trouble that began at a step; ``words``: not those of its kind; ``told``: what is filled in."""
+    words = words or WORDS[kind]
     return Finding(kind, step, words.what.format(step=step, **told), words.why, words.remedy)
 
 
