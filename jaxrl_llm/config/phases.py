@@ -11,6 +11,7 @@ from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.numbers import MAX_SEED
 from jaxrl_llm.config.run import Configuration, Run, overlong_weight, resolved
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 Kind = TypeVar("Kind", bound=Configuration)
@@ -22,7 +23,8 @@ FIXED = (
 """Settings (and all below them) that are the same in all phases: what a state is made of, and when the run tests and
 saves."""
 OF_THE_OPTIMISER = ("name", "momentum_dtype", "offload")
-"""Settings of the optimiser that decide what it remembers: they may change where it begins anew."""
+"""Settings of the optimiser that decide what it remembers: they may change where it begins anew. So does
+adafactor's ``b1``, where it is 0 or not: then it has no momentum."""
 
 
 def rules_of_run(run: Configuration) -> Rules:
@@ -162,6 +164,12 @@ def _check_end(phase: Phase, where: str, last: bool) -> None:
         require(until.evaluations >= 1, f"{where}.until.evaluations must be at least 1, got {until.evaluations}")
 
 
+def remembered(optimiser: Optimiser) -> dict[str, Any]:
+    """What decides on the form of what an optimiser remembers, by the names of its settings."""
+    form = {field: getattr(optimiser, field) for field in OF_THE_OPTIMISER}
+    return form | {"b1": optimiser.name == "adafactor" and optimiser.b1 > 0}
+
+
 def _check_changes(run: Run, number: int, where: str) -> None:
     """Refuse changes of what all phases share, and a wait for evaluations that never come."""
     phase = run.rules.phases[number]
@@ -185,10 +193,10 @@ def _check_changes(run: Run, number: int, where: str) -> None:
         ("evaluation.judge", before.evaluation.judge, after.evaluation.judge),
     ):
         require(one == other, f"{where} changes {name}, which is the same in all phases: set it for the run")
-    for field in OF_THE_OPTIMISER:
-        same = getattr(before.learner.optimiser, field) == getattr(after.learner.optimiser, field)
+    then, now = remembered(before.learner.optimiser), remembered(after.learner.optimiser)
+    for field, value in then.items():
         require(
-            same or phase.reset_optimiser,
+            value == now[field] or phase.reset_optimiser,
             f"{where} changes learner.optimiser.{field}, which decides what the optimiser remembers: set its "
             "reset_optimiser True",
         )

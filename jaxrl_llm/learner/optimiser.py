@@ -56,7 +56,9 @@ def build(config: Optimiser) -> optax.GradientTransformation:
     The learning rate is not in it: the update multiplies by it, so that it is known, logged and outlives a reset.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    decay = optax.add_decayed_weights(config.weight_decay, _decayed) if config.weight_decay else optax.identity()
+    # Without a decay the state has the same form, so that a phase may begin or end one.
+    none = optax.masked(optax.identity(), _decayed)
+    decay = optax.add_decayed_weights(config.weight_decay, _decayed) if config.weight_decay else none
     chain = optax.chain(clip, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name](config), decay)
 
     def init(params: Any) -> Any:

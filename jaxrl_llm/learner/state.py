@@ -134,7 +134,10 @@ def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
-    """The state whose policy has an optimiser that has seen nothing, laid out as the one before."""
-    layout = jax.tree.map(lambda x: x.sharding, state.policy.opt_state)
-    fresh = jax.jit(optimiser.init, out_shardings=layout)(state.policy.params)
+    """The state whose policy has this optimiser, which has seen nothing; it may be of another kind than the one before,
+    and lies on the mesh of the policy."""
+    params = state.policy.params
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    layout = shardings(jax.eval_shape(optimiser.init, params), mesh)
+    fresh = jax.jit(optimiser.init, out_shardings=layout)(params)
     return state.with_role("policy", opt_state=fresh)

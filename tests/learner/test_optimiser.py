@@ -12,6 +12,7 @@ from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config.phases import remembered
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import as_before, build, on_device
@@ -226,6 +227,27 @@ def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
     assert jax.tree.structure(again) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, again.policy.opt_state, fresh.policy.opt_state)
     assert not all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True))
+    for other in KINDS.values():
+        changed = reset_optimiser(state, build(other))
+        same_layout(changed, mesh)
+        assert jax.tree.structure(changed) == jax.tree.structure(abstract_state(model, build(other), False, lora))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_what_an_optimiser_remembers_has_a_form_that_these_settings_alone_decide(name):
+    model = tiny("plain")
+    before = Optimiser(name, b1=0.9, weight_decay=0.0)
+
+    def form(optimiser):
+        state = jax.eval_shape(build(optimiser).init, model)
+        return jax.tree.structure(state), [x.dtype for x in jax.tree.leaves(state)]
+
+    for changes in (
+        {"weight_decay": 0.1}, {"clip_norm": 0.0}, {"warmup": 3}, {"b2": 0.9}, {"eps": 1e-3}, {"b1": 0.0},
+        {"momentum_dtype": "bfloat16"}, {"offload": True},
+    ):  # fmt: skip
+        after = dataclasses.replace(before, **changes)
+        assert (form(before) == form(after)) == (remembered(before) == remembered(after)), changes
 
 
 def test_where_moments_lie_changes_nothing():
