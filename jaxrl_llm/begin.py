@@ -16,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
 from jaxrl_llm.models.heads import split
-from jaxrl_llm.rules import OF_PHASES, PhaseEnds
+from jaxrl_llm.rules import OF_LESSONS, OF_PHASES, PhaseEnds, TeachesNothing
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.snapshots import SNAPSHOTS, kept
 from jaxrl_llm.stages import stage_of
@@ -97,12 +97,17 @@ def base_of_policy(state: TrainState) -> Any:
 
 
 def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
-    """The stage with the rule that ends its phase, where another one follows."""
+    """The stage with the rule that ends its phase, where another one follows: so does what would end the run as
+    solved."""
     phases = configs.phases_of(run)
     if number + 1 == len(phases):
         return stage
     ends = PhaseEnds(phases[number], phases[number + 1], run.evaluation.every)
-    return dataclasses.replace(stage, rules={**stage.rules, OF_PHASES: ends})
+    rules = {**stage.rules, OF_PHASES: ends}
+    lessons = rules.get(OF_LESSONS)
+    if isinstance(lessons, TeachesNothing):
+        rules[OF_LESSONS] = dataclasses.replace(lessons, ended=ends.ended)
+    return dataclasses.replace(stage, rules=rules)
 
 
 def look_ahead(run: Configuration, number: int, model: Any, tokenizer: Any, status: Callable[[str], None]) -> None:

@@ -5,7 +5,9 @@ the host: data cursor, surplus and unfinished groups, evaluations so far. Random
 functions of the run's seed and of counters.
 """
 
+import dataclasses
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,20 @@ def _name(path: tuple) -> str:
     return name
 
 
+@dataclasses.dataclass(frozen=True)
+class _Newest:
+    """Orbax's preservation policy: the newest checkpoints that count, and the newest of all."""
+
+    keep: int
+    counts: Callable[[int], bool]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Which of these stay, the oldest first."""
+        steps = [one.step for one in checkpoints]
+        kept = {*[step for step in steps if self.counts(step)][-self.keep :], *steps[-1:]}
+        return [step in kept for step in steps]
+
+
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 """Folders of steps that are being written, or that a kill has left behind."""
 
@@ -74,15 +90,17 @@ class Checkpoints:
     Args:
       directory: the folder; made when first needed.
       keep: how many checkpoints stay; None for all.
+      counts: of which steps those are. Of others, as of one at which a run was stopped, the newest checkpoint stays
+        until there is a newer one.
     """
 
-    def __init__(self, directory: Path, keep: int | None = 2):
+    def __init__(self, directory: Path, keep: int | None = 2, counts: Callable[[int], bool] = lambda step: True):
         import orbax.checkpoint as ocp
 
         self._args = ocp.args
         self._directory = Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=None if keep is None else _Newest(keep, counts),
             create=True,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,

@@ -22,7 +22,7 @@ from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.recovery import check_writable, newest_whole
 from jaxrl_llm.rules import DONE, Decision, decide
-from jaxrl_llm.session import At, Place, Told, go_back, sight_of, watching, writing
+from jaxrl_llm.session import At, Place, Told, due_of, go_back, sight_of, watching, writing
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.signals import PREEMPTED, Preemption, farewell
@@ -62,19 +62,19 @@ def train(
         configs.validate_on_devices(configs.in_phase(run, number), jax.device_count(), peers.count)
     mesh = make_mesh(run.mesh)
     start, first = going_on(directory, peers, say)
-    store = Checkpoints(directory / snapshots.CHECKPOINTS, run.output.keep)
-    schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
+    due = due_of(Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every), directory, start, peers)
+    store = Checkpoints(directory / snapshots.CHECKPOINTS, run.output.keep, due)
     with (
         store,
         jax.set_mesh(mesh),
         logged(directory / "log.txt") if peers.leads else nullcontext(),
-        watching(directory, schedule, start, peers, voice.quiet) as progress,
+        watching(directory, due.schedule, start, peers, voice.quiet) as progress,
         writing(run, directory, (-1 if start is None else start) if first else None, peers, voice) as writer,
         ExitStack() as stack,
     ):
         asked = functools.partial(peers.first, functools.partial(requests.asked, directory))
-        told = Told(schedule, progress, writer, asked, sight_of(run, directory, start), peers)
-        place = Place(run, directory, store, mesh, peers, told, Preemption(progress.warn))
+        told = Told(due.schedule, progress, writer, asked, sight_of(run, directory, start), peers)
+        place = Place(run, directory, store, mesh, peers, told, due, Preemption(progress.warn))
         at = None
         number = phase_at(run, directory, start, peers)
         while at is None or at.goes_on:
@@ -124,7 +124,9 @@ def make_steps(place: Place, settings: Configuration, at: At) -> None:
         keep_models(decision, place.store, directory, step, at.state, at.host.phase)
         settle(peers, directory, at.host)
         moved = decision.next_phase or decision.rollback is not None
-        if told.schedule.saves(step) or decision.stop is not None or moved or asked:
+        if moved:
+            place.due.moved.add(step)
+        if place.due(step) or decision.stop is not None or asked:
             save(place.store, step, at.state, at.host.to_json(records), told.progress)
         at.code, at.last_words = ending(decision, asked and step < run.steps, step, directory)
         if at.last_words or decision.next_phase:

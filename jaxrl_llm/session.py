@@ -13,10 +13,10 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.recovery import damage
-from jaxrl_llm.rules import DONE, FOUND, GUARD, LR_SCALE, OF_GUARDS, OF_PHASES, Decision, Memory
+from jaxrl_llm.rules import DONE, FOUND, GUARD, LR_SCALE, OF_GUARDS, OF_PHASES, PHASE, Decision, Memory
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.signals import Preemption
-from jaxrl_llm.snapshots import CHECKPOINTS, phase_of
+from jaxrl_llm.snapshots import CHECKPOINTS, kept, phase_of
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.step import LoopState
 from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
@@ -64,6 +64,34 @@ class Told:
 
 
 @dataclasses.dataclass(frozen=True)
+class Due:
+    """Which steps have a checkpoint however often the run is interrupted: those of its schedule, and those after which
+    it went back or into another phase. Rollbacks go to such alone, and no other is kept for long.
+
+    Attributes:
+      schedule: the run's.
+      moved: the others so far; added to.
+    """
+
+    schedule: Schedule
+    moved: set[int]
+
+    def __call__(self, step: int) -> bool:
+        """Whether this one has."""
+        return self.schedule.saves(step) or step in self.moved
+
+
+def due_of(schedule: Schedule, directory: Path, start: int | None, peers: Peers) -> Due:
+    """The same, of a run that goes on from the checkpoint of this step; None where it is new."""
+
+    def moved() -> list[int]:
+        rows = read_rows(directory / "metrics.jsonl") if start else ()
+        return [row["step"] for row in rows if (PHASE in row or ROLLED_BACK in row) and row["step"] <= start]
+
+    return Due(schedule, set(peers.first(moved)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Place:
     """What stays while a run goes through its phases.
 
@@ -74,6 +102,7 @@ class Place:
       mesh: of its devices.
       peers: its processes.
       told: who hears of its steps.
+      due: which steps have a checkpoint.
       stop: whether it was asked to.
     """
 
@@ -83,6 +112,7 @@ class Place:
     mesh: Any
     peers: Peers
     told: Told
+    due: Due
     stop: Preemption
 
 
@@ -120,12 +150,10 @@ def go_back(place: Place, at: At, decision: Decision) -> Decision:
     steps its phase has made.
     """
     place.store.wait()
-    step = place.peers.first(lambda: newest_before(place.directory / CHECKPOINTS, decision.rollback, at.host.phase))
+    folder = place.directory / CHECKPOINTS
+    step = place.peers.first(lambda: newest_before(folder, decision.rollback, at.host.phase, place.due))
     if step is None:
-        which = " of this phase" * (len(configs.phases_of(place.run)) > 1)
-        reason = (
-            f"{decision.reason}; no checkpoint{which} from before it is kept to go back to: set --output.keep higher"
-        )
+        reason = f"{decision.reason}; {why_not_back(place, decision.rollback, at.host.phase)}"
         return Decision(GUARD, reason, events={"event/guard": decision.reason})
     updates = {name: role.updates for name, role in at.state.roles.items()}
     base = at.state.policy.base
@@ -141,7 +169,7 @@ def go_back(place: Place, at: At, decision: Decision) -> Decision:
     at.state = state
     host = at.host
     then = LoopState.from_json(saved, at.stage.records)
-    host.coefficients = then.coefficients
+    host.coefficients = dict(at.stage.coefficients) | then.coefficients
     host.memory = remembered(then.memory, host.memory)
     host.left = at.stage.let_go(host.left if host.ready is None else host.ready.left)
     host.ready = None
@@ -150,9 +178,19 @@ def go_back(place: Place, at: At, decision: Decision) -> Decision:
     return dataclasses.replace(decision, events=events)
 
 
-def newest_before(checkpoints: Path, step: int, phase: int) -> int | None:
-    """The newest whole checkpoint from before a step in which the run was in this phase; None where there is none."""
-    found = [number for number in steps_in(checkpoints) if number < step]
+def why_not_back(place: Place, step: int, phase: int) -> str:
+    """Why there is no checkpoint from before this step to go back to."""
+    begun = min((number for number, found in kept(place.directory).items() if phase_of(found) == phase), default=0)
+    if phase and step <= begun:
+        return f"this phase began after step {begun}, and no run goes back into an earlier one"
+    which = " of this phase" * (len(configs.phases_of(place.run)) > 1)
+    return f"no checkpoint{which} from before it is kept to go back to: set --output.keep higher"
+
+
+def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int], bool]) -> int | None:
+    """The newest whole checkpoint from before a step in which the run was in this phase, of those that are ``due``;
+    None where there is none."""
+    found = [number for number in steps_in(checkpoints) if number < step and due(number)]
     whole = (
         number
         for number in reversed(found)

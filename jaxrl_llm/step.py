@@ -20,7 +20,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rollout import earlier
-from jaxrl_llm.rules import LAST, Decision, Memory
+from jaxrl_llm.rules import BY_HAND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, Memory
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
 from jaxrl_llm.types import TrainState
 
@@ -157,6 +157,10 @@ def both(learn: Callable[[], Any], sample: Callable[[], Any], apart: bool) -> tu
         return learned.result(), sampled
 
 
+BEYOND = (LAST, BY_HAND, OF_GUARDS)
+"""In the memory of rules what outlives a phase: the last reset, what was asked for by hand, what guards have done."""
+
+
 def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
     """The state as the next phase of the run begins with it: with a reference if that has one, reset where it says so.
 
@@ -164,8 +168,9 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
       run: all of it.
       stage: of the phase that has ended.
       state: donated.
-      host: told what the next phase finds; rules begin anew, and coefficients that they have moved stay where the
-        recipe and the limits of costs are the same.
+      host: told what the next phase finds. Coefficients that rules have moved stay where the recipe and the limits of
+        costs are the same; so does what a rollback has left of the learning rate, in any case. Rules begin anew but for
+        those of ``BEYOND``.
     """
     before: Any = configs.in_phase(run, host.phase)
     host.phase += 1
@@ -173,10 +178,12 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
     phase = configs.phases_of(run)[host.phase]
     host.left = stage.leaves(host.left if host.ready is None else host.ready.left, after)
     host.ready = None
-    host.memory = {name: own for name, own in host.memory.items() if name == LAST}
     host.problems = {}  # the next phase may have others
-    if (before.recipe, before.scoring.constraints) != (after.recipe, after.scoring.constraints):
-        host.coefficients = {}
+    same = (before.recipe, before.scoring.constraints) == (after.recipe, after.scoring.constraints)
+    stay = (*BEYOND, OF_ENTROPY) if same else BEYOND
+    host.memory = {name: own for name, own in host.memory.items() if name in stay}
+    if not same:
+        host.coefficients = {name: value for name, value in host.coefficients.items() if name == LR_SCALE}
     state = with_reference(state, configs.keeps_reference(after))
     if phase.reset:
         state = reset_reference(state)

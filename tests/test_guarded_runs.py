@@ -22,8 +22,9 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding, Rules
-from jaxrl_llm.session import newest_before, remembered
+from jaxrl_llm.session import Due, newest_before, remembered
 from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
+from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.watch import EVERY, Sight, looks
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "guarded.py"
@@ -172,10 +173,13 @@ def test_what_guards_see_after_a_rollback_does_not_depend_on_when_the_run_was_in
 def test_a_damaged_checkpoint_is_not_gone_back_to(folder, answers, tmp_path):
     assert answers["back"].code == 0
     kept = shutil.copytree(folder / "back" / "checkpoints", tmp_path / "checkpoints")
-    assert newest_before(kept, 7, 0) == 6 and newest_before(kept, 6, 0) == 4
-    assert newest_before(kept, 7, 1) is None and newest_before(kept, 2, 0) is None
+    due = Due(Schedule(13, 0, 2), set())
+    assert newest_before(kept, 7, 0, due) == 6 and newest_before(kept, 6, 0, due) == 4
+    assert newest_before(kept, 7, 1, due) is None and newest_before(kept, 2, 0, due) is None
+    assert newest_before(kept, 7, 0, Due(Schedule(13, 0, 4), set())) == 4, "6 is one at which the run was stopped"
+    assert newest_before(kept, 7, 0, Due(Schedule(13, 0, 4), {6})) == 6, "or at which it went back"
     next(path for path in (kept / "6").rglob("*") if path.parent.name == "d").write_bytes(b"")
-    assert newest_before(kept, 7, 0) == 4
+    assert newest_before(kept, 7, 0, due) == 4
 
 
 def test_rules_remember_what_they_did_when_the_run_was_where_it_goes_back_to():

@@ -37,7 +37,7 @@ from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import DAPO, DR_GRPO, GRPO, PRORL_V1
 from jaxrl_llm.rewards import Accuracy, Format
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
-from jaxrl_llm.stages.rl import same_rewards
+from jaxrl_llm.stages.leaving import same_rewards
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.step import LoopState, next_phase
 from jaxrl_llm.telemetry.voice import Voice
@@ -199,11 +199,14 @@ def test_what_rules_have_moved_stays_where_the_recipe_does():
     same = Phase("b", 1, changes={"rollout.group": 2})
     run = changed(Phase("a", 1), same, Phase("c", changes={"recipe.drop_truncated": True}))
     stage = Stage(training=(), forward=None, label="sums")
-    host = LoopState(coefficients={"lr_scale": 0.5})
+    moved = {"lr_scale": 0.5, "entropy_coef": 0.0}
+    memory = {"last": {"event/reference_reset": 3}, "by_hand": {"id": "a"}, "guard": {"times": 1}}
+    controlled = {"entropy": {"moved": 0.02}}
+    host = LoopState(coefficients=moved, memory=memory | controlled | {"stall": {"stalled": 1}, "phase": {"steps": 1}})
     state = next_phase(run, stage, TrainState({}, {}), host)
-    assert (host.phase, host.coefficients) == (1, {"lr_scale": 0.5})
+    assert (host.phase, host.coefficients, host.memory) == (1, moved, memory | controlled)
     next_phase(run, stage, state, host)
-    assert (host.phase, host.coefficients) == (2, {})
+    assert (host.phase, host.coefficients, host.memory) == (2, {"lr_scale": 0.5}, memory)
 
 
 @pytest.mark.parametrize(("said", "becomes"), [(None, 2.0), (0.25, 0.25)])

@@ -19,7 +19,7 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.numbers import MAX_SEED, check_seed
 from jaxrl_llm.config.origin import Origin, Start, located, split_step
 from jaxrl_llm.config.parts import dated, day_of
-from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, unreached
+from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached
 from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, keeps_reference, resolved
 from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
@@ -108,6 +108,7 @@ __all__ = [
     "resolved",
     "rewards",
     "rules_of_run",
+    "shared_by_phases",
     "split_step",
     "tasks_in",
     "to_json",

@@ -1,5 +1,6 @@
 """What a configuration's fields may hold, as their annotations say it: a value of another type would fail far away."""
 
+import collections.abc
 import dataclasses
 import functools
 import operator
@@ -75,6 +76,10 @@ def _fits_one(value: Any, wanted: Any) -> bool:
         return isinstance(value, (str, os.PathLike))
     if wanted is types.NoneType:
         return value is None
+    if typing.get_origin(wanted) is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(item, typing.get_args(wanted)[0]) for item in value)
+    if typing.get_origin(wanted) is collections.abc.Mapping:
+        return isinstance(value, collections.abc.Mapping)
     if dataclasses.is_dataclass(wanted):
         return isinstance(value, wanted) or not (isinstance(value, PLAIN) or is_ours(type(value)))
     return True
@@ -101,6 +106,11 @@ def _described(wanted: Any) -> str:
             found.extend(repr(choice) for choice in typing.get_args(one))
         elif one in NAMES:
             found.append(NAMES[one])
+        elif typing.get_origin(one) is tuple:
+            inner = _described(typing.get_args(one)[0])
+            found.append(f"a tuple of {inner}, of one alone as (x,)")
+        elif typing.get_origin(one) is collections.abc.Mapping:
+            found.append("a dict")
         else:
             found.append(f"{one.__name__}(...)")
     return " or ".join(dict.fromkeys(found))

@@ -62,6 +62,12 @@ def shifted(seed: int, number: int) -> int:
     return (seed + number * SHIFT) % MAX_SEED
 
 
+def shared_by_phases(seed: int) -> int:
+    """What the seeds of all phases of a run have in common: below ``SHIFT``. The order of a task's problems is of it,
+    so that no phase begins it anew."""
+    return seed % SHIFT
+
+
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """The run with other values of some settings, by their dotted names.
 
@@ -70,7 +76,9 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """
     before = run
     for name, value in changes.items():
+        require(isinstance(name, str), f"a phase changes {name!r}: give a setting by its dotted name, as text")
         run = _with(run, name.split("."), value, name)
+    check_types(run)
     algorithm = run.recipe.algorithm
     longest = before.rollout.max_new_tokens
     if run.rollout.max_new_tokens != longest and algorithm.reduce == ConstantLength(longest):
@@ -121,8 +129,8 @@ def check_phases(run: Run, check: Any) -> None:
             names.count(phase.name) == 1, f"{where}.name {phase.name!r} is another phase's too: give it one of its own"
         )
         _check_end(phase, where, last=number == len(phases) - 1)
-        _check_changes(run, number, where)
         try:
+            _check_changes(run, number, where)
             settings = in_phase(run, number)
             check_types(settings)
             check(settings)

@@ -129,6 +129,17 @@ def stored(store: Store) -> int:
     return sum(len(solved.successes) for solved in store.values())
 
 
+def no_longer_than(store: Store, limits: Mapping[str, int]) -> Store:
+    """What is stored of these tasks, by label, in completions of at most so many tokens."""
+    kept = {}
+    for place, solved in store.items():
+        label, _, _ = place.rpartition("/")
+        fitting = tuple(one for one in solved.successes if len(one.completion.tokens) <= limits.get(label, 0))
+        if fitting:
+            kept[place] = dataclasses.replace(solved, successes=fitting)
+    return kept
+
+
 def _fits(solved: Solved, group: Group) -> bool:
     """Whether what is stored follows this very prompt, and was scored by the same rewards."""
     return np.array_equal(solved.prompt, group.prompt) and solved.successes[0].parts.keys() == group.parts.keys()

@@ -1,12 +1,13 @@
 """What decides between steps: pure functions of a step's row and of what they remember, each by itself."""
 
-from jaxrl_llm.rules.controllers import Controlled, EntropyControlled, Multiplier
+from jaxrl_llm.rules.controllers import OF_ENTROPY, Controlled, EntropyControlled, Multiplier
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import (
     ALL,
     FOUND,
     LR_SCALE,
     OF_GUARDS,
+    OF_LESSONS,
     NotANumber,
     OnFinding,
     RewardFails,
@@ -26,7 +27,9 @@ __all__ = [
     "GUARD",
     "LAST",
     "LR_SCALE",
+    "OF_ENTROPY",
     "OF_GUARDS",
+    "OF_LESSONS",
     "OF_PHASES",
     "PHASE",
     "Averaged",

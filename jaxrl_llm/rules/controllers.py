@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.rules.decision import Decision, Row
 
+OF_ENTROPY = "entropy"
+"""The name of the rule that moves the entropy's coefficient."""
+
 
 class Controller(Protocol):
     """Moves a KL coefficient towards its target.

@@ -62,10 +62,11 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
 
     The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset. Nor
     does anything else act on a run that goes back: what the others decide is of the policy that it leaves. Of several
-    resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE``.
+    resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE``. What absent rules
+    remember stays: a later phase may have them again.
     """
     decisions = []
-    remembered: Memory = {LAST: memory[LAST]} if LAST in memory else {}
+    remembered: Memory = {name: own for name, own in memory.items() if name not in rules}
     row = {**row, REFERENCE_AGE: row["step"] - memory.get(LAST, {}).get(REFERENCE_RESET, 0)}
     for name, rule in rules.items():
         decision, own = rule(row, memory.get(name, {}))

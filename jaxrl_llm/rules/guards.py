@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
@@ -45,6 +46,10 @@ class RewardFails:
         return Decision(), own
 
 
+OF_LESSONS = "teaches_nothing"
+"""The name of the rule that watches whether steps teach."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TeachesNothing:
     """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
@@ -58,11 +63,13 @@ class TeachesNothing:
       patience: steps; 0 never stops.
       only_advantages: whether neither a KL nor an entropy term is in the loss.
       filter_reads: what the filter of groups compares, "accuracy" or "reward"; empty without a filter.
+      ended: in a phase that another one follows, what ends it, by the reason: what is solved goes on there.
     """
 
     patience: int
     only_advantages: bool
     filter_reads: str
+    ended: Callable[[str], Decision] | None = None
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers how many steps in a row were ``empty``."""
@@ -81,6 +88,9 @@ class TeachesNothing:
         lasted = f"{empty} steps in a row taught nothing: {reason}"
         if solved:
             lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
+        if solved and self.ended is not None:
+            decision = self.ended(f"since it is {lasted}")
+            return dataclasses.replace(decision, events=decision.events | _told(reason).events), {"empty": 0}
         return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
 
     def reason(self, row: Row) -> str:
@@ -171,7 +181,5 @@ def guards_of(run: Any) -> dict[str, Rule]:
         unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
     return unstable | {
         "reward_fails": RewardFails(),
-        "teaches_nothing": TeachesNothing(
-            run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""
-        ),
+        OF_LESSONS: TeachesNothing(run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""),
     }

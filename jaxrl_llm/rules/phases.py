@@ -47,11 +47,15 @@ class PhaseEnds:
             reason = words(self.phase.until)
         if not reason:
             return Decision(events=self._in_vain(remembered)), remembered
+        return self.ended(reason), remembered
+
+    def ended(self, reason: str) -> Decision:
+        """The next phase begins, and what comes with that; ``reason``: why this one has ended."""
         following = self.following
         events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
         events |= {"event/reference_reset": True} if following.reset else {}
         events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
-        return Decision(next_phase=True, snapshot=True, events=events), remembered
+        return Decision(next_phase=True, snapshot=True, events=events)
 
     def _waited(self, row: Row, own: dict[str, Any]) -> dict[str, Any]:
         """What it remembers of what it waits for: ``times`` in a row, or the ``best`` and the ``stalled``."""

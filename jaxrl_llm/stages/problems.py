@@ -106,9 +106,10 @@ def sizes_of(run: Run, read: Problems) -> list[str]:
 def streams_of(run: Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
     """The order in which the problems of each task are asked."""
     parts = configs.parts_of_task(run.task)
+    seed = configs.shared_by_phases(run.seed)
     return tasks.of_tasks(
         [
-            (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, run.seed))
+            (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, seed))
             for part, problems in zip(parts, train, strict=True)
         ]
     )

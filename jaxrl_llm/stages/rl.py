@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,13 +25,24 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, GroupSource, RolloutBatch
-from jaxrl_llm.rules import BY_HAND, ByHand, Controlled, EntropyControlled, Multiplier, Rule, guards_of, rules_of
+from jaxrl_llm.rules import (
+    BY_HAND,
+    OF_ENTROPY,
+    ByHand,
+    Controlled,
+    EntropyControlled,
+    Multiplier,
+    Rule,
+    guards_of,
+    rules_of,
+)
 from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
 from jaxrl_llm.stages.aims import gated, lagrangian, modelled, separately
 from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
 from jaxrl_llm.stages.judges import judges_of
+from jaxrl_llm.stages.leaving import same_groups, stream_left, successes_left
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.problems import check_prompts, problems_of, read_problems, sizes_of, streams_of
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
@@ -137,12 +147,13 @@ class Reinforcement(Stage):
         return None if left is None else dataclasses.replace(left, carried=(), unfinished=(), good=0.0, seen=0.0)
 
     def leaves(self, left: Carryover | None, following: Run) -> Carryover | None:
-        """All of it where groups are sampled and scored as before; else what was not learned from is let go; what the
-        stream of prompts remembers, where its tasks are others; and stored successes, where rewards are."""
-        if left is None or same_groups(self.run, following):
+        """All of it where groups are sampled and scored as before; else what was not learned from is let go, and what
+        streams and stored successes remember of tasks that are others."""
+        run = self.run
+        if left is None or same_groups(run, following):
             return left
-        stream = left.stream if self.run.task == following.task else {}
-        successes = left.successes if same_rewards(self.run, following) else {}
+        stream = stream_left(left.stream, run, following)
+        successes = successes_left(left.successes, run, following)
         return dataclasses.replace(self.let_go(left), stream=stream, successes=successes)
 
     def samples(
@@ -302,19 +313,8 @@ def rules_for(run: Run) -> dict[str, Rule]:
     if run.recipe.of_kl is not None:
         rules["controller"] = Controlled(run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
-        rules["entropy"] = EntropyControlled(run.recipe.of_entropy)
+        rules[OF_ENTROPY] = EntropyControlled(run.recipe.of_entropy)
     return rules
-
-
-def same_groups(one: Run, other: Run) -> bool:
-    """Whether both sample and score groups in the same way."""
-    parts = ("task", "rollout", "scoring", "learner.keep_sampling_mask", "recipe.filter_groups", "recipe.shaping")
-    return all(operator.attrgetter(part)(one) == operator.attrgetter(part)(other) for part in parts)
-
-
-def same_rewards(one: Run, other: Run) -> bool:
-    """Whether both score all completions in the same way, the punishment of long ones included."""
-    return one.scoring == other.scoring and configs.rewards(one) == configs.rewards(other)
 
 
 def dropped_endings(run: Run) -> tuple[str, ...]:

@@ -44,13 +44,13 @@ class Prioritised:
 class EasyToHard:
     """Only the easiest problems are open at first; their share grows evenly until all are.
 
-    ``start + (1 - start) * n / over`` of those that are not dropped are open to prompt n. What is equally easy is in an
-    order of the seed's.
+    ``start + (1 - start) * n / over`` of those that are not dropped are open to prompt n of the task. What is equally
+    easy is in an order of the seed's.
 
     Attributes:
       by: a column of the rows with a number for each problem (a dot reaches into a nested record); "success": how often
         it was solved so far, where a problem that was never asked counts as ``Curriculum.prior``.
-      over: prompts after which all problems are open.
+      over: prompts of the task after which all problems are open; in a later phase from its first one on.
       start: the share that is open to the first prompt; above 0, at most 1.
       rising: the larger a column's number, the harder the problem; False the other way round.
     """
@@ -61,7 +61,7 @@ class EasyToHard:
     rising: bool = True
 
     def share(self, number: int) -> float:
-        """The share that is open to prompt ``number``, counted from 0."""
+        """The share that is open to prompt ``number`` of the task, counted from 0."""
         return min(1.0, self.start + (1 - self.start) * number / self.over)
 
     def __call__(self, difficulty: np.ndarray, left: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:

@@ -9,8 +9,9 @@ from jaxrl_llm.types import Group, Problem
 
 ASKED = "asked"
 """Where the memory of a mixture counts the prompts asked of each task; what each stream remembers stands beside it,
-under ``STREAMS``."""
+under ``STREAMS``; and under ``BEFORE`` what was asked before the present shares held."""
 STREAMS = "streams"
+BEFORE = "before"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,11 @@ class Interleaved:
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """The problem that is asked next, of the task whose turn it is."""
         asked = {label: memory.get(ASKED, {}).get(label, 0) for label in self.streams}
-        label = turn(asked, self.weights)
+        before = memory.get(BEFORE, {})
+        label = turn({label: count - before.get(label, 0) for label, count in asked.items()}, self.weights)
         inner = memory.get(STREAMS, {})
         problem, remembered = self.streams[label].next(asked[label], inner.get(label, {}))
-        return problem, {ASKED: asked | {label: asked[label] + 1}, STREAMS: inner | {label: remembered}}
+        return problem, memory | {ASKED: asked | {label: asked[label] + 1}, STREAMS: inner | {label: remembered}}
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """What the stream of each group's task remembers then."""
@@ -53,6 +55,17 @@ class Interleaved:
             for name, value in of_task.items():
                 found[name if name.startswith("event/") else f"task/{label}/{name}"] = value
         return found
+
+
+def going_on(memory: Memory, labels: Sequence[str]) -> Memory:
+    """What a mixture remembers that goes on with these tasks of another, by label: their streams go on where they were,
+    and the shares count from here."""
+    asked = {label: count for label, count in memory[ASKED].items() if label in labels}
+    return {
+        ASKED: asked,
+        BEFORE: asked,
+        STREAMS: {label: own for label, own in memory[STREAMS].items() if label in labels},
+    }
 
 
 def turn(asked: Mapping[str, int], weights: Mapping[str, float]) -> str:

@@ -13,6 +13,9 @@ from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
 from jaxrl_llm.tasks.stream import Memory, permutation
 from jaxrl_llm.types import Group, Problem
 
+NONE = -1
+"""In place of a prompt's number: there was none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
@@ -20,7 +23,8 @@ class Scheduled:
 
     It remembers, as arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of answers
     that were verified and of those that were right; ``streak`` and ``last`` as ``Dropping`` reads them; and besides
-    ``asked``, prompts so far, ``begun``, where the present round began, and ``problems``, a digest of their ids.
+    ``asked``, prompts so far, ``since``, the number of its first one, ``begun``, where the present round began, and
+    ``problems``, a digest of their ids.
 
     Attributes:
       curriculum: what decides.
@@ -37,6 +41,8 @@ class Scheduled:
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """The problem that is drawn for this prompt."""
         memory = self.kept(memory)
+        if memory.get("since", 0) == NONE:
+            memory = memory | {"since": number}
         asked = self.active(number, memory)
         begun = memory["begun"]
         if self.curriculum.prioritised is not None:
@@ -115,6 +121,8 @@ class Scheduled:
         if easy is None:
             return left
         hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
+        since = memory.get("since", 0)
+        number = 0 if since == NONE else number - since
         return easy(hard, left, number, permutation(self.seed, 0, len(self.problems)))
 
     @functools.cached_property
@@ -127,8 +135,8 @@ class Scheduled:
             "streak": np.zeros(size, np.int32),
         }
         known = {name: array for name, array in self.known.items() if name in counts}
-        own = {"last": np.full(size, -1, np.int64), "begun": 0, "asked": 0, "problems": digest(self.problems)}
-        return counts | known | own
+        places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
+        return counts | known | places | {"problems": digest(self.problems)}
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:
