@@ -49,10 +49,11 @@ class RewardFails:
 class TeachesNothing:
     """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
 
-    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. Where a
-    critic still learns, which it does alone while it warms up, the step taught something. A step in which no group was
-    finished only waits: it neither counts nor ends the row. Where all that was sampled last is correct, the task is
-    solved, and the run is done.
+    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: nothing
+    else is in the loss, the gradient is exactly 0 (that of a KL is, while the policy is the reference), or there was
+    no reward at all. Where a critic still learns, which it does alone while it warms up, the step taught something. A
+    step in which no group was finished only waits: it neither counts nor ends the row. Where all that was sampled last
+    is correct, the task is solved, and the run is done.
 
     Attributes:
       patience: steps; 0 never stops.
@@ -77,7 +78,7 @@ class TeachesNothing:
         empty += 1
         if not self.patience or empty < self.patience:
             return _told(reason), {"empty": empty}
-        solved = row.get("reward/accuracy") == 1
+        solved = row.get("reward/accuracy") == 1 and not _unscored(row)
         lasted = f"{empty} steps in a row taught nothing: {reason}"
         if solved:
             lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
@@ -89,8 +90,11 @@ class TeachesNothing:
             return ""
         if row.get("updates") or row.get("updates/not_finite"):
             others = row.get("entropy_coef") or not self.only_advantages
-            if row.get("advantage/nonzero_fraction") != 0 or others:
+            still = _unscored(row) or row.get("grad_norm") == 0
+            if row.get("advantage/nonzero_fraction") != 0 or (others and not still):
                 return ""
+            if _unscored(row):
+                return UNSCORED
             if "critic/loss" in row:
                 return "all advantages are 0, since the critic foresees every reward"
             return "all advantages are 0, since the rewards of each group are equal"
@@ -99,6 +103,8 @@ class TeachesNothing:
             not self.filter_reads or row.get("completions") or math.isnan(kept)
         ):  # nothing went through the filter, or it kept some
             return "no token is in the loss"
+        if _unscored(row):
+            return UNSCORED
         varies = row.get("reward/zero_std_fraction", 1.0) < 1
         if varies and self.filter_reads == "accuracy":
             return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
@@ -150,6 +156,15 @@ class OnFinding:
             return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
         stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
         return stopped, own | {"known": [*known, *new]}
+
+
+UNSCORED = "no completion could be scored: the reward is NaN for all"
+"""Why a step taught nothing to which no reward said anything."""
+
+
+def _unscored(row: Row) -> bool:
+    """Whether completions were sampled, and none of them has a reward."""
+    return math.isnan(row.get("reward/mean", 0.0)) and not math.isnan(row.get("completions/mean_length", math.nan))
 
 
 def _told(reason: str) -> Decision:
