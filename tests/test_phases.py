@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import posixpath
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from jaxrl_llm.config import (
     Mixture,
     Part,
     Scoring,
+    as_read,
     from_json,
     in_phase,
     load_config,
@@ -35,7 +37,7 @@ from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.recipes import DAPO, DR_GRPO, GRPO, PRORL_V1
-from jaxrl_llm.rewards import Accuracy, Format
+from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.rl import same_rewards
 from jaxrl_llm.stages.stage import Stage
@@ -218,6 +220,13 @@ def test_an_overlong_punishment_follows_the_rewards_that_its_weight_was_made_of(
     nothing = dataclasses.replace(recipe, overlong_weight=0.0)
     run = changed(Phase("a", 1), heavier, Phase("c"), recipe=nothing, scoring=RUN.scoring)
     assert in_phase(run, 1).recipe.overlong_weight == 0.0, "nothing was filled in"
+
+
+@pytest.mark.parametrize("rewards", [posixpath.join, (lambda completion: 1.0, Function(len))])
+def test_a_function_among_changes_is_saved_as_that_of_a_whole_run(rewards):
+    run = dataclasses.replace(RUN, rules=Rules((Phase("a", 1), Phase("b", changes={"scoring.rewards": rewards}))))
+    whole = as_read(dataclasses.replace(RUN, scoring=dataclasses.replace(RUN.scoring, rewards=rewards)))
+    assert in_phase(as_read(run), 1).scoring == whole.scoring
 
 
 def test_it_is_saved_and_read_again():
