@@ -15,6 +15,7 @@ from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.completions import Status, Watch, drain
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, extract
+from jaxrl_llm.tasks.task import MEAN_OF_TASKS
 from jaxrl_llm.types import Completion, Problem
 
 SEED_SPACE = 1 << 39
@@ -139,7 +140,7 @@ class Tested:
         return dict(self.numbers) | found
 
 
-AVERAGE = "eval/average"
+AVERAGE = f"eval/{MEAN_OF_TASKS}"
 """What the names of metrics begin with that are means over several tasks, each counting once."""
 
 

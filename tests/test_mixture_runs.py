@@ -134,6 +134,7 @@ def named(name, **fields):
 
 WRONG = {
     "parts is empty": mixture(evaluation=Evaluation()),
+    "task has a task called 'average'": mixture(Part(named("a")), Part(named("average")), evaluation=Evaluation()),
     "two tasks called 'a'": mixture(Part(named("a")), Part(named("a")), evaluation=Evaluation()),
     "parts\\[0\\].weight must be above 0": mixture(Part(named("a"), 0.0), evaluation=Evaluation()),
     "parts\\[1\\].rewards is empty": mixture(Part(named("a")), Part(named("b"), rewards=()), evaluation=Evaluation()),

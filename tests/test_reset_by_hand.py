@@ -6,7 +6,9 @@ from pathlib import Path
 
 from jaxrl_llm import cli, requests
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, decide
+from jaxrl_llm.checkpoint import host_file
+from jaxrl_llm.recipes import DAPO, GRPO
+from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, Phase, Rules, decide
 from jaxrl_llm.tasks import Table, Texts
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
@@ -71,3 +73,18 @@ def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, ca
         assert "resets its reference and its optimiser after the step that it is in" in capsys.readouterr().out
         assert requests.asked(tmp_path / name)["asked/reset"]["with_optimiser"]
     assert cli.run(["reset", "--help"]) == 0 and "usage: jaxrl-llm reset RUN" in capsys.readouterr().out
+
+
+def test_a_run_in_phases_has_the_reference_of_the_phase_that_it_is_in(tmp_path, capsys):
+    run = configs.with_recipe(configs.load_config(str(RUNS / "ruled.py"))[1], "dapo")
+    phases = Phase("free", 1), Phase("held", 1, changes={"recipe": GRPO}), Phase("free again", changes={"recipe": DAPO})
+    run = dataclasses.replace(run, rules=Rules(phases))
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_json(run)))
+    line = ["reset", str(tmp_path)]
+    assert cli.run(line) == 2 and "keeps no reference in phase free, since" in capsys.readouterr().err
+    for kind, step, phase, code in (("checkpoints", 1, 0, 2), ("snapshots", 2, 1, 0), ("checkpoints", 3, 2, 2)):
+        values = host_file(tmp_path / kind / str(step))
+        values.parent.mkdir(parents=True)
+        values.write_text(json.dumps({"phase": phase}))
+        assert cli.run(line) == code
+        assert code == 0 or f"in phase {phases[phase].name}" in capsys.readouterr().err

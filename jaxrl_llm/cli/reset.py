@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import snapshots
 from jaxrl_llm.cli.flags import first, take
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import writable
@@ -30,7 +31,7 @@ def reset(arguments: list[str]) -> int:
     directory = Path(name)
     path = directory / "config.json"
     configs.require(configs.is_run(path), f"{name} is no run: give the folder that holds its config.json")
-    check_reference(name, settings_of(path))
+    check_reference(name, settings_of(path), phase_of(directory))
     with writable(directory, "RUN"):
         ask(directory, with_optimiser)
     also = " and its optimiser" if with_optimiser else ""
@@ -39,14 +40,21 @@ def reset(arguments: list[str]) -> int:
 
 
 def settings_of(path: Path) -> Any:
-    """Those of a config.json; classes of its own are looked for only where the method is made of some."""
+    """Those of a config.json; classes of its own are looked for only where the method, or a phase, is made of some."""
     run = configs.read(path, own=False).run
-    recipe = getattr(run, "recipe", None)
-    return run if configs.is_whole(recipe) else configs.read(path).run
+    phased = bool(configs.rules_of_run(run).phases)
+    decides = run if phased else getattr(run, "recipe", None)
+    return run if configs.is_whole(decides) else configs.read(path).run
 
 
-def check_reference(name: str, run: Any) -> None:
-    """Refuse a run that keeps no reference.
+def phase_of(directory: Path) -> int:
+    """The phase that a run is in, as far as its checkpoints and snapshots tell: each phase begins with one."""
+    places = snapshots.kept(directory)
+    return snapshots.phase_of(places[max(places)]) if places else 0
+
+
+def check_reference(name: str, run: Any, number: int) -> None:
+    """Refuse a run that keeps no reference in the phase of this number.
 
     Raises:
       InputError: names the run and the remedy.
@@ -55,8 +63,11 @@ def check_reference(name: str, run: Any) -> None:
         isinstance(run, configs.Run),
         f"{name} is a {type(run).__name__} run, which keeps no reference that could be reset",
     )
+    phase = configs.phases_of(run)[number].name
+    where = f" in phase {phase}" if phase else ""
+    run = configs.in_phase(run, number)
     configs.require(
         run.recipe.algorithm.needs_reference or run.output.monitor_kl,
-        f"{name} keeps no reference, since its recipe.algorithm.kl_coef is {run.recipe.algorithm.kl_coef:g}: begin a "
-        "run with a KL, or with --monitor_kl, from its weights: jaxrl-llm train CONFIG --from " + name,
+        f"{name} keeps no reference{where}, since its recipe.algorithm.kl_coef is {run.recipe.algorithm.kl_coef:g}: "
+        "begin a run with a KL, or with --monitor_kl, from its weights: jaxrl-llm train CONFIG --from " + name,
     )

@@ -13,6 +13,7 @@ from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, Threshold, base
 from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE, StepReward
 from jaxrl_llm.rewards.refusals import REFUSED, REFUSES_FROM
 from jaxrl_llm.rewards.shaping import Reward
+from jaxrl_llm.tasks.task import MEAN_OF_TASKS
 
 JUDGED = "judged"
 """The part that says how good the judge of evaluations finds an answer."""
@@ -139,6 +140,11 @@ def check_mixture(run: Run) -> None:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise InputError(f"{field} has two tasks called {twice[0]!r}: give one of them another name (Task.name)")
+        if len(parts) > 1 and MEAN_OF_TASKS in names:
+            raise InputError(
+                f"{field} has a task called {MEAN_OF_TASKS!r}, as the means over tasks are "
+                f"(eval/{MEAN_OF_TASKS}/...): give it another name (Task.name)"
+            )
         for number, part in enumerate(parts):
             if not isinstance(part.weight, (int, float)) or not 0 < part.weight < math.inf:
                 raise InputError(f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out")

@@ -18,6 +18,9 @@ from jaxrl_llm.rewards.forms import PLAIN, Form, bind
 
 AT_ONCE = 64
 """Calls of one ``async`` function that wait at one time."""
+LARGEST = 1e15
+"""A reward's size at most: the squares of a million differences of such rewards have a sum in float32, in which
+advantages are made. Beyond, all of them would be 0."""
 
 _LONGEST_TRACE = 20_000
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -141,7 +144,7 @@ def number(result: Any) -> float:
 
     Raises:
       TypeError: no number.
-      ValueError: an infinite one.
+      ValueError: an infinite one, or one beyond ``LARGEST``.
     """
     if isinstance(result, Mapping) and "score" in result:  # verl's functions may say more than the score
         result = result["score"]
@@ -150,6 +153,8 @@ def number(result: Any) -> float:
     value = float(result)
     if math.isinf(value):
         raise ValueError(f"returned {value}; a reward is finite, or NaN where there is none")
+    if abs(value) > LARGEST:
+        raise ValueError(f"returned {value:g}; a reward is at most {LARGEST:g} in size, or NaN where there is none")
     return value
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, shaped
 from jaxrl_llm.rewards.by_task import places_of, spread
-from jaxrl_llm.rewards.calls import Outcome
+from jaxrl_llm.rewards.calls import LARGEST, Outcome
 from jaxrl_llm.rewards.failures import Failures
 from jaxrl_llm.rewards.forms import Item
 from jaxrl_llm.rewards.functions import as_reward
@@ -128,7 +128,7 @@ class Scorer:
         """Scores each completion; the order is kept, and a failing call costs its own part only.
 
         Raises:
-          InputError: a problem names an unknown extractor or verifier.
+          InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
           RuntimeError: the worker processes do not start.
         """
         return self._divided(items, self._rewards | self._watched)
@@ -175,6 +175,7 @@ class Scorer:
             own = slice(self._peers.index, None, self._peers.count)
             share = self._score(items[own], rewards, {name: column[own] for name, column in given.items()})
             scores = _interleaved([_from_plain(part) for part in self._peers.gather(_plain(share))], len(items))
+        _check_sums(scores.reward)
         failures = scores.failures
         if self._errors is None or not failures.trace:
             return scores
@@ -221,6 +222,16 @@ class Scorer:
                 failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
             ),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
+        )
+
+
+def _check_sums(rewards: np.ndarray) -> None:
+    """Refuse sums of which no advantages could be made; all processes see the same ones."""
+    largest = np.abs(rewards[~np.isnan(rewards)]).max(initial=0.0)
+    if largest > LARGEST:
+        raise InputError(
+            f"rewards with their weights add up to {largest:g} in size, and advantages are made of {LARGEST:g} at "
+            "most: give them smaller weights"
         )
 
 

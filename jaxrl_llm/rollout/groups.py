@@ -290,10 +290,14 @@ def _metric(part: str) -> str:
 
 
 def _share_without_differences(groups: Sequence[Group]) -> float:
-    """The share of groups whose rewards are all equal; NaN where there is one completion of each prompt."""
-    if len(groups[0].completions) == 1:
+    """The share of groups whose rewards are all equal, of those that have any: a single one is like itself.
+
+    NaN where there is one completion of each prompt, or no reward at all.
+    """
+    scored = [g for g in groups if not np.isnan(g.rewards).all()]
+    if not scored or len(groups[0].completions) == 1:
         return math.nan
-    return float(np.mean([not informative(g, "reward") for g in groups]))
+    return float(np.mean([not informative(g, "reward") for g in scored]))
 
 
 def share_correct(groups: Sequence[Group]) -> float:

@@ -54,14 +54,15 @@ OF_LESSONS = "teaches_nothing"
 class TeachesNothing:
     """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
 
-    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else is in the loss. Where a
-    critic still learns, which it does alone while it warms up, the step taught something. A step in which no group was
-    finished only waits: it neither counts nor ends the row. Where all that was sampled last is correct, the task is
-    solved, and the run is done.
+    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: nothing
+    else is in the loss, the gradient is exactly 0 (that of a KL is, while the policy is the reference), or there was
+    no reward at all. Where a critic still learns, which it does alone while it warms up, the step taught something. A
+    step in which no group was finished only waits: it neither counts nor ends the row. Where all that was sampled last
+    is correct, the task is solved, and the run is done.
 
     Attributes:
       patience: steps; 0 never stops.
-      only_advantages: whether neither a KL nor an entropy term is in the loss.
+      only_advantages: whether no KL, no entropy term and no texts are in the loss.
       filter_reads: what the filter of groups compares, "accuracy" or "reward"; empty without a filter.
       ended: in a phase that another one follows, what ends it, by the reason: what is solved goes on there.
     """
@@ -84,7 +85,7 @@ class TeachesNothing:
         empty += 1
         if not self.patience or empty < self.patience:
             return _told(reason), {"empty": empty}
-        solved = row.get("reward/accuracy") == 1
+        solved = row.get("reward/accuracy") == 1 and not _unscored(row)
         lasted = f"{empty} steps in a row taught nothing: {reason}"
         if solved:
             lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
@@ -99,8 +100,11 @@ class TeachesNothing:
             return ""
         if row.get("updates") or row.get("updates/not_finite"):
             others = row.get("entropy_coef") or not self.only_advantages
-            if row.get("advantage/nonzero_fraction") != 0 or others:
+            still = _unscored(row) or row.get("grad_norm") == 0
+            if row.get("advantage/nonzero_fraction") != 0 or (others and not still):
                 return ""
+            if _unscored(row):
+                return UNSCORED
             if "critic/loss" in row:
                 return "all advantages are 0, since the critic foresees every reward"
             return "all advantages are 0, since the rewards of each group are equal"
@@ -109,6 +113,8 @@ class TeachesNothing:
             not self.filter_reads or row.get("completions") or math.isnan(kept)
         ):  # nothing went through the filter, or it kept some
             return "no token is in the loss"
+        if _unscored(row):
+            return UNSCORED
         varies = row.get("reward/zero_std_fraction", 1.0) < 1
         if varies and self.filter_reads == "accuracy":
             return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
@@ -162,6 +168,15 @@ class OnFinding:
         return stopped, own | {"known": [*known, *new]}
 
 
+UNSCORED = "no completion could be scored: the reward is NaN for all"
+"""Why a step taught nothing to which no reward said anything."""
+
+
+def _unscored(row: Row) -> bool:
+    """Whether completions were sampled, and none of them has a reward."""
+    return math.isnan(row.get("reward/mean", 0.0)) and not math.isnan(row.get("completions/mean_length", math.nan))
+
+
 def _told(reason: str) -> Decision:
     return Decision(events={"event/teaches_nothing": reason})
 
@@ -169,7 +184,7 @@ def _told(reason: str) -> Decision:
 def guards_of(run: Any) -> dict[str, Rule]:
     """The guards of a run with these settings, by name; of several that stop it the first says why."""
     algorithm = run.recipe.algorithm
-    only_advantages = not (algorithm.kl_in_loss and algorithm.kl_coef) and not algorithm.entropy_coef
+    others = (algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef or run.rollout.collect.ptx
     critic = run.recipe.critic
     unstable: dict[str, Rule] = {"not_a_number": NotANumber(run.learner.optimiser.learning_rate)}
     if critic is not None:
@@ -181,5 +196,5 @@ def guards_of(run: Any) -> dict[str, Rule]:
         unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
     return unstable | {
         "reward_fails": RewardFails(),
-        OF_LESSONS: TeachesNothing(run.rollout.collect.patience, only_advantages, run.recipe.filter_groups or ""),
+        OF_LESSONS: TeachesNothing(run.rollout.collect.patience, not others, run.recipe.filter_groups or ""),
     }

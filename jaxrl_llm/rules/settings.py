@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxrl_llm.rewards.functions import Function, as_reward
+
 
 @dataclasses.dataclass(frozen=True)
 class Reaches:
@@ -45,7 +47,8 @@ class Phase:
       steps: it lasts at most; None for no such end. The last phase lasts until the run's steps are made.
       until: it ends after the step after which this is so; None for ``steps`` alone.
       changes: settings by their dotted names, as on the command line (``{"rollout.group": 32}``), from here on: what a
-        later phase does not change stays. A value may be a whole part: ``{"task": Mixture(...)}``.
+        later phase does not change stays. A value may be a whole part: ``{"task": Mixture(...)}``. Functions of your
+        own among rewards become such rewards as ``Scoring`` makes of them, which a config.json holds as it holds those.
       reset: the reference becomes the policy when it begins.
       reset_optimiser: the optimiser begins anew when it begins.
     """
@@ -56,6 +59,22 @@ class Phase:
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reset: bool = False
     reset_optimiser: bool = False
+
+    def __post_init__(self) -> None:
+        changes = {name: _with_rewards(value) if name in SCORES else value for name, value in self.changes.items()}
+        object.__setattr__(self, "changes", changes)
+
+
+SCORES = ("scoring.rewards", "scoring.refusals")
+"""Settings in which a function may stand for a reward."""
+
+
+def _with_rewards(value: Any) -> Any:
+    """The value, with rewards in place of functions; what is neither is refused where the settings are made."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_with_rewards(item) for item in value)
+    given = isinstance(value, Function) or (callable(value) and not isinstance(value, type))
+    return as_reward(value) if given else value
 
 
 @dataclasses.dataclass(frozen=True)

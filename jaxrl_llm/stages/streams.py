@@ -42,8 +42,10 @@ def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: 
 def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     """What the newest checkpoint of RUN, or that of RUN@STEP, has counted of these problems; no weights are read.
 
+    Of a mixture the counts of the task of the same name come first: tasks may ask the same, and judge it differently.
+
     Raises:
-      InputError: there is no such run, it had no curriculum, or other problems.
+      InputError: there is no such run, it had no curriculum, or other problems, or these for several other tasks.
     """
     start = configs.find_start(name)
     saved = json.loads(host_file(kept(Path(start.run))[start.step]).read_text())
@@ -53,20 +55,26 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
             f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "
             "leave it out"
         )
-    wanted = digest(problems)
-    for memory in found:
-        if memory["problems"] == wanted:
-            return codec.from_json(memory)
-    raise InputError(
-        f"{FIELD}.statistics {name} is about other problems than the {len(problems)} of {problems[0].task}: give a run "
-        "of the same task, source and holdout, or leave it out"
+    wanted, task = digest(problems), problems[0].task
+    same = {label: memory for label, memory in reversed(found) if memory["problems"] == wanted}
+    if not same:
+        raise InputError(
+            f"{FIELD}.statistics {name} is about other problems than the {len(problems)} of {task}: give a run "
+            "of the same task, source and holdout, or leave it out"
+        )
+    require(
+        task in same or len(same) == 1,
+        f"{FIELD}.statistics {name} has counted these problems for several tasks ({', '.join(sorted(same))}), none of "
+        f"them called {task}: give the task the name of one of them (Task.name), or leave it out",
     )
+    return codec.from_json(same[task] if task in same else next(iter(same.values())))
 
 
-def _memories(saved: Any) -> list[dict[str, Any]]:
-    """Every stream's memory among the host values of a checkpoint, as they were written."""
+def _memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Every stream's memory among the host values of a checkpoint, as they were written, each with the name that it
+    stands under: in a mixture its task's."""
     if isinstance(saved, dict):
         if {"problems", "tries", "solved", "streak"} <= saved.keys():
-            return [saved]
-        return [memory for item in saved.values() for memory in _memories(item)]
-    return [memory for item in saved for memory in _memories(item)] if isinstance(saved, list) else []
+            return [(name, saved)]
+        return [memory for inner, item in saved.items() for memory in _memories(item, inner)]
+    return [memory for item in saved for memory in _memories(item, name)] if isinstance(saved, list) else []

@@ -72,6 +72,7 @@ ACTIONS = {
     "text": lambda: "1",
     "list": lambda: [1.0],
     "infinite": lambda: float("inf"),
+    "huge": lambda: -1e39,
     "nan": lambda: float("nan"),
     "true": lambda: True,
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Function, LengthPenalty, Scorer, accuracy
 from jaxrl_llm.rewards.pool import Call, Pool
 from jaxrl_llm.tasks import ReasoningGym
@@ -135,6 +136,11 @@ def obeying():
         ("text", "def obey", "TypeError: returned '1', which is no number"),
         ("list", "def obey", "TypeError: returned [1.0], which is no number"),
         ("infinite", "def obey", "ValueError: returned inf; a reward is finite, or NaN where there is none"),
+        (
+            "huge",
+            "def obey",
+            "ValueError: returned -1e+39; a reward is at most 1e+15 in size, or NaN where there is none",
+        ),
     ],
 )
 def test_the_first_failure_is_told_in_one_line_that_names_the_functions_own(obeying, text, place, message):
@@ -153,6 +159,13 @@ def test_what_failed_is_counted_over_all_scorings_of_a_step(obeying):
     }  # fmt: skip
     assert none.metrics() == {"reward/errors": 0, "reward/timeouts": 0}
     assert (some + both).message == some.message == (none + some).message
+
+
+def test_sums_of_which_no_advantages_could_be_made_are_refused():
+    with Scorer((LengthPenalty(-1.0, weight=1e14), LengthPenalty(-1.0, weight=9e14))) as scorer:
+        assert scorer.score([item("", length=1)]).reward.tolist() == [1e15]
+        with pytest.raises(InputError, match=r"weights add up to 3e\+15 in size, .* smaller weights"):
+            scorer.score([item(""), item("3")])
 
 
 def test_nan_means_unscorable_and_is_no_error(obeying):

@@ -82,7 +82,7 @@ def test_what_was_not_measured_is_not_a_number():
     unscored = describe([dataclasses.replace(ended("stop", "stop"), rewards=none, parts={"part": none})])
     lost = ("mean", "std", "part", "p10", "p50", "p90")
     assert np.isnan([unscored[f"reward/{name}"] for name in lost]).all()
-    assert unscored["reward/zero_std_fraction"] == 1
+    assert np.isnan(unscored["reward/zero_std_fraction"]), "no reward is no equal reward"
     assert np.isnan(describe([ended("stop")])["reward/zero_std_fraction"]), "one completion is like no other"
 
 
@@ -90,6 +90,8 @@ def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
     rewards = ([0.5, 0.1], [0.3, 0.1 + 0.2], [1, 1], [float("nan"), 2])
     groups = [dataclasses.replace(ended("stop", "stop"), rewards=np.array(r, float)) for r in rewards]
     assert describe(groups)["reward/zero_std_fraction"] == 0.75
+    unscored = dataclasses.replace(groups[0], rewards=np.full(2, np.nan))
+    assert describe([*groups, unscored])["reward/zero_std_fraction"] == 0.75, "what has no reward does not count"
 
 
 def completed(*rows, reason="length"):

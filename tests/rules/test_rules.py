@@ -172,6 +172,21 @@ def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0}
     assert TeachesNothing(1, False, "")(flat, {})[0] == Decision()
     assert TeachesNothing(1, True, "")(flat, {})[0].stop == GUARD
+    at_the_reference, _ = TeachesNothing(1, False, "")(flat | {"grad_norm": 0.0}, {})
+    assert at_the_reference.stop == GUARD and "the rewards of each group are equal" in at_the_reference.reason
+    moving = TAUGHT | {"step": 1, "grad_norm": 0.0}
+    assert TeachesNothing(1, False, "")(moving, {})[0] == Decision(), "advantages that cancel are advantages"
+
+
+@pytest.mark.parametrize("reads", ["", "accuracy"])
+def test_a_step_without_any_reward_says_so(reads):
+    none = {"step": 1, "reward/mean": math.nan, "reward/zero_std_fraction": math.nan, "completions/mean_length": 5.0}
+    flat = TAUGHT | none | {"advantage/nonzero_fraction": 0.0, "reward/accuracy": 1.0}
+    row = EMPTY | none if reads else flat
+    decision, _ = TeachesNothing(1, False, reads)(row, {})
+    assert decision.stop == GUARD and "no completion could be scored: the reward is NaN for all" in decision.reason
+    carried = flat | {"advantage/nonzero_fraction": 0.5}
+    assert TeachesNothing(1, False, reads)(carried, {})[0] == Decision(), "groups of earlier steps teach"
 
 
 def test_a_step_in_which_only_the_critic_learns_teaches():

@@ -9,7 +9,7 @@ import pytest
 from learner.rollouts import one_device
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, host_file
 from jaxrl_llm.config import find_start, load_config, located, to_json, validate
 from jaxrl_llm.config.origin import Origin
 from jaxrl_llm.errors import InputError
@@ -18,9 +18,10 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rollout.groups import RECORDS, Carryover
-from jaxrl_llm.stages.streams import stream_of
+from jaxrl_llm.stages.streams import statistics, stream_of
 from jaxrl_llm.step import LoopState
 from jaxrl_llm.tasks import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, Shuffled
+from jaxrl_llm.tasks.interleaved import Interleaved
 from jaxrl_llm.types import Group, Problem
 
 
@@ -306,6 +307,25 @@ def test_a_curriculum_begins_with_what_another_run_has_counted(other):
         with pytest.raises(InputError, match=wanted) as raised:
             stream_of(Curriculum(Prioritised(), statistics=given), rows, 0)
         assert "\n" not in str(raised.value)
+
+
+def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
+    tasks = {name: tuple(dataclasses.replace(one, task=name) for one in problems(4)) for name in ("loose", "strict")}
+    both = Interleaved(
+        {name: Scheduled(Curriculum(), rows, 9) for name, rows in tasks.items()}, dict.fromkeys(tasks, 1.0)
+    )
+    groups = [
+        answered(tasks[name][i], right) for name, i, right in (("loose", 0, 4), ("strict", 0, 0), ("strict", 1, 0))
+    ]
+    left = Carryover(stream=both.told({}, groups))
+    counted = host_file(tmp_path / "checkpoints" / "1")
+    counted.parent.mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps(to_json(load_config("smoke")[1])))
+    counted.write_text(json.dumps(LoopState(left=left).to_json(RECORDS)))
+    for name, tries in {"loose": [4, 0, 0, 0], "strict": [4, 4, 0, 0]}.items():
+        assert statistics(str(tmp_path), tasks[name])["tries"].tolist() == tries
+    with pytest.raises(InputError, match=r"several tasks \(loose, strict\), none of them called toy: give the task"):
+        statistics(str(tmp_path), problems(4))
 
 
 def test_another_run_is_found_from_where_this_one_began(other):
