@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -218,9 +219,10 @@ def _next(summary: RunSummary) -> list[Text]:
     commands = [f"jaxrl-llm eval {run}", more]
     if summary.writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
+    report = Path(summary.run_dir, "report.html")
     return [
         _field("the run lies in", summary.run_dir),
-        _field("look at it", f"{summary.run_dir}/report.html, in a browser"),
+        *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
         _field("try next", ""),
         *(Text(f"  {command}") for command in commands),
     ]

@@ -90,8 +90,10 @@ def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
     assert "\x1b" not in printed(width) and "[b]11[/b]" in printed(width)
 
 
-def test_the_report_is_named():
-    assert "look at it        my runs/quickstart/report.html" in printed()
+def test_the_report_is_named_where_there_is_one(tmp_path):
+    assert "look at it" not in printed(run_dir=str(tmp_path))
+    (tmp_path / "report.html").touch()
+    assert f"look at it        {tmp_path}/report.html, in a browser" in printed(run_dir=str(tmp_path))
 
 
 def test_the_commands_can_be_pasted():
