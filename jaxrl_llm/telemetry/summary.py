@@ -46,18 +46,27 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Took:
+    """The steps that a process has made, ``first`` to ``last``, and the ``seconds`` that it took."""
+
+    first: int
+    last: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class RunSummary:
     """What a finished run is summed up by.
 
     Attributes:
       run_dir: where the run lies.
       task: the task that was evaluated.
-      steps: the last step.
-      seconds: how long this process took.
+      took: the steps of this process, which may have gone on from others', and its time.
       measure: what the evaluation told: ``accuracy``, or ``reward`` where nothing is verified.
       before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
+      problems: how many were evaluated; of many not all completions are written down.
       reloads: whether its config.json holds all that it trains with.
       others: what else its tests measured.
       writes: whether it trains a model that answers; a reward model does not.
@@ -66,12 +75,12 @@ class RunSummary:
 
     run_dir: str
     task: str
-    steps: int
-    seconds: float
+    took: Took
     measure: str = "accuracy"
     before: float | None = None
     after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
+    problems: int = 0
     reloads: bool = True
     others: tuple[Measured, ...] = ()
     writes: bool = True
@@ -126,12 +135,15 @@ def print_summary(
 
 
 def _field(label: str, value: str, style: str = "") -> Text:
-    return Text.assemble((f"{label:<{LABEL_WIDTH}}", "bold"), (value, style))
+    return Text.assemble((f"{label:<{LABEL_WIDTH - 1}} ", "bold"), (value, style))
 
 
 def _results(summary: RunSummary) -> list[Text]:
     measure = summary.measure
-    lines = [_field("finished", f"{summary.steps} steps in {seconds(summary.seconds)}")]
+    took = summary.took
+    later = f"step {took.last}" if took.first == took.last else f"steps {took.first} to {took.last}"
+    steps = f"{took.last} steps" if took.first <= 1 else later
+    lines = [_field("finished", f"{steps} in {seconds(took.seconds)}")]
     if summary.after is not None:
         lines.append(_field(f"{measure} before", _shown(summary.before, measure)))
         lines.append(_field(f"{measure} after", f"{_shown(summary.after, measure)}  on {summary.task}", "bold"))
@@ -143,9 +155,9 @@ def _results(summary: RunSummary) -> list[Text]:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
         better, worse = WORDS[measure]
-        lines.append(
-            _field("of the problems", f"{gained} {better}, {lost} {worse}, {len(summary.pairs) - gained - lost} stayed")
-        )
+        known = len(summary.pairs)
+        which = f"first {known} of {summary.problems}" if known < summary.problems else "of the problems"
+        lines.append(_field(which, f"{gained} {better}, {lost} {worse}, {known - gained - lost} stayed"))
     return lines
 
 
@@ -212,10 +224,10 @@ def _next(summary: RunSummary) -> list[Text]:
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
-    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.steps}"
+    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.took.last}"
     if not summary.reloads:
         begun = "from the file or notebook that began it: config.json lacks its own parts"
-        more = f"train again for {2 * summary.steps} steps {begun}"
+        more = f"train again for {2 * summary.took.last} steps {begun}"
     commands = [f"jaxrl-llm eval {run}", more]
     if summary.writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
