@@ -108,6 +108,14 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
     return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
 
 
+class Printer(Console):
+    """Its owner hears that nobody reads it; Rich's own ends the process, with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """See ``Console``."""
+        raise BrokenPipeError
+
+
 def print_summary(
     summary: RunSummary,
     console: Console | None = None,
@@ -124,7 +132,7 @@ def print_summary(
       brief: without the samples and commands.
       phases: the steps after which another phase began, and what the row of each says of it.
     """
-    console = console or Console(highlight=False)
+    console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in phases]
     lines = [*_results(summary), *begun, _field("the run lies in", summary.run_dir)]
     if not brief:
