@@ -1,15 +1,18 @@
 """Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after its step. And the
-processes beside it, which leave that to it."""
+processes beside it, which leave that to it. And what is said to nobody, which ends no command."""
 
 import contextlib
+import errno
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 PREEMPTED = 75
 """Exit code of a training that was asked to stop: all that is saved is whole, run it again to go on."""
@@ -20,6 +23,12 @@ BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command ag
 QUIT = "quit within a step: run the same command again to go on from the last checkpoint"
 LAST_WORDS = "\r\x1b[2K\x1b[?25h"
 """Ends a terminal's live line and shows its cursor again."""
+
+GONE = (errno.EPIPE, errno.EIO)
+"""What a write fails with once the reader of a pipe, or the terminal, is gone."""
+UNHEARD = "nobody reads the error output any more; what is said from here on is in this file"
+
+log = logging.getLogger(__name__)
 
 Farewell = Callable[[int, str], None]
 Answer = Callable[[int], None]
@@ -84,8 +93,52 @@ def quit_now(code: int, line: str) -> NoReturn:
         with contextlib.suppress(Exception):  # the next one may still succeed
             _farewells.pop()(code, line)
     # Past Python's buffers, and in one write, which no other thread's splits.
-    os.write(2, f"{LAST_WORDS if os.isatty(2) else ''}jaxrl-llm: {' '.join(line.split())}\n".encode())
+    with contextlib.suppress(OSError):  # where nobody reads them
+        os.write(2, f"{LAST_WORDS if os.isatty(2) else ''}jaxrl-llm: {' '.join(line.split())}\n".encode())
     os._exit(code)
+
+
+def while_read(file: TextIO) -> TextIO:
+    """An output like this one, which drops what is written to it once nobody reads it any more; the log says so.
+
+    A run is there for what it learns: that the reader of its progress went away does not end it.
+    """
+    return io.TextIOWrapper(_WhileRead(file.fileno()), file.encoding, file.errors, line_buffering=True)
+
+
+class _WhileRead(io.RawIOBase):
+    """The bytes of it. Child processes that begin later find an output that drops them, too."""
+
+    def __init__(self, number: int):
+        self._number = number
+        self._untold = False
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data)
+        count = len(left)
+        try:
+            while left:
+                left = left[os.write(self._number, left) :]
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._number)
+            os.close(nowhere)
+            self._untold = True
+        if self._untold and logging.getLogger("jaxrl_llm").handlers:  # a run's log may begin only later
+            self._untold = False
+            log.warning(UNHEARD)
+        return count
 
 
 def between_steps(number: int) -> None:

@@ -16,7 +16,7 @@ gc.set_threshold(100_000, 20, 100)  # as in conftest.py
 answers = []
 for arguments, typed in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
-    sys.stdin = io.StringIO(typed)
+    sys.stdin = io.TextIOWrapper(io.BytesIO(typed.encode("utf-8", "surrogateescape")), encoding="utf-8")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = run(arguments)

@@ -128,6 +128,12 @@ def test_the_runs_own_wording_holds_for_every_message(policy):
     assert [one["role"] for one in chat] == ["system", "user", "assistant", "user", "assistant"]
 
 
+def test_bytes_that_are_no_text_are_refused(policy):
+    for system, said in ((None, "caf\udce9"), ("caf\udce9", "hello")):
+        with pytest.raises(InputError, match=r"holds '\\udce9', which is no UTF-8"):
+            encode(policy, [HELLO | {"content": said}], wording(policy, system))
+
+
 def test_a_long_chat_loses_its_beginning_with_a_word_said(policy, task, capsys):
     long = [{"role": role, "content": "x" * 200} for role in ("user", "assistant", "user", "assistant", "user")]
     system = {"role": "system", "content": "Be brief."}

@@ -4,8 +4,11 @@ import json
 
 from commands import ROOT, command
 
+from jaxrl_llm.signals import UNHEARD
+
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "sums.py"
 FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+UNREAD = "import os; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); os.dup2(writer, 2)"
 MEMORY = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({1 << 35}, {1 << 35}))"
 
 
@@ -23,14 +26,15 @@ def last_line(answer):
     return answer.err.splitlines()[-1]
 
 
-def test_a_full_disk_at_a_checkpoint_and_then_room_again(tmp_path):
+def test_a_full_disk_at_a_checkpoint_and_then_room_again_though_nobody_listens(tmp_path):
     answer = train_with_small_files(tmp_path, 100_000)
     assert last_line(answer).startswith("jaxrl-llm: the disk is full")
     run = tmp_path / "runs/sums"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     assert not list((run / "checkpoints").iterdir())
-    again = train(tmp_path)
-    assert again.code == 0, again.err
+    again = train(tmp_path, before=UNREAD)
+    assert again.code == 0, (run / "log.txt").read_text()
+    assert (run / "log.txt").read_text().count(UNHEARD) == 1
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
 

@@ -29,6 +29,7 @@ LINES = {
     "eval": "eval runs/smoke --json",
     "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10 --out answers.jsonl",
     "generate": "generate runs/smoke --temperature 0 --max_new_tokens 8",
+    "generate no text": "generate runs/smoke",
     "seed 1": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 1 --prompt hello",
     "seed 2": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 2 --prompt hello",
     "seed 1 again": "generate runs/smoke --temperature 1 --max_new_tokens 32 --seed 1 --prompt hello",
@@ -44,7 +45,7 @@ LINES = {
     "generate gguf": "generate model.gguf --temperature 0 --max_new_tokens 8 --prompt hello --system Speak",
     "generate export": "generate model --temperature 0 --max_new_tokens 8 --prompt hello --system Speak",
 }
-TYPED = {"generate": f"{PROMPT}\n\n{PROMPT}\n"}
+TYPED = {"generate": f"{PROMPT}\n\n{PROMPT}\n", "generate no text": "bad \udcff\n"}
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,10 @@ def test_generate_answers_as_the_run_was_tested(folder, answers):
     }
     assert set(tested) == {0, 6, 8} and tested[0] != tested[8]
     assert answers["generate"].out.splitlines() == [tested[8]] * 2
+
+
+def test_generate_refuses_bytes_that_are_no_text(answers):
+    assert_refused(answers["generate no text"], r"holds '\udcff', which is no UTF-8: write it in UTF-8")
 
 
 def test_a_run_leaves_a_report_of_all_that_it_wrote(folder, answers):

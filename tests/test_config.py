@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.advantages import GDPO
+from jaxrl_llm.algorithms.surrogates import CISPO
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
@@ -14,10 +15,12 @@ from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition
+from jaxrl_llm.rules import Phase, Rules
 from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, Texts
 
 TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
 RUN = Run(model="tiny-random", task=TASK)
+INF = float("inf")
 
 
 def replaced(run, path, value):
@@ -173,7 +176,7 @@ REFUSED = [
     ("recipe.overlong_share", 1.0, "recipe.overlong_share must be from 0 to below 1"),
     ("recipe.filter_groups", "acc", "recipe.filter_groups must be accuracy, reward or False, got 'acc'"),
     ("recipe.overlong_weight", -1.0, "recipe.overlong_weight must be at least 0, got -1.0"),
-    ("recipe.overlong_weight", float("inf"), "recipe.overlong_weight must be at least 0, got inf"),
+    ("recipe.overlong_weight", INF, "recipe.overlong_weight must be at least 0, got inf"),
     (
         "recipe",
         dataclasses.replace(GRPO, overlong_weight=1.0),
@@ -213,8 +216,12 @@ REFUSED = [
     ("scoring.rewards", (Accuracy(float("nan")),), "give a finite number"),
     ("scoring.rewards", (RepetitionPenalty(),), "set rollout.repetition.longest_period and times, or leave it out"),
     ("scoring.timeout_s", 0.0, "scoring.timeout_s must be above 0"),
-    ("scoring.on_error", float("inf"), "scoring.on_error must be a finite number"),
+    ("scoring.on_error", INF, "scoring.on_error must be a finite number"),
     ("output.keep", 0, "output.keep must be at least 1"),
+    ("learner.target_kl", INF, "learner.target_kl must be finite, got inf: give a finite number or None"),
+    ("learner.lora.alpha", INF, "learner.lora.alpha must be finite, got inf: give a finite number"),
+    ("recipe.algorithm.surrogate", CISPO(INF), "recipe.algorithm.surrogate.ratio_max must be finite, got inf"),
+    ("rules", Rules((Phase("on", changes={"learner.target_kl": INF}),)), "phase 'on': learner.target_kl must be"),
 ]
 
 

@@ -12,7 +12,8 @@ import pytest
 from commands import MAIN, ROOT, environment
 from terminals import CTRL_C, Terminal
 
-from jaxrl_llm.signals import BETWEEN_STEPS, QUIT, STOPPING, Preemption
+from jaxrl_llm.signals import BETWEEN_STEPS, QUIT, STOPPING, UNHEARD, Preemption, while_read
+from jaxrl_llm.telemetry.logs import logged
 
 PARENT = """
 import sys
@@ -103,6 +104,23 @@ def test_before_the_first_step_a_run_quits_at_once_and_leaves_nothing(tmp_path):
     assert terminal.lines()[-2:] == [f"jaxrl-llm: {BETWEEN_STEPS}", ""]
     assert_in_order(terminal)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_what_nobody_reads_any_more_is_dropped_and_the_log_says_so(tmp_path, opened):
+    reading, writing = opened()
+    with open(writing, "w") as file:
+        out = while_read(file)
+        assert out.isatty() == (opened is os.openpty)
+        print("heard", file=out)
+        assert os.read(reading, 64).split() == [b"heard"]
+        os.close(reading)
+        print("before there is a log", file=out)
+        with logged(tmp_path / "log.txt"):
+            for _ in range(3):
+                print("unheard", file=out)
+    assert (tmp_path / "log.txt").read_text().endswith(f"  {UNHEARD}\n")
+    assert (tmp_path / "log.txt").read_text().count("\n") == 1
 
 
 def test_other_commands_end_with_one_line(tmp_path):

@@ -190,6 +190,18 @@ def test_settings_and_commands_that_are_named_are_there(path):
     assert commands <= COMMANDS.keys()
 
 
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+def test_commands_of_one_block_run_one_after_the_other(path):
+    for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
+        trained = {}
+        for name, flags in re.findall(r"jaxrl-llm train (\S+)([^\n#|]*)", block.replace("\\\n", " ")):
+            folder = re.search(r"--run_dir (\S+)", flags)
+            settings = re.sub(r"--(steps|distributed\.\w+|run_dir) \S+|--(quiet|json|help)\b|[&\s]", "", flags)
+            if "--fresh" not in settings:
+                first = trained.setdefault((name, folder and folder[1]), settings)
+                assert settings == first, f"{path.name}: {name} goes on in one folder with other settings: {flags}"
+
+
 def has(value, parts):
     """Whether a value has an attribute, by its way there."""
     for part in parts:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_llm.cli.flags import let_go, suggest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import NO_ROOM
-from jaxrl_llm.signals import answering, between_steps, listen
+from jaxrl_llm.signals import answering, between_steps, listen, while_read
 
 USAGE = """usage: jaxrl-llm COMMAND ...
 
@@ -46,6 +46,8 @@ def main() -> None:
     Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143) quit by Ctrl-C (SIGTERM).
     """
     listen()
+    if sys.stderr is not None:
+        sys.stderr = while_read(sys.stderr)
     gc.set_threshold(*SELDOM)
     sys.unraisablehook = _report
     code = run(sys.argv[1:])

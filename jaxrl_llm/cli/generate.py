@@ -1,6 +1,7 @@
 """``jaxrl-llm generate``: one prompt and its answer, a prompt a line, or a chat."""
 
 import dataclasses
+import io
 import sys
 
 from jaxrl_llm import config as configs
@@ -63,6 +64,8 @@ def generate(arguments: list[str]) -> int:
     check_tokenizer(policy.tokenizer, name)
     status("")
     task = wording(policy, options.system)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are: ``encode`` refuses them
     if options.prompt is None and sys.stdin.isatty():
         chat(policy, task, sampling, options.seed)
         return 0

@@ -13,6 +13,7 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import require
 from jaxrl_llm.tasks import Rows, Task
 from jaxrl_llm.tasks import encode as encode_problem
+from jaxrl_llm.tasks.rows import unwritable
 from jaxrl_llm.types import Completion, Message, Problem
 
 SHORTEST_CACHE = 256
@@ -31,7 +32,13 @@ def wording(policy: Policy, system: str | None) -> Task:
 
 
 def encode(policy: Policy, messages: Sequence[Message], task: Task) -> Any:
-    """Token ids of a chat up to where the answer begins, int32[T]."""
+    """Token ids of a chat up to where the answer begins, int32[T].
+
+    Raises:
+      InputError: it holds bytes that are no text, or the chat template refuses it.
+    """
+    broken = unwritable([task.system, task.suffix, *(message["content"] for message in messages)])
+    require(not broken, f"what is asked, or the system message, holds {broken!a}, which is no UTF-8: write it in UTF-8")
     return encode_problem(Problem("prompt", tuple(messages), "", "prompt"), task, policy.tokenizer)
 
 

@@ -3,10 +3,12 @@
 import collections.abc
 import dataclasses
 import functools
+import math
 import operator
 import os
 import types
 import typing
+from numbers import Real
 from typing import Any
 
 from jaxrl_llm.config.code import is_ours
@@ -44,6 +46,29 @@ def check_types(value: Any, where: str = "") -> None:
             raise InputError(f"{name} is {shown}: give {_described(hints[field.name])}")
         for part, label in _inside(found, name):
             check_types(part, f"{label}.")
+
+
+def check_finite(value: Any, where: str = "") -> None:
+    """Refuse an infinite number in this dataclass and in those that it holds: no JSON holds one, and a run's settings
+    and its report are JSON. Classes of one's own may have them.
+
+    Args:
+      value: a dataclass.
+      where: as in ``check_types``.
+
+    Raises:
+      InputError: names the field, its value, and what it takes.
+    """
+    hints = _hints(type(value)) if is_ours(type(value)) else {}
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        name = f"{where}{field.name}"
+        numbers = found if isinstance(found, (tuple, list)) else (found,)
+        if field.name in hints and any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
+            free = types.NoneType in _alternatives(hints[field.name])
+            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
+        for part, label in _inside(found, name):
+            check_finite(part, f"{label}.")
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.config.check_texts import check_from_data
+from jaxrl_llm.config.field_types import check_finite
 from jaxrl_llm.config.phases import check_phases
 from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
@@ -22,7 +23,12 @@ KINDS = tuple(CHECKS)
 
 def validate(run: Configuration) -> None:
     """Refuse what cannot work, before anything is loaded; InputError names the field, its value and the remedy."""
-    check = next(check for kind, check in CHECKS.items() if isinstance(run, kind))
+    own = next(check for kind, check in CHECKS.items() if isinstance(run, kind))
+
+    def check(settings: Configuration) -> None:
+        own(settings)
+        check_finite(settings)  # last, since the checks of a field say more
+
     if isinstance(run, Run) and run.rules.phases:
         check_phases(run, check)
     else:

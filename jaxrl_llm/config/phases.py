@@ -76,7 +76,6 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """
     before = run
     for name, value in changes.items():
-        require(isinstance(name, str), f"a phase changes {name!r}: give a setting by its dotted name, as text")
         run = _with(run, name.split("."), value, name)
     check_types(run)
     algorithm = run.recipe.algorithm
@@ -182,6 +181,7 @@ def _check_changes(run: Run, number: int, where: str) -> None:
     """Refuse changes of what all phases share, and a wait for evaluations that never come."""
     phase = run.rules.phases[number]
     for name in phase.changes:
+        require(isinstance(name, str), f"{where} changes {name!r}: give a setting by its dotted name, as text")
         fixed = [
             other for other in FIXED if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
         ]

@@ -209,7 +209,7 @@ def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
         __file__,
         forms.__file__,
     )  # of what the function wants or returned: no trace shows it
-    trace = "" if complaint else "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
+    trace = "" if complaint else _in_utf_8("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
     place = place_in(frames, function)
     return Outcome("error", message=in_one_line(error), place=place, trace=trace)
 
@@ -217,7 +217,12 @@ def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
 def in_one_line(error: BaseException) -> str:
     """``ZeroDivisionError: division by zero``."""
     text = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split()).removesuffix(":")[:500]
+    return _in_utf_8(" ".join(text.split()).removesuffix(":")[:500])
+
+
+def _in_utf_8(text: str) -> str:
+    """What a person's function says may quote what no file can hold, such as half of a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def place_in(frames: Sequence[traceback.FrameSummary], function: Callable[..., Any]) -> str:

@@ -180,7 +180,7 @@ class Scorer:
         if self._errors is None or not failures.trace:
             return scores
         if self._writes:
-            self._errors.write_text(failures.trace)
+            self._errors.write_text(failures.trace, encoding="utf-8", errors="backslashreplace")
         return dataclasses.replace(scores, failures=failures.explained_in(self._errors))
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:

@@ -10,10 +10,12 @@ import faulthandler
 import json
 import os
 import pickle
+import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl_llm.rewards.calls import Call, Outcome, Runner, in_one_line, perform
+from jaxrl_llm.signals import while_read
 from jaxrl_llm.tasks.resolve import resolve
 
 GRACE_S = 1.0
@@ -26,6 +28,7 @@ def main(handle: str) -> None:
     interpreter lock: a parent that was killed itself cannot do it.
     """
     connection = Connection(int(handle))
+    sys.stdout, sys.stderr = while_read(sys.stdout), while_read(sys.stderr)  # no reward fails for what it prints
     with contextlib.suppress(EOFError, ConnectionError), open(os.devnull, "w") as nowhere, Runner() as runner:
         _say(connection, "ready")
         while True:

@@ -39,4 +39,5 @@ def stream_left(memory: Memory, one: Run, other: Run) -> Memory:
     """What the stream of prompts remembers of the tasks that the next phase has, too."""
     if one.task == other.task:
         return memory
-    return going_on(memory, shared_tasks(one, other)) if STREAMS in memory else {}
+    mixtures = STREAMS in memory and len(configs.tasks_in(other.task)) > 1  # a single task is numbered by the run
+    return going_on(memory, shared_tasks(one, other)) if mixtures else {}

@@ -22,6 +22,35 @@ class Fields(Protocol):
     label: str
 
 
+def sound(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields rows as they are, each with where it stands.
+
+    Raises:
+      InputError: one is no object with fields, or has text that no tokenizer and no file can take.
+    """
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
+        for name, value in row.items():
+            if broken := unwritable([name, value]):
+                raise InputError(
+                    f"{where}: field {name!a} holds {broken!a}, half of a pair that stands for a character, and UTF-8 "
+                    "has no place for it; write the character, or leave the row out"
+                )
+        yield where, row
+
+
+def unwritable(value: Any) -> str:
+    """The first character of a value's texts that UTF-8 cannot hold; empty where it can hold all."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[error.start]
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, map(unwritable, parts)), "")
+
+
 def problems_of(fields: Fields, rows: Iterable[tuple[str, Any]], answers: bool) -> Iterator[Problem]:
     """Yields a problem for each row, given with where it stands.
 
@@ -30,9 +59,7 @@ def problems_of(fields: Fields, rows: Iterable[tuple[str, Any]], answers: bool) 
     Raises:
       InputError: a row that cannot be used.
     """
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
+    for where, row in sound(rows):
         prompt = messages_of(_field(row, fields.prompt_field, where, "prompt"), where)
         answer = _answer(fields, row, where, answers)
         asked = fields.prompt_field.split(".")[0]

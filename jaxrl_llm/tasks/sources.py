@@ -232,6 +232,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"{path} is no Parquet file ({_one_line(error)}); write it again") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} has text that is no UTF-8 ({_one_line(error)}); write it again in UTF-8") from error
 
 
 def _one_line(error: Exception) -> str:

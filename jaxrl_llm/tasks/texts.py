@@ -26,7 +26,7 @@ from jaxrl_llm.tasks.columns import (
 )
 from jaxrl_llm.tasks.fingerprint import content
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text
-from jaxrl_llm.tasks.rows import prompt_key
+from jaxrl_llm.tasks.rows import prompt_key, sound
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
 from jaxrl_llm.tasks.task import check_split, check_template, held_out_keys
 from jaxrl_llm.tasks.turns import Writer
@@ -209,9 +209,7 @@ def load_texts(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int]) -> Load
     writer = Writer(data, tokenizer, stop_ids)
     found: dict[str, Row] = {}
     count = 0
-    for where, row in data.source.read():
-        if not isinstance(row, dict):
-            raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
+    for where, row in sound(data.source.read()):
         try:
             made = data.learned(row, where, writer)
         except InputError as error:

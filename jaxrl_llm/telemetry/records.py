@@ -13,7 +13,7 @@ from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Completion, Group
 
 LOGGED_ANSWERS = 200
-"""Answers of an evaluation that are written to samples.jsonl at most."""
+"""Answers of an evaluation that are written to samples.jsonl at most; its tasks share them."""
 LOGGED_TOKENS = 4096
 """Tokens of a step that are written down one by one: about 150 KB."""
 DIGITS = 4
@@ -46,7 +46,7 @@ def record(
         return
     lines = training_lines(learned)
     for answers in found.answers if found else ():
-        lines += _answers(answers, (LOGGED_ANSWERS - len(lines)) // len(found.answers))
+        lines += _answers(answers, LOGGED_ANSWERS // len(found.answers))
     writer.samples(step, lines)
     writer.write(step, row)
     if found:
@@ -119,4 +119,4 @@ def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:
     for i, (problem, answers) in enumerate(zip(found.problems, found.completions, strict=True)):
         asked = {"kind": "evaluation", "task": found.task, "prompt": problem.prompt[-1]["content"]}
         lines.append(asked | {"completion": answers[0].text} | found.worth(i, 0))
-    return lines[: max(most, 0)]
+    return lines[:most]

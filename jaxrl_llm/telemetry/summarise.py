@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.telemetry.rows import read_rows
-from jaxrl_llm.telemetry.summary import Answered, Measured, RunSummary, pair_samples
+from jaxrl_llm.telemetry.summary import Answered, Measured, RunSummary, Took, pair_samples
 
 OTHERS = {
     "eval/pairs/accuracy": ("pairs", True),
@@ -20,20 +20,22 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     """What ``metrics.jsonl`` and ``samples.jsonl`` say of the first and the last evaluation."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
-    summary = RunSummary(str(run_dir), "", steps, seconds, others=_others(rows), judged=_judged(rows))
-    tested = [(row["step"], name, row[name]) for row in rows if (name := _told(row))]
+    took = Took(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
+    summary = RunSummary(str(run_dir), "", took, others=_others(rows), judged=_judged(rows))
+    tested = [(row, name) for row in rows if (name := _told(row))]
     if not tested:
         return summary
-    (last, name, after) = tested[-1]
-    (first, before) = next((row["step"], row[name]) for row in rows if name in row)  # a phase may test on other tasks
+    (last, name) = tested[-1]
+    first = next(row for row in rows if name in row)  # a phase may test on other tasks
     task, _, kind = name.removeprefix("eval/").rpartition("/")
     measure = "accuracy" if kind == "pass@1" else "reward"
-    summary = dataclasses.replace(summary, task=task, measure=measure, after=after)
-    if first == last:
+    summary = dataclasses.replace(summary, task=task, measure=measure, after=last[name])
+    if first is last:
         return summary
     answers = list(read_rows(run_dir / "samples.jsonl"))
-    pairs = pair_samples(_answered(answers, first), _answered(answers, last))
-    return dataclasses.replace(summary, before=before, pairs=pairs)
+    pairs = pair_samples(_answered(answers, first["step"]), _answered(answers, last["step"]))
+    counts = [last[count] for count in last if count.startswith("eval/") and count.endswith("/problems")]
+    return dataclasses.replace(summary, before=first[name], pairs=pairs, problems=int(sum(counts)))
 
 
 def _judged(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float], ...]:

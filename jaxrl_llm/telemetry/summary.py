@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -45,18 +46,27 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Took:
+    """The steps that a process has made, ``first`` to ``last``, and the ``seconds`` that it took."""
+
+    first: int
+    last: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class RunSummary:
     """What a finished run is summed up by.
 
     Attributes:
       run_dir: where the run lies.
       task: the task that was evaluated.
-      steps: the last step.
-      seconds: how long this process took.
+      took: the steps of this process, which may have gone on from others', and its time.
       measure: what the evaluation told: ``accuracy``, or ``reward`` where nothing is verified.
       before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
+      problems: how many were evaluated; of many not all completions are written down.
       reloads: whether its config.json holds all that it trains with.
       others: what else its tests measured.
       writes: whether it trains a model that answers; a reward model does not.
@@ -65,12 +75,12 @@ class RunSummary:
 
     run_dir: str
     task: str
-    steps: int
-    seconds: float
+    took: Took
     measure: str = "accuracy"
     before: float | None = None
     after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
+    problems: int = 0
     reloads: bool = True
     others: tuple[Measured, ...] = ()
     writes: bool = True
@@ -98,6 +108,14 @@ def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list
     return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
 
 
+class Printer(Console):
+    """Its owner hears that nobody reads it; Rich's own ends the process, with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """See ``Console``."""
+        raise BrokenPipeError
+
+
 def print_summary(
     summary: RunSummary,
     console: Console | None = None,
@@ -114,7 +132,7 @@ def print_summary(
       brief: without the samples and commands.
       phases: the steps after which another phase began, and what the row of each says of it.
     """
-    console = console or Console(highlight=False)
+    console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in phases]
     lines = [*_results(summary), *begun, _field("the run lies in", summary.run_dir)]
     if not brief:
@@ -125,12 +143,15 @@ def print_summary(
 
 
 def _field(label: str, value: str, style: str = "") -> Text:
-    return Text.assemble((f"{label:<{LABEL_WIDTH}}", "bold"), (value, style))
+    return Text.assemble((f"{label:<{LABEL_WIDTH - 1}} ", "bold"), (value, style))
 
 
 def _results(summary: RunSummary) -> list[Text]:
     measure = summary.measure
-    lines = [_field("finished", f"{summary.steps} steps in {seconds(summary.seconds)}")]
+    took = summary.took
+    later = f"step {took.last}" if took.first == took.last else f"steps {took.first} to {took.last}"
+    steps = f"{took.last} steps" if took.first <= 1 else later
+    lines = [_field("finished", f"{steps} in {seconds(took.seconds)}")]
     if summary.after is not None:
         lines.append(_field(f"{measure} before", _shown(summary.before, measure)))
         lines.append(_field(f"{measure} after", f"{_shown(summary.after, measure)}  on {summary.task}", "bold"))
@@ -142,9 +163,9 @@ def _results(summary: RunSummary) -> list[Text]:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
         better, worse = WORDS[measure]
-        lines.append(
-            _field("of the problems", f"{gained} {better}, {lost} {worse}, {len(summary.pairs) - gained - lost} stayed")
-        )
+        known = len(summary.pairs)
+        which = f"first {known} of {summary.problems}" if known < summary.problems else "of the problems"
+        lines.append(_field(which, f"{gained} {better}, {lost} {worse}, {known - gained - lost} stayed"))
     return lines
 
 
@@ -211,16 +232,17 @@ def _next(summary: RunSummary) -> list[Text]:
     config = shlex.quote(f"{summary.run_dir}/config.json")
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
-    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.steps}"
+    more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.took.last}"
     if not summary.reloads:
         begun = "from the file or notebook that began it: config.json lacks its own parts"
-        more = f"train again for {2 * summary.steps} steps {begun}"
+        more = f"train again for {2 * summary.took.last} steps {begun}"
     commands = [f"jaxrl-llm eval {run}", more]
     if summary.writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
+    report = Path(summary.run_dir, "report.html")
     return [
         _field("the run lies in", summary.run_dir),
-        _field("look at it", f"{summary.run_dir}/report.html, in a browser"),
+        *([_field("look at it", f"{report}, in a browser")] if report.is_file() else []),
         _field("try next", ""),
         *(Text(f"  {command}") for command in commands),
     ]

@@ -59,11 +59,16 @@ def _raise():
     raise KeyError("no such\nkey")
 
 
+def _raise_no_text():
+    raise ValueError("half a pair: \ud800")
+
+
 ACTIONS = {
     "hang": _hang,
     "hang with the lock": _hang_with_the_lock,
     "leave a child": _leave_a_child,
     "raise": _raise,
+    "raise no text": _raise_no_text,
     "exit": lambda: sys.exit(3),
     "end of file": lambda: input(),
     "die": lambda: os._exit(7),

@@ -128,6 +128,7 @@ def obeying():
     ("text", "place", "message"),
     [
         ("raise", "raise KeyError", r"KeyError: 'no such\nkey'"),
+        ("raise no text", 'raise ValueError("half', r"ValueError: half a pair: \ud800"),
         ("letters", "return ACTIONS", "ValueError: could not convert string to float: 'letters'"),
         ("die", "def obey", "the worker died (exit code 7)"),
         ("segfault", "def obey", f"the worker died (exit code -{int(signal.SIGSEGV)})"),

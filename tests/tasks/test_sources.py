@@ -103,6 +103,8 @@ GOOD = '{"prompt": "a", "answer": "b"}'
         ('{"prompt": [{"role": "user"}], "answer": "b"}', "rows.jsonl:2: the prompt is neither"),
         ('{"prompt": [{"role": "system", "content": "a"}], "answer": "b"}', "rows.jsonl:2: the prompt has no message"),
         ('{"prompt": "a"', "rows.jsonl:2 is no JSON"),
+        (r'{"prompt": "a \ud800", "answer": "b"}', r"rows.jsonl:2: field 'prompt' holds '\\ud800', half of a pair"),
+        (r'{"prompt": "a", "answer": "b", "seen": [{"\ude00": 1}]}', r"rows.jsonl:2: field 'seen' holds '\\ude00'"),
         ('"prompt"', "rows.jsonl:2 is a str; a row is an object"),
     ],
 )
@@ -113,10 +115,15 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_named_with_file_and_line(tmp_path):
+def test_bytes_that_are_no_text_are_named_with_their_file(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
     with pytest.raises(InputError, match="rows.jsonl:2 is no JSON"):
         list(Table(str(tmp_path / "rows.jsonl")).problems())
+    broken = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, broken)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match="rows.parquet has text that is no UTF-8"):
+        list(Table(str(tmp_path / "rows.parquet"), answer_field=None).problems())
 
 
 def test_a_reference_that_cannot_be_cut_out_is_named(tmp_path):

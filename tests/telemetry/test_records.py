@@ -1,5 +1,6 @@
 """What is written of completions: their scores, their advantages, and each token as sampler and learner knew it."""
 
+import collections
 import dataclasses
 import json
 
@@ -8,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models
 
-from jaxrl_llm.evaluate import Evaluated
+from jaxrl_llm import evaluate
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.telemetry.pieces import pieces
@@ -123,13 +124,21 @@ def test_the_learners_numbers_stand_beside_the_samplers():
     assert "advantage" not in line, "a sample belongs to its completion, not to one that looks like it"
 
 
-def test_completions_and_answers_of_a_step_share_its_room(tmp_path):
+def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     count = LOGGED_ANSWERS + 9
-    found = Evaluated("sums", (PROBLEM,) * count, ((completion("2"),),) * count, np.ones((count, 1), bool), None)
+    answers = ((completion("2"),),) * count
+    found = evaluate.Evaluated("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
+    other = dataclasses.replace(found, task="words")
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
-        record(writer, 1, found, {}, learned_from(group(completion("a"), completion("b"))))
+        record(writer, 0, found, {})
+        record(writer, 1, found, {}, learned_from(group(*[completion("a")] * 3 * LOGGED_ANSWERS)))
+        record(writer, 2, evaluate.Tested({}, (found, other)), {})
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    kinds = [line["kind"] for line in lines]
-    assert all(line["task"] == "sums" for line in lines) and kinds == ["training"] * 2 + ["evaluation"] * (
-        LOGGED_ANSWERS - 2
-    )
+    counts = collections.Counter((line["step"], line["kind"], line["task"]) for line in lines)
+    assert counts == {
+        (0, "evaluation", "sums"): LOGGED_ANSWERS,
+        (1, "training", "sums"): 3 * LOGGED_ANSWERS,
+        (1, "evaluation", "sums"): LOGGED_ANSWERS,
+        (2, "evaluation", "sums"): LOGGED_ANSWERS // 2,
+        (2, "evaluation", "words"): LOGGED_ANSWERS // 2,
+    }

@@ -121,6 +121,13 @@ def test_what_was_not_measured_is_no_point():
     assert curves_of(rows) == {"e": ([1], [3]), "a": ([2], [0.5])}
 
 
+def test_numbers_that_no_json_holds_are_null(tmp_path):
+    rows = [{"step": n, "reward/mean": 1.5e308, "reward/std": math.nan} for n in (1, 2)]
+    run = read(page([a_run(tmp_path / "run", rows, config={"high": math.inf, "on_error": math.nan})]))[0]["runs"][0]
+    assert run["config"] == {"high": None, "on_error": None}
+    assert run["means"] == {"reward/mean": [None, 2]} and unpacked(run, "reward/mean")[0] == (1, 1.5e308)
+
+
 def test_seconds_that_were_not_measured_are_none_of_the_work(tmp_path):
     odd = '{"step": 2, "time/step_s": NaN}\n{"step": 3, "time/step_s": "3"}\n{"step": 4, "time/step_s": 1, "x": null}\n'
     run = a_run(tmp_path / "run", [{"step": 1, "time/step_s": 2.0, "time/evaluation_s": 0.5}])

@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.lines import abridge
 from jaxrl_llm.telemetry.summarise import summarise
-from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, pair_samples, print_summary, worth_showing
+from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, Took, pair_samples, print_summary, worth_showing
 
 BEFORE = [
     ("sums", "1 + 1", "2", True),
@@ -26,14 +26,15 @@ AFTER = [
     ("sums", "2 + 9", "12 " * 400, False),
 ]
 
+BLANK = SamplePair("", "", "", 0, 0)
+
 
 def printed(width=80, findings=(), **changes):
     console = Console(file=io.StringIO(), width=width)
     values = {
         "run_dir": "my runs/quickstart",
         "task": "chain_sum",
-        "steps": 12,
-        "seconds": 431.0,
+        "took": Took(1, 12, 431.0),
         "before": 0.5,
         "after": 0.25,
         "pairs": pair_samples(BEFORE, AFTER),
@@ -67,6 +68,23 @@ def test_losses_are_counted_beside_gains():
     assert "accuracy before   50.0 %" in text and "accuracy after    25.0 %  on chain_sum" in text
 
 
+def test_where_not_all_answers_are_known_the_summary_says_so():
+    assert "of the problems   1 went" in printed(problems=4)
+    assert "first 4 of 6      1 went" in printed(problems=6)
+    worst = (SamplePair("", "", "", 0, 1),) * 192 + (SamplePair("", "", "", 1, 0),) * 5 + (BLANK,) * 3
+    line = next(line for line in printed(pairs=worst, problems=600).splitlines() if "went" in line)
+    assert len(line) <= 80 and line.startswith("first 200 of 600  192 went from wrong to right, 5 from")
+
+
+def test_seconds_stand_beside_the_steps_that_they_took(tmp_path):
+    assert "finished          12 steps in 7m11" in printed()
+    rows = [{"step": 1}, {"step": 2, "event/resumed": True}, {"step": 3, "event/resumed": True}, {"step": 4}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    took = summarise(tmp_path, 5.0).took
+    assert took == Took(3, 4, 5.0) and "finished          steps 3 to 4 in 5.0 s" in printed(took=took)
+    assert "finished          step 4 in 5.0 s" in printed(took=Took(4, 4, 5.0))
+
+
 def test_without_a_verifier_the_reward_is_summed_up():
     pairs = pair_samples([("t", "a", "x", 0.25), ("t", "b", "y", 2.0)], [("t", "a", "z", -1.5), ("t", "b", "w", 3.0)])
     assert [pair.prompt for pair in worth_showing(pairs)] == ["b", "a"]
@@ -90,8 +108,10 @@ def test_samples_fit_the_terminal_and_carry_no_escape_codes(width):
     assert "\x1b" not in printed(width) and "[b]11[/b]" in printed(width)
 
 
-def test_the_report_is_named():
-    assert "look at it        my runs/quickstart/report.html" in printed()
+def test_the_report_is_named_where_there_is_one(tmp_path):
+    assert "look at it" not in printed(run_dir=str(tmp_path))
+    (tmp_path / "report.html").touch()
+    assert f"look at it        {tmp_path}/report.html, in a browser" in printed(run_dir=str(tmp_path))
 
 
 def test_the_commands_can_be_pasted():
@@ -135,11 +155,11 @@ def test_findings_stand_at_the_end_with_what_to_change():
 def test_before_and_after_are_of_one_task_where_a_phase_tests_on_others(tmp_path):
     rows = [
         {"step": 0, "eval/average/pass@1": 0.5, "eval/sums/pass@1": 0.25, "eval/words/pass@1": 0.75},
-        {"step": 2, "eval/sums/pass@1": 0.375},
+        {"step": 2, "eval/sums/pass@1": 0.375, "eval/sums/problems": 60.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "samples.jsonl").write_text("")
     found = summarise(tmp_path, 1.0)
-    assert (found.task, found.before, found.after) == ("sums", 0.25, 0.375)
+    assert (found.task, found.before, found.after, found.problems) == ("sums", 0.25, 0.375, 60)
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[::-1]))
     assert summarise(tmp_path, 1.0).before is None, "the average was measured once"

@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import new_file
 from jaxrl_llm.telemetry.report.files import described, read_files, samples_of
+from jaxrl_llm.telemetry.rows import jsonable
 
 HERE = Path(__file__).parent
 SCRIPTS = ("uplot.js", "values.js", "charts.js", "sections.js", "completions.js", "begin.js")
@@ -42,7 +43,7 @@ def page(directories: Sequence[Path]) -> str:
         raise InputError(f"a file of {named} cannot be read: {error}") from error
     data = described(runs, chosen)
     data["written"] = datetime.datetime.now().isoformat(" ", "minutes")
-    blobs = [_blob("history", json.dumps(data, allow_nan=False).encode())]
+    blobs = [_blob("history", json.dumps(jsonable(data), allow_nan=False).encode())]
     blobs += [_blob(f"samples-{number}", b"\n".join(one.lines)) for number, one in enumerate(chosen)]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in data["runs"])),

@@ -21,7 +21,7 @@ const HINTS = {
   "reward/mean": "Mean reward of the step's completions",
   "reward/zero_std_fraction": "Share of groups whose rewards are all equal: nothing is learned from them",
   "completions/truncated_fraction": "Share of completions cut off at the limit",
-  "completions/repetition_fraction": "Share of completions ended since they only repeated themselves",
+  "completions/repetition_fraction": "Share of completions that repeat themselves to their end",
   entropy: "Of the policy at the sampling temperature, mean over tokens, nats: near 0 it explores no more",
   kl: "Distance to the reference, mean over tokens, nats",
   policy_kl: "How far the policy moved within the step, mean over tokens, nats",
