@@ -97,6 +97,16 @@ def test_the_newest_stay_and_others_go(tmp_path):
     store.close()
 
 
+def test_what_a_run_was_stopped_with_takes_no_place_of_a_checkpoint_that_is_due(tmp_path):
+    state = state_on(one_device(), reference=False)
+    due = lambda step: step % 2 == 0
+    for steps, left in (((2, 4, 5), [2, 4, 5]), ((6,), [2, 4, 6]), ((7,), [2, 4, 6, 7]), ((8, 9), [4, 6, 8, 9])):
+        with Checkpoints(tmp_path, 3, due) as store:
+            for step in steps:
+                store.save(step, state, {})
+        assert steps_in(tmp_path) == left
+
+
 def test_a_half_written_step_is_not_seen(tmp_path):
     state = state_on(one_device(), reference=False)
     store = Checkpoints(tmp_path)

@@ -22,7 +22,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding, Rules
-from jaxrl_llm.session import Due, newest_before, remembered
+from jaxrl_llm.session import Due, Place, newest_before, remembered, why_not_back
 from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.watch import EVERY, Sight, looks
@@ -37,6 +37,7 @@ LINES = {
     "to 10": f"{BACK} --run_dir parts --steps 10",
     "rest": f"{BACK} --run_dir parts",
     "lost": f"{BACK} --run_dir lost --output.keep 1",
+    "phases": f"train {CONFIG.with_name('guarded_phases.py')} --run_dir phases",
     "nonsense": f"train {CONFIG} --guard entropy_colapse",
     "no guard": f"train {CONFIG} --rules.on_guard rollback",
     "from data": "train sft_quickstart --guard truncation",
@@ -103,6 +104,22 @@ def test_an_interrupted_run_goes_back_at_the_same_step_to_the_same_state(folder,
     assert rows(folder / "parts") == rows(folder / "back")
     one, other = saved(folder / "parts", 13), saved(folder / "back", 13)
     assert all(array.tobytes() == other[name].tobytes() for name, array in one.items())
+
+
+def test_a_rollback_goes_to_the_first_checkpoint_of_its_phase_and_its_rate_outlives_the_phase(folder, answers):
+    assert answers["phases"].code == 0, answers["phases"].err
+    found = rows(folder / "phases")
+    assert found[10][ROLLED_BACK] == 2 and found[2]["event/phase"] and found[11]["event/phase"]
+    np.testing.assert_allclose([row["lr"] for row in found[1:]], [0.05] * 10 + [0.025] * 3, rtol=1e-6)
+    assert found[12]["kl_coef"] == 0.003 and found[10]["kl_coef"] != 0.002, "what a controller moves begins anew"
+
+
+def test_no_run_goes_back_into_an_earlier_phase(folder, answers):
+    run = load_config(str(CONFIG.with_name("guarded_phases.py")))[1]
+    due = Due(Schedule(13, 0, 2), {2, 10, 11})
+    place = Place(run, folder / "phases", None, None, None, None, due, None)
+    assert why_not_back(place, 2, 1) == "this phase began after step 2, and no run goes back into an earlier one"
+    assert why_not_back(place, 3, 1).startswith("no checkpoint of this phase from before it is kept")
 
 
 def test_without_a_checkpoint_to_go_back_to_it_stops_and_says_so(answers):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.decoder import Decoder
@@ -134,10 +134,13 @@ def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
-    """The state whose policy has this optimiser, which has seen nothing; it may be of another kind than the one before,
-    and lies on the mesh of the policy."""
+    """The state whose policy has this optimiser, which has seen nothing; it may be of another kind than the one before.
+
+    It lies on the mesh of the policy, or on its device where that is on none.
+    """
     params = state.policy.params
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    layout = shardings(jax.eval_shape(optimiser.init, params), mesh)
+    layout = jax.tree.leaves(params)[0].sharding
+    if isinstance(layout, NamedSharding):
+        layout = shardings(jax.eval_shape(optimiser.init, params), layout.mesh)
     fresh = jax.jit(optimiser.init, out_shardings=layout)(params)
     return state.with_role("policy", opt_state=fresh)

@@ -281,6 +281,12 @@ def test_resets_after_the_first_compile_nothing():
     assert not compilations.heard
 
 
+def test_what_rules_remember_that_are_not_there_stays():
+    before = {"by_hand": {"id": "a", "step": 3}, "controller": {}}
+    _, memory = decide({"controller": Controlled(AdaptiveKL(0.1))}, {"step": 4}, before)
+    assert memory == before
+
+
 def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
     rules = {
         "guard": OnFinding(("truncation",), True, 0.5, 2),

@@ -111,6 +111,19 @@ def test_easy_to_hard_opens_the_easiest_share_evenly():
     assert stream.measured({}, {**memory, "asked": 10})["curriculum/active"] == 4
 
 
+def test_easy_to_hard_counts_from_the_first_prompt_of_its_task():
+    stream = Scheduled(
+        Curriculum(easy_to_hard=EasyToHard("level", over=40, start=0.2)), problems(10, level=range(10)), 1
+    )
+    assert stream.measured({}, {})["curriculum/active"] == 2
+    memory = {}
+    for number in range(500, 510):
+        _, memory = stream.next(number, memory)
+    assert memory["since"] == 500 and stream.measured({}, memory)["curriculum/active"] == 4
+    of_old = {name: value for name, value in memory.items() if name != "since"}
+    assert stream.measured({}, of_old)["curriculum/active"] == 10
+
+
 def test_easy_to_hard_by_success_begins_with_what_was_solved():
     stream = Scheduled(Curriculum(easy_to_hard=EasyToHard("success", over=10**12, start=0.3)), problems(20), 2)
     memory = told(stream, *((i, i % 5) for i in range(20)))
