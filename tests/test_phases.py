@@ -257,6 +257,7 @@ WRONG = {
     "changes 3: give a setting by its dotted name": [Phase("a", 1), Phase("b", changes={3: 1})],
     "phase 'b': recipe is 'dapo': give Recipe(...)": [Phase("a", 1), Phase("b", changes={"recipe": "dapo"})],
     "phase 'b': learner is None": [Phase("a", 1), Phase("b", changes={"learner": None})],
+    "which counts the updates of the whole run": [Phase("a", 1), Phase("b", changes={"learner.optimiser.warmup": 5})],
     "changes learner.optimiser.b1, which decides": [
         Phase("a", 1, changes={"learner.optimiser": Optimiser("adafactor", b1=0.0)}, reset_optimiser=True),
         Phase("b", changes={"learner.optimiser.b1": 0.9}),

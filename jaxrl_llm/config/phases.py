@@ -201,6 +201,12 @@ def _check_changes(run: Run, number: int, where: str) -> None:
         ("evaluation.judge", before.evaluation.judge, after.evaluation.judge),
     ):
         require(one == other, f"{where} changes {name}, which is the same in all phases: set it for the run")
+    warmup = after.learner.optimiser.warmup
+    require(
+        number == 0 or warmup in (0, before.learner.optimiser.warmup),
+        f"{where} changes learner.optimiser.warmup to {warmup}, which counts the updates of the whole run, not "
+        "of a phase: set it for the run, or give the phase a lower learning_rate",
+    )
     then, now = remembered(before.learner.optimiser), remembered(after.learner.optimiser)
     for field, value in then.items():
         require(
