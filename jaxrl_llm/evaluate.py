@@ -15,8 +15,7 @@ from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.completions import Status, Watch, drain
 from jaxrl_llm.rollout.groups import request_seed
 from jaxrl_llm.tasks import Prompts, extract
-from jaxrl_llm.tasks.task import MEAN_OF_TASKS
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.types import MEAN_OF_TASKS, Completion, Problem
 
 SEED_SPACE = 1 << 39
 """Evaluation draws its request numbers from here on, training from 0: they never share a random number."""

@@ -28,6 +28,10 @@ Message = dict[str, str]
 """One chat message: ``{"role": "user", "content": "..."}``."""
 
 
+MEAN_OF_TASKS = "average"
+"""Stands where a task's name does in metrics that are means over those of a mixture; none of these is called so."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A prompt, mostly with an answer that can be checked.

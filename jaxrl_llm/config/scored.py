@@ -13,7 +13,7 @@ from jaxrl_llm.rewards.bounds import REJECTED, Constraint, Gate, Threshold, base
 from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE, StepReward
 from jaxrl_llm.rewards.refusals import REFUSED, REFUSES_FROM
 from jaxrl_llm.rewards.shaping import Reward
-from jaxrl_llm.tasks.task import MEAN_OF_TASKS
+from jaxrl_llm.types import MEAN_OF_TASKS
 
 JUDGED = "judged"
 """The part that says how good the judge of evaluations finds an answer."""

@@ -61,8 +61,9 @@ class Phase:
     reset_optimiser: bool = False
 
     def __post_init__(self) -> None:
-        changes = {name: _with_rewards(value) if name in SCORES else value for name, value in self.changes.items()}
-        object.__setattr__(self, "changes", changes)
+        if isinstance(self.changes, Mapping):  # what it is else is refused with the other settings
+            made = {name: _with_rewards(value) for name, value in self.changes.items() if name in SCORES}
+            object.__setattr__(self, "changes", {**self.changes, **made})
 
 
 SCORES = ("scoring.rewards", "scoring.refusals")

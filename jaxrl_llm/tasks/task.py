@@ -22,8 +22,6 @@ UNANSWERED = ("reasoning_gym", "instructions", "none")
 
 TABLES = (Table, HubDataset, Rows)
 """Sources whose problems are rows."""
-MEAN_OF_TASKS = "average"
-"""Stands where a task's name does in metrics that are means over those of a mixture; none of these is called so."""
 Dated = TypeVar("Dated", bound=Any)
 _NAMED = 3  # how many dropped rows a note names
 

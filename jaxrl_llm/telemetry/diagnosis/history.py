@@ -22,8 +22,6 @@ LARGEST = 1e100
 """Numbers beyond are taken for this one: their squares are numbers, too."""
 TESTED = re.compile(r"eval/(.+)/pass@(\d+|k)")
 """Evaluations: of a task, or of several the mean."""
-AVERAGE = "average"
-"""The name that the mean over the tasks of a mixture has in place of a task's."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ import math
 import numpy as np
 
 from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
-from jaxrl_llm.telemetry.diagnosis.history import AVERAGE, History, Series
+from jaxrl_llm.telemetry.diagnosis.history import History, Series
+from jaxrl_llm.types import MEAN_OF_TASKS
 
 SURE = 2.5
 """Standard errors that a change must exceed."""
@@ -140,7 +141,9 @@ def accuracy(run: History) -> float:
     tests = run.evaluations
     if not tests:
         return math.nan
-    return level(tests[AVERAGE]) if AVERAGE in tests else float(np.mean([level(test) for test in tests.values()]))
+    if MEAN_OF_TASKS in tests:
+        return level(tests[MEAN_OF_TASKS])
+    return float(np.mean([level(test) for test in tests.values()]))
 
 
 def perfection(rewards: Series) -> tuple[float, int]:

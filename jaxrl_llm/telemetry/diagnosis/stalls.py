@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from jaxrl_llm.telemetry.diagnosis.departure import lasting, noise, smoothed, window
-from jaxrl_llm.telemetry.diagnosis.history import AVERAGE, History, Series
+from jaxrl_llm.telemetry.diagnosis.history import History, Series
 from jaxrl_llm.telemetry.diagnosis.learning import (
     FEW,
     KNOWN,
@@ -23,6 +23,7 @@ from jaxrl_llm.telemetry.diagnosis.learning import (
     risen,
     scale,
 )
+from jaxrl_llm.types import MEAN_OF_TASKS
 
 FEWEST_REWARDS, FEWEST_EVALUATIONS = 20, 6
 """Measurements below which a run is too short to have stalled."""
@@ -73,7 +74,7 @@ def lost(run: History) -> Plateau | None:
     """Where a run was at its best that has lost most of it since, for good: by its rewards and by its evaluations, as
     far as it has any."""
     tests = run.evaluations
-    told = [run["reward/mean"], *([tests[AVERAGE]] if AVERAGE in tests else tests.values())]
+    told = [run["reward/mean"], *([tests[MEAN_OF_TASKS]] if MEAN_OF_TASKS in tests else tests.values())]
     falls = [_fall(series) for series in told if len(series)]
     known = [fall for fall in falls if fall is not None]
     return min(known, key=lambda fall: fall.step) if known and len(known) == len(falls) else None
