@@ -68,10 +68,12 @@ def test_the_table_has_a_line_for_each_part():
 
 def test_processes_are_measured_and_the_last_row_is_found(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 7}\n{"st')
-    child = [sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"]
-    with subprocess.Popen(child, stdin=subprocess.PIPE, start_new_session=True) as process:
-        while len(soak.group_of(process.pid)) < 2:
-            pass
+    worker = "print(flush=True); input()"
+    child = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{worker}'])"]
+    both = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(child, **both, start_new_session=True) as process:
+        process.stdout.readline()  # from here on the worker is an interpreter, and no longer its parent's copy
+        assert len(soak.group_of(process.pid)) == 2
         seen = soak.look(process.pid, 0.0, tmp_path)
         process.communicate(b"\n")
     assert seen.step == 7 and seen.memory > 1 and seen.workers > 1 and seen.files >= 3 and seen.threads == 1
