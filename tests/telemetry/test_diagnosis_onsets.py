@@ -49,6 +49,12 @@ def test_a_run_that_has_lost_what_it_had_learned_is_told_from_where_it_was_best(
     assert abs(found[0].step - best) <= 40 and "--from RUN@STEP" in found[0].remedy
 
 
+def test_a_few_bad_steps_are_no_loss_of_what_was_learned():
+    for bad, wanted in ((10, set()), (40, {"stalled"})):
+        reward = np.where(np.arange(400) < 400 - bad, rise(400), 0.02)
+        assert kinds(diagnose(rows({"reward/mean": reward}))) == wanted
+
+
 def test_what_one_measure_alone_has_lost_or_half_of_both_is_not_all_that_was_learned():
     low = 0.2 + 0.6 * rise(200, 0, 1) - 0.75 * change(200, 150, "step")
     for reward, tested in ((low, rise(200)), (rise(200), rise(200)), (rise(200) - 0.4 * change(200, 150, "step"),) * 2):

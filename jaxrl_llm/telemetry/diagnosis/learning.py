@@ -7,7 +7,6 @@ import numpy as np
 
 from jaxrl_llm.telemetry.diagnosis.departure import noise, smoothed, window
 from jaxrl_llm.telemetry.diagnosis.history import History, Series
-from jaxrl_llm.types import MEAN_OF_TASKS
 
 SURE = 2.5
 """Standard errors that a change must exceed."""
@@ -139,11 +138,7 @@ def accuracy(run: History) -> float:
     """The last share of right answers; of several tasks their mean: one that is easy says nothing of the others. NaN
     where nothing was evaluated."""
     tests = run.evaluations
-    if not tests:
-        return math.nan
-    if MEAN_OF_TASKS in tests:
-        return level(tests[MEAN_OF_TASKS])
-    return float(np.mean([level(test) for test in tests.values()]))
+    return float(np.mean([level(test) for test in tests.values()])) if tests else math.nan
 
 
 def perfection(rewards: Series) -> tuple[float, int]:
