@@ -22,7 +22,8 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding, Rules
-from jaxrl_llm.session import Due, Place, newest_before, remembered, why_not_back
+from jaxrl_llm.session import Due, Place, due_of, newest_before, remembered, why_not_back
+from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.watch import EVERY, Sight, looks
@@ -116,7 +117,10 @@ def test_a_rollback_goes_to_the_first_checkpoint_of_its_phase_and_its_rate_outli
 
 def test_no_run_goes_back_into_an_earlier_phase(folder, answers):
     run = load_config(str(CONFIG.with_name("guarded_phases.py")))[1]
-    due = Due(Schedule(13, 0, 2), {2, 10, 11})
+    due = due_of(Schedule(13, 0, 2), folder / "phases", 13, ALONE)
+    assert due.moved == {2, 10, 11}
+    assert due_of(due.schedule, folder / "phases", 10, ALONE).moved == {2, 10}
+    assert due_of(due.schedule, folder / "phases", None, ALONE).moved == set()
     place = Place(run, folder / "phases", None, None, None, None, due, None)
     assert why_not_back(place, 2, 1) == "this phase began after step 2, and no run goes back into an earlier one"
     assert why_not_back(place, 3, 1).startswith("no checkpoint of this phase from before it is kept")

@@ -12,8 +12,9 @@ from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.replay import Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
 from jaxrl_llm.stages.leaving import same_rewards, stream_left, successes_left
+from jaxrl_llm.stages.problems import streams_of
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.types import Completion
+from jaxrl_llm.types import Completion, Problem
 
 RUN = load_config(str(Path(__file__).parent / "fixtures" / "runs" / "phased.py"))[1]
 
@@ -73,6 +74,10 @@ def test_the_order_of_problems_is_the_same_in_all_phases():
     run = phased(Phase("a", 1), Phase("b", 1), Phase("c"), seed=MAX_SEED - 1)
     assert {shared_by_phases(in_phase(run, number).seed) for number in range(3)} == {(MAX_SEED - 1) % (1 << 16)}
     assert shared_by_phases(5) == 5
+    asked = [Problem(str(i), ({"role": "user", "content": str(i)},), "1", "digits") for i in range(9)]
+    streams = [streams_of(in_phase(run, number), [asked]) for number in range(3)]
+    orders = [[stream.next(number, {})[0].id for number in range(9)] for stream in streams]
+    assert orders[0] == orders[1] == orders[2] and len(set(orders[0])) == 9
 
 
 def test_a_phase_whose_problems_are_solved_gives_way_to_the_next():

@@ -14,6 +14,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rollout.settings import Ptx
 from jaxrl_llm.rules import (
     DONE,
     FOUND,
@@ -34,6 +35,7 @@ from jaxrl_llm.rules import (
 )  # fmt: skip
 from jaxrl_llm.stages.rl import rules_for
 from jaxrl_llm.step import LoopState, apply
+from jaxrl_llm.tasks import Table, Texts
 from jaxrl_llm.types import Role, TrainState
 
 SMOKE = configs.load_config("smoke")[1]
@@ -176,6 +178,11 @@ def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
     assert at_the_reference.stop == GUARD and "the rewards of each group are equal" in at_the_reference.reason
     moving = TAUGHT | {"step": 1, "grad_norm": 0.0}
     assert TeachesNothing(1, False, "")(moving, {})[0] == Decision(), "advantages that cancel are advantages"
+    texts = Ptx(Texts(Table("texts.jsonl")))
+    for ptx in (None, texts):
+        collect = dataclasses.replace(SMOKE.rollout.collect, ptx=ptx)
+        run = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, collect=collect))
+        assert rules_for(run)["teaches_nothing"].only_advantages == (ptx is None)
 
 
 @pytest.mark.parametrize("reads", ["", "accuracy"])
