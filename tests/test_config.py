@@ -243,7 +243,6 @@ def test_what_cannot_work_is_refused_in_one_line(path, value, words):
         ("output.wandb", 3, "output.wandb is 3: give text or None"),
         ("rules.guards", "all", r"rules.guards is 'all': give a tuple of text, of one alone as \(x,\)"),
         ("rules.phases", Phase("a"), r"rules.phases is Phase\(...\): give a tuple of Phase\(...\)"),
-        ("rules.phases", ("a",), r"rules.phases is \('a',\): give a tuple of Phase\(...\)"),
         ("rules.phases", (Phase("a", changes=[1]),), r"rules.phases\[0\].changes is \[1\]: give a dict"),
     ],
 )

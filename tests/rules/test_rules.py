@@ -181,7 +181,8 @@ def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
     texts = Ptx(Texts(Table("texts.jsonl")))
     for ptx in (None, texts):
         collect = dataclasses.replace(SMOKE.rollout.collect, ptx=ptx)
-        run = dataclasses.replace(SMOKE, rollout=dataclasses.replace(SMOKE.rollout, collect=collect))
+        rollout = dataclasses.replace(SMOKE.rollout, collect=collect)
+        run = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"], rollout=rollout)
         assert rules_for(run)["teaches_nothing"].only_advantages == (ptx is None)
 
 
