@@ -56,7 +56,12 @@ from fault_lives import Life
 
 CONFIGS = Path(__file__).parent / "fault_configs"
 PROCESSES = {"several": 2}
-LACKS = {"dynamic": ("reset", "snapshot", "phase"), "ahead": ("phase",), "pairs": KILLS[2:4] + KILLS[6:]}
+LACKS = {
+    "dynamic": ("reset", "snapshot", "phase"),
+    "ahead": ("phase",),
+    "guarded": ("reset",),
+    "pairs": KILLS[2:4] + KILLS[6:],
+}
 """Kills that have nothing to aim at in a configuration."""
 LACKS |= {"several": (*KILLS[1:], *OF_MOUNTS)}
 KILLS_A_PASS = 6
@@ -79,7 +84,7 @@ class Options:
 
     kills: int = 20
     minutes: float = 0.0
-    configs: tuple[str, ...] = ("dynamic", "phased", "ahead", "hardest", "pairs", "several")
+    configs: tuple[str, ...] = ("dynamic", "phased", "ahead", "hardest", "guarded", "pairs", "several")
     seed: int = 0
     folder: Path | None = None
     json: bool = False
