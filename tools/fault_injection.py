@@ -177,6 +177,7 @@ def lives(whole: Whole, faults: Sequence[Fault], run_dir: Path, folder: Path, hi
       Wrong: one of them ends in another way than it should.
     """
     broken = None
+    said = ""
     for fault in [*faults, None]:
         life = Life(whole.config, run_dir, folder, PROCESSES.get(whole.name, 1), fault.clock if fault else None)
         with contextlib.closing(life):
@@ -186,18 +187,18 @@ def lives(whole: Whole, faults: Sequence[Fault], run_dir: Path, folder: Path, hi
             if hit is None:
                 expect(life, 0)
             resumed(hits, since if since is not None else life.records.resumed_at(), begun=life.records.step() >= 0)
-            told = f"checkpoints/{broken} is damaged ("
-            if broken is not None and life.records.resumed_at() is not None:
-                if told not in life.records.said() or "; going on from" not in life.records.said():
-                    raise Wrong(
-                        f"nothing was said of the damage of checkpoint {broken}:\n{life.records.said()[-1500:]}"
-                    )
-                broken = None
+            if broken is not None:
+                said += life.records.said()
+                if life.records.resumed_at() is not None:
+                    if f"checkpoints/{broken} is damaged (" not in said or "; going on from" not in said:
+                        raise Wrong(f"nothing was said of the damage of checkpoint {broken}:\n{said[-1500:]}")
+                    broken = None
             if hit is None:
                 return
             hits.append(hit)
         if hit.kind in DAMAGES and broken is None:
             broken = damage(run_dir, fault)
+            said = ""  # a life may end between its word on the damage and its first step
 
 
 def resumed(hits: Sequence[Hit], at: int | None, begun: bool) -> None:
