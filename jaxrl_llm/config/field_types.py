@@ -1,6 +1,5 @@
 """What a configuration's fields may hold, as their annotations say it: a value of another type would fail far away."""
 
-import collections.abc
 import dataclasses
 import functools
 import math
@@ -8,6 +7,7 @@ import operator
 import os
 import types
 import typing
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -26,49 +26,44 @@ PLAIN = (bool, int, float, str, types.NoneType, tuple, list, dict, type)
 """What can stand for no dataclass; an object of one's own can."""
 
 
-def check_types(value: Any, where: str = "") -> None:
+def check_types(value: Any) -> None:
     """Refuse a field whose value is of none of the types that its annotation names, in this dataclass and in those that
     it holds.
 
-    Args:
-      value: a dataclass.
-      where: its own field, dotted, with a dot at the end; empty for a run.
-
     Raises:
       InputError: names the field, its value, and what it takes.
     """
-    hints = _hints(type(value)) if is_ours(type(value)) else {}
-    for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        name = f"{where}{field.name}"
-        if field.name in hints and not _fits(found, hints[field.name]):
+    for name, found, hint in _fields(value):
+        if not _fits(found, hint):
             shown = f"{type(found).__name__}(...)" if dataclasses.is_dataclass(type(found)) else f"{found!r:.80}"
-            raise InputError(f"{name} is {shown}: give {_described(hints[field.name])}")
-        for part, label in _inside(found, name):
-            check_types(part, f"{label}.")
+            raise InputError(f"{name} is {shown}: give {_described(hint)}")
 
 
-def check_finite(value: Any, where: str = "") -> None:
+def check_finite(value: Any) -> None:
     """Refuse an infinite number in this dataclass and in those that it holds: no JSON holds one, and a run's settings
     and its report are JSON. Classes of one's own may have them.
 
-    Args:
-      value: a dataclass.
-      where: as in ``check_types``.
-
     Raises:
       InputError: names the field, its value, and what it takes.
     """
+    for name, found, hint in _fields(value):
+        numbers = found if isinstance(found, (tuple, list)) else (found,)
+        if any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
+            free = types.NoneType in _alternatives(hint)
+            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
+
+
+def _fields(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The fields of a dataclass of ours and of those that it holds: dotted name, value and annotation, each before what
+    is in it. ``where``: the dataclass's own field, with a dot at the end."""
     hints = _hints(type(value)) if is_ours(type(value)) else {}
     for field in dataclasses.fields(value):
         found = getattr(value, field.name)
         name = f"{where}{field.name}"
-        numbers = found if isinstance(found, (tuple, list)) else (found,)
-        if field.name in hints and any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
-            free = types.NoneType in _alternatives(hints[field.name])
-            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
+        if field.name in hints:
+            yield name, found, hints[field.name]
         for part, label in _inside(found, name):
-            check_finite(part, f"{label}.")
+            yield from _fields(part, f"{label}.")
 
 
 @functools.cache
@@ -103,8 +98,8 @@ def _fits_one(value: Any, wanted: Any) -> bool:
         return value is None
     if typing.get_origin(wanted) is tuple:
         return isinstance(value, (tuple, list)) and all(_fits(item, typing.get_args(wanted)[0]) for item in value)
-    if typing.get_origin(wanted) is collections.abc.Mapping:
-        return isinstance(value, collections.abc.Mapping)
+    if typing.get_origin(wanted) is Mapping:
+        return isinstance(value, Mapping)
     if dataclasses.is_dataclass(wanted):
         return isinstance(value, wanted) or not (isinstance(value, PLAIN) or is_ours(type(value)))
     return True
@@ -134,7 +129,7 @@ def _described(wanted: Any) -> str:
         elif typing.get_origin(one) is tuple:
             inner = _described(typing.get_args(one)[0])
             found.append(f"a tuple of {inner}, of one alone as (x,)")
-        elif typing.get_origin(one) is collections.abc.Mapping:
+        elif typing.get_origin(one) is Mapping:
             found.append("a dict")
         else:
             found.append(f"{one.__name__}(...)")

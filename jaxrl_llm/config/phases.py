@@ -130,9 +130,7 @@ def check_phases(run: Run, check: Any) -> None:
         _check_end(phase, where, last=number == len(phases) - 1)
         try:
             _check_changes(run, number, where)
-            settings = in_phase(run, number)
-            check_types(settings)
-            check(settings)
+            check(in_phase(run, number))
         except InputError as error:
             raise InputError(f"phase {phase.name!r}: {error}") from None
 
