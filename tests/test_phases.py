@@ -257,6 +257,9 @@ WRONG = {
     "changes 3: give a setting by its dotted name": [Phase("a", 1), Phase("b", changes={3: 1})],
     "phase 'b': recipe is 'dapo': give Recipe(...)": [Phase("a", 1), Phase("b", changes={"recipe": "dapo"})],
     "phase 'b': learner is None": [Phase("a", 1), Phase("b", changes={"learner": None})],
+    "recipe.temperature must be finite, got -inf": [
+        Phase("a", 1), Phase("b", changes={"recipe.temperature": float("-inf"), "rollout.temperature": 1.0})
+    ],
     "which counts the updates of the whole run": [Phase("a", 1), Phase("b", changes={"learner.optimiser.warmup": 5})],
     "changes learner.optimiser.b1, which decides": [
         Phase("a", 1, changes={"learner.optimiser": Optimiser("adafactor", b1=0.0)}, reset_optimiser=True),
