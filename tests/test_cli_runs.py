@@ -20,7 +20,8 @@ LINES = {
     "again": "train smoke",
     "other settings": "train smoke --seed 5",
     "go on": "train smoke --steps 8 --learner.microbatch_rows 4",
-    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 --output.wandb tests",
+    "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 --output.wandb tests "
+    "--task.template {{messages[0].content}}<think> --task.extractor whole",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
     "json": "train smoke --run_dir runs/told --steps 1 --json",
     "quiet": "train smoke --run_dir runs/told --steps 2 --quiet",
@@ -133,6 +134,11 @@ def test_fresh_begins_in_a_folder_of_its_own(folder, answers):
     saved = json.loads((folder / "runs/smoke-2/config.json").read_text())
     assert (saved["recipe"]["name"], saved["steps"]) == ("gspo", 1)
     assert [row["step"] for row in rows(folder / "runs/smoke-2/metrics.jsonl")] == [0, 1]
+
+
+def test_a_template_that_opens_a_thought_is_told_of_where_the_whole_text_is_judged(answers):
+    said = "the chat template opens a thought, <think>, and extractor whole judges chain_sum by what is thought too"
+    assert answers["fresh"].err.count(said) == 1 and said not in answers["train"].err
 
 
 def test_wandb_keeps_what_is_written_and_completions_of_each_evaluation(folder, answers):

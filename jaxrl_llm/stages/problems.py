@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from jaxrl_llm import config as configs
@@ -13,6 +14,9 @@ from jaxrl_llm.stages.stage import Fingerprints
 from jaxrl_llm.stages.streams import stream_of
 from jaxrl_llm.telemetry.header import steps_line
 from jaxrl_llm.types import Problem
+
+_OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$", re.IGNORECASE)
+"""How a prompt ends with which a model begins to think."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,20 @@ def check_prompts(run: Run, prompts: tasks.Prompts, problems: Sequence[Problem])
     remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
     label = " and ".join(task.label for task in prompts.tasks)
     configs.require(longest <= limit, f"the longest prompt of {label} has {longest} tokens: {remedy}")
+
+
+def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
+    """A line for each task of which completions begin within a thought, and are judged with it."""
+    lines = []
+    for task, problems in zip(prompts.tasks, read.train, strict=True):
+        opened = _OPENS_A_THOUGHT.search(prompts.end_of(problems[0]))
+        if opened and task.extractor == "whole" and problems[0].verifier != "none":
+            lines.append(
+                f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by what "
+                f"is thought too: extractor after:{opened[1]} (--task.extractor) reads what follows </{opened[1]}>, and "
+                "without one there is no answer"
+            )
+    return lines
 
 
 def sizes_of(run: Run, read: Problems) -> list[str]:

@@ -44,7 +44,14 @@ from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.leaving import same_groups, stream_left, successes_left
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
-from jaxrl_llm.stages.problems import check_prompts, problems_of, read_problems, sizes_of, streams_of
+from jaxrl_llm.stages.problems import (
+    check_prompts,
+    problems_of,
+    read_problems,
+    sizes_of,
+    streams_of,
+    thoughts_judged,
+)
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -245,7 +252,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *dropped, *sizes_of(run, read), *configs.notes(run)],
+        notes=[*read.notes, *dropped, *thoughts_judged(prompts, read), *sizes_of(run, read), *configs.notes(run)],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,

@@ -43,6 +43,10 @@ class Prompts:
             self._known[key] = encode(problem, task, self._tokenizer)
         return self._known[key]
 
+    def end_of(self, problem: Problem) -> str:
+        """The last words of a prompt, with what the template writes after its messages."""
+        return self._tokenizer.decode(self[problem][-16:])
+
     def longest(self, problems: Iterable[Problem]) -> int:
         """Tokens of the longest; 0 where there is none."""
         return max((len(self[problem]) for problem in problems), default=0)
