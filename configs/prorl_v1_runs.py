@@ -33,7 +33,7 @@ MATHEMATICS = Task(
     holdout=0.005,
     name="mathematics",
 )
-INSTRUCTIONS = Task(Instructions(size=20000), extractor="whole", verifier="instructions", holdout=0.005)
+INSTRUCTIONS = Task(Instructions(size=20000), extractor="after:</think>", verifier="instructions", holdout=0.005)
 BOTH = Mixture((Part(MATHEMATICS, weight=4.0), Part(INSTRUCTIONS, weight=1.0)))
 
 STAGNATES = Stalls(3)

@@ -41,7 +41,8 @@ class Problem:
       prompt: The chat so far; most problems hold one user message.
       answer: The reference answer; empty where there is none.
       task: Name of the task it came from.
-      extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
+      extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME``, ``after:TAG``
+        or ``whole``.
       verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
         ``instructions`` or ``none``.
       metadata: What the source adds (level, generator parameters); verifiers and rewards may read it.

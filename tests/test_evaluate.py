@@ -53,6 +53,11 @@ def test_the_most_frequent_answer_counts_and_ties_go_to_the_first(texts, right, 
     assert majority(PROBLEM, [completion(t) for t in texts], np.array(right, bool)) == wanted
 
 
+def test_answers_vote_together_in_whatever_width_they_are_written():
+    whole = dataclasses.replace(PROBLEM, extractor="whole")
+    assert majority(whole, [completion(t) for t in ("3", "２", "2", "3", "２")], np.array([0, 1, 1, 0, 1], bool)) == 1.0
+
+
 @pytest.mark.parametrize(("weights", "wanted"), [
     ([0.9, 0.2, 0.3, 0.0], 1.0),
     ([0.5, 0.3, 0.4, 9.0], 0.0),

@@ -16,7 +16,7 @@ import math_verify
 import sympy
 
 from jaxrl_llm.rewards.math_answer import score
-from jaxrl_llm.tasks.extract import extract
+from jaxrl_llm.tasks.extract import extract, normalised
 from jaxrl_llm.types import Problem
 
 LONGEST_NUMBER, MOST_PLACES = 12, 6
@@ -29,7 +29,6 @@ UNITS = frozenset(
     "metre metres centimeter centimeters centimetre centimetres kilometer kilometers kilometre kilometres".split()
 )
 _REWRITES = (
-    (r"\N{MINUS SIGN}", "-"),
     (r"\\left|\\right|\\displaystyle|\\!", ""),
     (r"\\[,;:\s]|~|\\quad", " "),
     (r"\\[dtc]frac", r"\\frac"),
@@ -253,7 +252,7 @@ def _bare(answer: str) -> tuple[str, str]:
     Raises:
       Unsuitable: what follows the number is no unit.
     """
-    text = answer.strip().removesuffix(".").strip()
+    text = normalised(answer).strip().removesuffix(".").strip()
     text = (extract(text, "boxed") or text) if text.startswith(r"\boxed") else text
     wrapped = _WRAPPED.fullmatch(text)
     text = next(part for part in wrapped.groups() if part is not None).strip() if wrapped else text

@@ -6,6 +6,7 @@ from typing import Any
 
 import reasoning_gym
 
+from jaxrl_llm.tasks.extract import normalised
 from jaxrl_llm.types import Problem
 
 
@@ -13,7 +14,7 @@ def score(answer: str, problem: Problem) -> float:
     """What the problem's data set gives the answer: 1 is right, less is partial credit."""
     metadata = problem.metadata
     dataset = _dataset(metadata["generator"], json.dumps(metadata["options"], sort_keys=True))
-    return float(dataset.score_answer(answer, metadata["entry"]))
+    return float(dataset.score_answer(normalised(answer), metadata["entry"]))
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ import logging
 
 import math_verify
 
+from jaxrl_llm.tasks.extract import normalised
 from jaxrl_llm.types import Problem
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
@@ -16,10 +17,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 def score(answer: str, problem: Problem) -> float:
     """1 where the answer is equivalent to the reference, else 0.
 
-    What an extractor has cut out is read as LaTeX; with the extractor ``whole`` the expression is searched in the text.
+    What an extractor has cut out is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is
+    searched in the text.
     """
-    reference = math_verify.parse(_latex(problem.answer), parsing_timeout=None)
-    text = answer if problem.extractor == "whole" else _latex(answer)
+    reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)
+    answer = normalised(answer)
+    prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
+    text = answer if prose else _latex(answer)
     candidate = math_verify.parse(text, parsing_timeout=None)
     return float(math_verify.verify(reference, candidate, timeout_seconds=None))
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.tasks.extract import marker
 from jaxrl_llm.types import Completion, Problem
 
 
@@ -26,5 +27,7 @@ def _text(problem: Problem) -> str:
     (kind, _, tag) = problem.extractor.partition(":")
     if kind == "whole":
         return answer
+    if kind == "after":
+        return f"Let me think about it step by step.{marker(problem.extractor)}{answer}"
     form = {"boxed": rf"\boxed{{{answer}}}", "tag": f"<{tag}>{answer}</{tag}>"}.get(kind, answer)
     return f"Let me think about it step by step. The answer is {form}"

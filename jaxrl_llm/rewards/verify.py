@@ -4,14 +4,14 @@ import math
 from typing import NamedTuple
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.extract import extract, integer, number
+from jaxrl_llm.tasks.extract import extract, integer, normalised, number
 from jaxrl_llm.tasks.instructions import followed
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.types import Completion, Problem
 
 
 def match(answer: str, problem: Problem) -> float:
-    """1 for equal numbers, or for texts that are equal but for case, white space and a final full stop."""
+    """1 for equal numbers, or for texts that are equal but for case, width, white space and a final full stop."""
     value = number(answer)
     if value is not None and value == number(problem.answer):
         return 1.0
@@ -25,7 +25,10 @@ def same_integer(answer: str, problem: Problem) -> float:
 
 
 def instructed(text: str, problem: Problem) -> float:
-    """The share of the problem's instructions that the text follows; 1 is IFEval's strict accuracy of a prompt."""
+    """The share of the problem's instructions that the text follows; 1 is IFEval's strict accuracy of a prompt.
+
+    Characters count as they are written: a full-width comma is none, as in IFEval.
+    """
     found = followed(text, problem.metadata)
     return sum(found) / len(found)
 
@@ -80,4 +83,4 @@ def verdict(problem: Problem, completion: Completion) -> float | Pooled:
 
 
 def _normal(text: str) -> str:
-    return " ".join(text.split()).rstrip(".").casefold()
+    return " ".join(normalised(text).split()).rstrip(".。").casefold()

@@ -98,9 +98,9 @@ def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
         opened = _OPENS_A_THOUGHT.search(prompts.end_of(problems[0]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
-                f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by what "
-                f"is thought too: extractor after:{opened[1]} (--task.extractor) reads what follows </{opened[1]}>, and "
-                "without one there is no answer"
+                f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by "
+                f"what is thought too: extractor after:{opened[1]} (--task.extractor) reads what follows "
+                f"</{opened[1]}>, and without one there is no answer"
             )
     return lines
 

@@ -1,19 +1,23 @@
 """How an answer is cut out of a text, and the plain numbers that answers are made of."""
 
+import functools
 import re
+import unicodedata
 from decimal import Decimal, InvalidOperation
 
 from jaxrl_llm.errors import InputError
 
-EXTRACTORS = ("last_number", "boxed", "tag:NAME", "whole")
+EXTRACTORS = ("last_number", "boxed", "tag:NAME", "after:TAG", "whole")
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![.\w])\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _NUMBER = re.compile(_UNSIGNED)
-_WHOLE_NUMBER = re.compile(rf"[$€£]?([+-]?)[$€£]?({_UNSIGNED})\.?")
+_WHOLE_NUMBER = re.compile(rf"[$€£]?([+-]?)[$€£]?({_UNSIGNED})[.。]?")
 _BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-_MINUS = "-\N{MINUS SIGN}"
 _CURRENCY = "$€£"
+_TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
+_OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
+"""Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
 _INTEGER_DIGITS = 1000
 
 
@@ -22,24 +26,59 @@ def extract(text: str, extractor: str) -> str | None:
 
     ``last_number``: the last number, without currency sign and thousands separators (``"$1,234."`` -> ``"1234"``);
     a minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``).
-    ``boxed``: the content of the last complete ``\boxed{...}``. ``tag:NAME``: the content of the last complete
-    ``<NAME>...</NAME>``. ``whole``: the text without the white space around it.
+    ``boxed``: the content of the last complete ``\boxed{...}``. Both read full-width characters (``normalised``).
+    ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``: the text after the last TAG,
+    such as ``after:</think>``; ``after:think`` means the same. Without the TAG there is no answer: a model that
+    begins to think and is cut off has not answered. ``whole``: the text. These three give what stands there as it is
+    written, but for the white space around it, since a verifier may count its characters.
 
     >>> extract("7 - 10 = -3.", "last_number")
     '-3'
+    >>> extract("3, or 4?</think>It is 4.", "after:</think>")
+    'It is 4.'
 
     Raises:
       InputError: there is no such extractor.
     """
     if extractor == "last_number":
-        return _last_number(text)
+        return _last_number(normalised(text))
     if extractor == "boxed":
-        return _last_boxed(text)
+        return _last_boxed(normalised(text))
     if extractor == "whole":
         return text.strip() or None
     if extractor.startswith("tag:") and extractor[4:]:
-        return _last_tag(text, extractor[4:])
+        return _last_tag(text, extractor[4:]) or _last_tag(normalised(text), extractor[4:])
+    if extractor.startswith("after:") and extractor[6:].strip():
+        _, found, answer = text.rpartition(marker(extractor))
+        return answer.strip() or None if found else None
     raise InputError(f"extractor {extractor!r} is unknown; choose one of {', '.join(EXTRACTORS)}")
+
+
+def normalised(text: str) -> str:
+    """The text in the characters that answers are compared in: full-width, half-width and mathematical letters, digits
+    and signs become plain ones, and so does the minus sign. Characters that this would turn into another number stay.
+
+    It is NFKC without superscripts, subscripts, fractions and squared units. What counts characters must not read it.
+
+    >>> normalised("－１，２３４．５ m²")
+    '-1,234.5 m²'
+    """
+    return text if text.isascii() else unicodedata.normalize("NFC", "".join(map(_normal_character, text)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _normal_character(character: str) -> str:
+    if character == "\N{MINUS SIGN}":
+        return "-"
+    if unicodedata.decomposition(character).startswith(_OTHER_VALUES):
+        return character
+    return unicodedata.normalize("NFKC", character)
+
+
+def marker(extractor: str) -> str:
+    """The text after which ``after:TAG`` looks: TAG itself, or of a bare name its closing tag."""
+    tag = extractor.removeprefix("after:").strip()
+    return f"</{tag}>" if _TAG_NAME.fullmatch(tag) else tag
 
 
 def number(text: str) -> Decimal | None:
@@ -48,7 +87,7 @@ def number(text: str) -> Decimal | None:
     >>> number("+1,000.0") == 1000
     True
     """
-    match = _WHOLE_NUMBER.fullmatch(text.strip().replace(_MINUS[1], "-"))
+    match = _WHOLE_NUMBER.fullmatch(normalised(text).strip())
     if match is None:
         return None
     try:
@@ -82,10 +121,12 @@ def _last_number(text: str) -> str | None:
 
 def _is_negative(text: str, start: int) -> bool:
     """Whether the character before ``start`` is a sign; after an operand it is a subtraction or a hyphen."""
-    if not start or text[start - 1] not in _MINUS:
+    if not start or text[start - 1] != "-":
         return False
     before = text[start - 2] if start > 1 else " "
-    return not (before.isalnum() or before in ")]}%_")
+    # Scripts without spaces between words write the sign directly behind a word.
+    operand = before.isalnum() and unicodedata.category(before) != "Lo"
+    return not (operand or before in ")]}%_")
 
 
 def _last_boxed(text: str) -> str | None:

@@ -33,7 +33,8 @@ class Task:
     Attributes:
       source: of the problems: one of those here, rows in memory (a list of dictionaries, a ``datasets.Dataset``), or a
         frozen dataclass of your own with ``problems()`` and ``label``.
-      extractor: how the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME`` or ``whole``.
+      extractor: how the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME``,
+        ``after:TAG`` or ``whole`` (see ``extract``).
       verifier: how it is compared: ``match`` (text, or equal numbers), ``integer``, ``math`` (equivalent expressions),
         ``reasoning_gym`` (the data set's own scoring), ``instructions`` (the share of the row's instructions that the
         text follows, see ``tasks/instructions.py``), or ``none``: nothing is. The last two need no reference answer.
@@ -103,7 +104,7 @@ def check(task: Task) -> None:
     if task.verifier == "instructions" and task.extractor in ("last_number", "boxed"):
         raise InputError(
             f"verifier 'instructions' looks at a whole text, of which extractor {task.extractor!r} leaves a piece: set "
-            "extractor whole, or tag:NAME"
+            "extractor whole, tag:NAME or after:TAG"
         )
     if task.keep is not None:
         resolve(task.keep)

@@ -234,7 +234,7 @@ def test_rows_with_other_instructions_can_be_left_out(tmp_path):
 @pytest.mark.parametrize("extractor", ["last_number", "boxed"])
 def test_a_piece_of_the_text_is_not_looked_at(extractor, tmp_path):
     with pytest.raises(
-        InputError, match=f"of which extractor '{extractor}' leaves a piece: set extractor whole, or tag"
+        InputError, match=f"of which extractor '{extractor}' leaves a piece: set extractor whole, tag:NAME or after:TAG"
     ):
         load(dataclasses.replace(table(tmp_path, ROW), extractor=extractor))
 
@@ -287,6 +287,21 @@ def test_what_is_drawn_can_be_followed():
         text = written(problem)
         assert accuracy(problem, completion(text)) == 1.0, (problem.prompt, problem.metadata, text)
         assert followed(text, problem.metadata) == [True] * len(problem.metadata["kwargs"])
+
+
+def test_what_is_thought_is_not_judged():
+    task = Task(Instructions(seed=1, size=100), extractor="after:</think>", verifier="instructions")
+    for problem in load(task).train:
+        answer = written(problem)
+        for thought in ("", "Hm, 1, 2.\n\n***\n\nP.S. - <<no>> [x] ", "<think>" + answer.swapcase()):
+            assert accuracy(problem, completion(f"{thought}</think>\n\n{answer}")) == 1.0
+        assert accuracy(problem, completion(answer)) == 0.0, "its thoughts have no end"
+
+
+def test_characters_are_counted_as_they_are_written():
+    fields = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    asked = Problem("1", ({"role": "user", "content": "?"},), "", "t", "whole", "instructions", fields)
+    assert accuracy(asked, completion("一，二")) == 1.0 and accuracy(asked, completion("1, 2")) == 0.0
 
 
 def test_the_prompt_says_what_is_checked():

@@ -20,7 +20,7 @@ def problem(answer, **fields):
     return Problem("1", ({"role": "user", "content": "why?"},), answer, "test", **fields)
 
 
-@pytest.mark.parametrize("extractor", ["last_number", "boxed", "tag:result", "whole"])
+@pytest.mark.parametrize("extractor", ["last_number", "boxed", "tag:result", "after:think", "after:####", "whole"])
 def test_the_invented_completion_is_right_and_looks_sampled(tokenizer, extractor):
     asked = problem("12", extractor=extractor)
     made = invented(asked, tokenizer)

@@ -27,6 +27,9 @@ def completion(text):
         ("3.0", "3", 1.0),
         ("so $1,000", "1000", 1.0),
         ("1000", "1,000", 1.0),
+        ("答案是１，０００", "1000", 1.0),
+        ("-3", "－３", 1.0),
+        ("\N{MINUS SIGN}3", "-3", 1.0),
         ("13", "3", 0.0),
         ("-3", "3", 0.0),
         ("no number", "3", 0.0),
@@ -42,6 +45,8 @@ def test_match_compares_texts_but_for_case_space_and_full_stop():
     whole = {"extractor": "whole", "verifier": "match"}
     assert accuracy(problem("New York", **whole), completion(" new  york.\n")) == 1.0
     assert accuracy(problem("New York", **whole), completion("York")) == 0.0
+    assert accuracy(problem("Ａ。", **whole), completion("a")) == 1.0
+    assert accuracy(problem("x2", **whole), completion("x²")) == 0.0
 
 
 def test_integer_never_matches_what_is_none():
@@ -62,6 +67,8 @@ def test_integer_never_matches_what_is_none():
         (r"\{2, 1\}", r"\{1,2\}", 1.0),
         (r"\{2, 3\}", r"\{1,2\}", 0.0),
         ("x=3", "3", 1.0),
+        ("１／２", "0.5", 1.0),
+        ("－３", "３", 0.0),
         ("4", "3", 0.0),
         (r"\frac{", "3", 0.0),
     ],
@@ -75,6 +82,9 @@ def test_math_finds_the_expression_in_a_whole_text():
     whole = problem("0.5", extractor="whole", verifier="math")
     assert accuracy(whole, completion(r"We get $x = \frac{1}{2}$.")) == 1.0
     assert accuracy(whole, completion("The answer is 0.7")) == 0.0
+    after = dataclasses.replace(whole, extractor="after:think")
+    assert accuracy(after, completion(r"Perhaps $0.7$.</think>We get $x = ０．５$.")) == 1.0
+    assert accuracy(after, completion(r"We get $x = \frac{1}{2}$.")) == 0.0, "cut off within its thoughts"
 
 
 def test_reasoning_gym_scores_the_extracted_answer():

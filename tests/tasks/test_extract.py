@@ -35,6 +35,15 @@ from jaxrl_llm.tasks import extract, integer, number
         ("1e5", "1e5"),
         ("**42**", "42"),
         ("7%", "7"),
+        ("1，234", "1234"),
+        ("－１，２３４．５。", "-1234.5"),
+        ("４２", "42"),
+        ("答案是－5", "-5"),
+        ("７\N{MINUS SIGN}３", "3"),
+        ("＄５", "5"),
+        ("𝟒𝟐", "42"),
+        ("5²", "5"),
+        ("25㎡", "25"),
         ("none", None),
         ("", None),
     ],
@@ -57,6 +66,7 @@ def test_last_number(text, answer):
         (r"\boxed{3}}}", "3"),
         (r"\boxed{", None),
         (r"\boxed{}", None),
+        ("＼boxed｛－４２｝", "-42"),
         ("3", None),
     ],
 )
@@ -74,10 +84,33 @@ def test_boxed(text, answer):
         ("<answer>a\nb</answer>", "a\nb"),
         ("<Answer>3</Answer>", None),
         ("3</answer>", None),
+        ("＜answer＞3＜/answer＞", "3"),
+        ("<answer>５，</answer>", "５，"),
     ],
 )
 def test_tag(text, answer):
     assert extract(text, "tag:answer") == answer
+
+
+@pytest.mark.parametrize("extractor", ["after:</think>", "after:think"])
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4?</think>\n\nIt is 3。\n", "It is 3。"),
+        ("<think>4?</think>5?</think>3", "3"),
+        ("</think>３", "３"),
+        ("cut off within its thou", None),
+        ("4?</think> ", None),
+        ("", None),
+    ],
+)
+def test_after(text, answer, extractor):
+    assert extract(text, extractor) == answer
+
+
+def test_after_a_marker_that_is_no_name():
+    assert extract("2 + 1 = 3\n#### 3", "after:####") == "3"
+    assert extract("I think so", "after:think") is None
 
 
 def test_whole():
@@ -85,13 +118,13 @@ def test_whole():
     assert extract(" \n", "whole") is None
 
 
-@pytest.mark.parametrize("extractor", ["last", "tag:", ""])
+@pytest.mark.parametrize("extractor", ["last", "tag:", "after:", "after: ", ""])
 def test_an_unknown_extractor_is_refused(extractor):
     with pytest.raises(InputError, match="choose one of last_number, boxed"):
         extract("3", extractor)
 
 
-@pytest.mark.parametrize("piece", [r"\boxed{", "<answer>", "1,", "{", "\\", "$", "-", "1"])
+@pytest.mark.parametrize("piece", [r"\boxed{", "<answer>", "1,", "{", "\\", "$", "-", "1", "１，"])
 @pytest.mark.parametrize("extractor", ["last_number", "boxed", "tag:answer"])
 def test_a_model_that_repeats_itself_does_not_stall_the_extraction(piece, extractor):
     start = time.process_time()  # of this process alone, however busy the machine is
@@ -112,6 +145,8 @@ def test_a_model_that_repeats_itself_does_not_stall_the_extraction(piece, extrac
         ("$5", 5),
         ("3.5", None),
         ("1e-3", None),
+        ("－１，０００。", -1000),
+        ("5²", None),
         ("3 apples", None),
         ("1,00", None),
         ("", None),
