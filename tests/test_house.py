@@ -113,6 +113,12 @@ def test_the_loop_knows_no_stage(name):
     assert not read, f"what a run trains on and towards is its stage's affair, not {name}.py's: {read}"
 
 
+def test_nothing_overwrites_what_counts_a_sample():
+    # Several pieces leave samples out of an objective: each narrows what the others have left.
+    setting = [named(path) for path in MODULES if "counted_by=" in path.read_text()]
+    assert setting == ["jaxrl_llm/learner/batch.py"], "use Sample.counting"
+
+
 def test_tests_use_the_real_thing():
     # Names that no test may use: this test looks for them, it patches and skips nothing itself.
     banned = {"mock", "unittest.mock", "pytest_mock", "monkeypatch", "mocker", "skip", "skipif", "importorskip"}

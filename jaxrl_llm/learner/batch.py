@@ -8,7 +8,7 @@ What a sample carries beside its tokens travels by name, and its name alone says
 """
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ class Sample:
       prompt_arrays: [p, ...] each, one entry for each token of the prompt, by name; a name in both is one array over
         all that the model reads.
       together: a key that samples have in common which a loss compares; they are never split over microbatches.
-      counted_by: names of the objectives that count it; None for all.
+      counted_by: names of the objectives that count it; None for all. ``counting`` narrows it.
     """
 
     prompt: np.ndarray
@@ -45,6 +45,12 @@ class Sample:
     prompt_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     together: Hashable = None
     counted_by: tuple[str, ...] | None = None
+
+    def counting(self, objectives: Collection[str]) -> "Sample":
+        """The sample counted by these objectives, as far as it was counted by them before: no caller can undo what
+        another has left out."""
+        before = objectives if self.counted_by is None else self.counted_by
+        return dataclasses.replace(self, counted_by=tuple(name for name in before if name in objectives))
 
 
 class Counts(NamedTuple):

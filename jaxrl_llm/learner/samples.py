@@ -65,9 +65,7 @@ def to_samples(
     if targets is not None:
         scored = ~np.isnan(rewards.reshape(-1))
         # What could not be scored has no return: the critic leaves it out.
-        valued = [
-            s if known else dataclasses.replace(s, counted_by=POLICY) for s, known in zip(valued, scored, strict=True)
-        ]
+        valued = [s if known else s.counting(POLICY) for s, known in zip(valued, scored, strict=True)]
         valued = _by_token(valued, returns=targets, old_values=context.values)
         measured |= foreseen(targets, context.values, context.mask & scored[:, None])
     size = len(groups[0].completions)

@@ -45,10 +45,10 @@ class Mixture:
 
         ``drawn``: texts that the run has drawn up to this step, its own included.
         """
-        counted = [[dataclasses.replace(sample, counted_by=self.others) for sample in group] for group in groups]
+        counted = [[sample.counting(self.others) for sample in group] for group in groups]
         numbers = range(drawn - self.count, drawn)
         places = [tasks.problem_index(self.seed, number, len(self.texts)) for number in numbers]
-        texts = [[dataclasses.replace(sample_of(self.texts[place]), counted_by=(TEXT,))] for place in places]
+        texts = [[sample_of(self.texts[place]).counting((TEXT,))] for place in places]
         # Of equal parts of a line the middles: a group's before a text's where they meet.
         order = [((at + 0.5) / len(counted), 0, group) for at, group in enumerate(counted)]
         order += [((at + 0.5) / len(texts), 1, text) for at, text in enumerate(texts)]

@@ -100,7 +100,7 @@ def minibatch(run: Run, vocab: int, tokens: int | None = None) -> list[Sample]:
     prompts = [np.full(rollout.max_prompt_tokens, group, np.int32) for group in range(groups)]
     ptx = rollout.collect.ptx
     texts = 0 if ptx is None else -(-ptx.rows // run.learner.minibatches)
-    mixed = [Sample(prompts[0][:1], ids, mask, counted_by=(TEXT,)) for _ in range(texts)]
+    mixed = [Sample(prompts[0][:1], ids, mask).counting((TEXT,)) for _ in range(texts)]
     return [Sample(prompt, ids, mask, scalars, arrays) for prompt in prompts for _ in range(rollout.group)] + mixed
 
 

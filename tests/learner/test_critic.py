@@ -43,6 +43,8 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.stages.mixture import Mixture
+from jaxrl_llm.tasks import Text
 from jaxrl_llm.types import Completion, Group, Problem
 
 MODEL = tiny("windows")
@@ -128,6 +130,12 @@ def test_a_critic_does_not_learn_from_what_could_not_be_scored():
     assert [s.counted_by for s in samples] == [("policy",) if n == 2 else None for n in range(len(samples))]
     counts = pack(samples, LAYOUT, ("policy", "values")).totals.counts
     assert counts["policy"].tokens - counts["values"].tokens == samples[2].mask.sum() > 0
+    text = Text("1", samples[0].prompt, samples[0].tokens, np.ones(len(samples[0].tokens), bool), "rows.jsonl:1")
+    beside = Mixture([text], (), 1, 0, ("policy", "values"), forward_on(one_device(), LAYOUT), print)
+    mixed = [s for group in beside.mixed(groups(samples), 1) for s in group]
+    again = pack(mixed, LAYOUT, ("policy", "values", "text")).totals.counts
+    assert {name: again[name] for name in counts} == counts, "nor where texts stand beside it"
+    assert again["text"].tokens == len(text.tokens)
     known = [s for n, s in enumerate(samples) if n != 2]
     returns = np.concatenate([s.arrays["returns"][s.mask] for s in known])
     assert measured["critic/returns_mean"] == pytest.approx(returns.mean(), abs=1e-6)
