@@ -1,12 +1,25 @@
 """What one phase leaves to the next: stored successes, streams of prompts, the order of problems, what is solved."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from jaxrl_llm import codec
 from jaxrl_llm.begin import with_phase
-from jaxrl_llm.config import MAX_SEED, Mixture, Part, in_phase, load_config, resolved, shared_by_phases, validate
+from jaxrl_llm.config import (
+    MAX_SEED,
+    Mixture,
+    Part,
+    in_phase,
+    load_config,
+    resolved,
+    shared_by_phases,
+    tasks_in,
+    validate,
+)
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.replay import Solved, Success
@@ -14,7 +27,8 @@ from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
 from jaxrl_llm.stages.leaving import same_rewards, stream_left, successes_left
 from jaxrl_llm.stages.problems import streams_of
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.tasks import Curriculum, EasyToHard
+from jaxrl_llm.types import Completion, Group, Problem
 
 RUN = load_config(str(Path(__file__).parent / "fixtures" / "runs" / "phased.py"))[1]
 
@@ -55,19 +69,127 @@ def test_stored_successes_stay_where_they_are_right_and_fit():
     short = Part(digits, max_new_tokens=4)
     assert left(task=Mixture((short, letters))) == {"digits/a", "letters/c"}
     assert left(learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True)) == set()
+    alone = dataclasses.replace(RUN, task=letters)
+    called = dataclasses.replace(RUN, task=Mixture((dataclasses.replace(letters, name="abc"), boxed)))
+    assert set(successes_left(store, alone, called)) == {"abc/c"}, "whatever it is called"
 
 
 def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
-    digits, letters, new = (dataclasses.replace(RUN.task, name=name) for name in ("digits", "letters", "new"))
+    digits, letters = (dataclasses.replace(RUN.task, name=name) for name in ("digits", "letters"))
+    new = dataclasses.replace(RUN.task, name="new", holdout=0.5)
     before = dataclasses.replace(RUN, task=Mixture((digits, letters)))
     memory = {"asked": {"digits": 7, "letters": 6}, "streams": {"digits": {"tries": 1}, "letters": {}}}
-    assert stream_left(memory, before, before) == memory
+    assert stream_left(memory, 13, before, before) == memory
     heavier = dataclasses.replace(before, task=Mixture((Part(digits, 3.0), Part(letters, 1.0))))
-    assert stream_left(memory, before, heavier) == memory | {"before": memory["asked"]}
+    assert stream_left(memory, 13, before, heavier) == memory | {"before": memory["asked"]}
     other = dataclasses.replace(before, task=Mixture((digits, new)))
-    kept = stream_left(memory, before, other)
+    kept = stream_left(memory, 13, before, other)
     assert kept == {"asked": {"digits": 7}, "before": {"digits": 7}, "streams": {"digits": {"tries": 1}}}
-    assert stream_left(memory, before, dataclasses.replace(before, task=new)) == {}
+    assert stream_left(memory, 13, before, dataclasses.replace(before, task=new)) == {"others": 13}
+
+
+def of_task(task, curriculum):
+    """The settings of a phase."""
+    collect = dataclasses.replace(RUN.rollout.collect, curriculum=curriculum)
+    return dataclasses.replace(RUN, task=task, rollout=dataclasses.replace(RUN.rollout, collect=collect))
+
+
+class Asking:
+    """Prompts of phases one after the other, as a run asks them; each answer is half right.
+
+    The task of the name ``a``, whatever it is called later, has 40 problems of levels 0 to 39.
+    """
+
+    def __init__(self, run):
+        self.run, self.cursor, self.memory = run, 0, {}
+
+    def phase(self, following):
+        written = json.dumps(codec.to_json(stream_left(self.memory, self.cursor, self.run, following)))
+        self.run, self.memory = following, codec.from_json(json.loads(written))
+
+    @property
+    def stream(self):
+        sizes = [10 if task.holdout else 40 for task in tasks_in(self.run.task)]
+        labels = [task.label for task in tasks_in(self.run.task)]
+        prompt = ({"role": "user", "content": "?"},)
+        rows = [
+            [Problem(str(i), prompt, "1", label, metadata={"level": i}) for i in range(size)]
+            for label, size in zip(labels, sizes, strict=True)
+        ]
+        return streams_of(self.run, rows)
+
+    def ask(self, count):
+        """The problems of the larger task among so many prompts."""
+        found, stream = [], self.stream
+        large = {task.label for task in tasks_in(self.run.task) if not task.holdout}
+        for self.cursor in range(self.cursor + 1, self.cursor + count + 1):
+            problem, self.memory = stream.next(self.cursor - 1, self.memory)
+            answers = Group(problem, np.zeros(1, np.int32), (), np.zeros(2), np.array([0.0, 1.0]))
+            self.memory = stream.told(self.memory, [answers])
+            found += [int(problem.id)] * (problem.task in large)
+        return found
+
+
+LARGE, SMALL = dataclasses.replace(RUN.task, name="a"), dataclasses.replace(RUN.task, name="b", holdout=0.5)
+CALLED, BOXED = dataclasses.replace(LARGE, name="c"), dataclasses.replace(LARGE, extractor="boxed")
+PLAIN, COUNTS = None, Curriculum()
+WAYS = {
+    "into a mixture and back": ((LARGE, PLAIN), (Mixture((LARGE, SMALL)), PLAIN), (LARGE, PLAIN)),
+    "after another one": ((SMALL, PLAIN), (LARGE, PLAIN), (Mixture((SMALL, LARGE)), PLAIN)),
+    "by another name": ((LARGE, COUNTS), (Mixture((CALLED, SMALL)), COUNTS), (LARGE, COUNTS)),
+    "judged otherwise": ((LARGE, COUNTS), (BOXED, COUNTS), (Mixture((BOXED, SMALL)), COUNTS)),
+    "with a curriculum in between": ((LARGE, PLAIN), (LARGE, COUNTS), (LARGE, PLAIN)),
+    "without one in between": ((Mixture((LARGE, SMALL)), COUNTS), (LARGE, PLAIN), (LARGE, COUNTS)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_problem_comes_twice_before_all_of_its_task_have_come(way):
+    first, *others = (of_task(task, curriculum) for task, curriculum in WAYS[way])
+    asking = Asking(first)
+    found = asking.ask(20)
+    for one in others:
+        asking.phase(one)
+        found += asking.ask(26)
+    found += asking.ask(30)
+    assert len(found) > 40 and sorted(found[:40]) == list(range(40)), found
+
+
+def counted(memory):
+    """The answers that a stream has counted of its larger task."""
+    own = [one for one in (memory, *memory.get("streams", {}).values()) if len(one.get("tries", ())) == 40]
+    return sum(one["tries"].sum() for one in own)
+
+
+def test_what_a_curriculum_has_counted_stays_while_answers_are_judged_as_before():
+    asking = Asking(of_task(LARGE, COUNTS))
+    asking.ask(20)
+    for task, curriculum in ((Mixture((CALLED, SMALL)), COUNTS), (LARGE, PLAIN), (Mixture((SMALL, LARGE)), COUNTS)):
+        before = counted(asking.memory)
+        asking.phase(of_task(task, curriculum))
+        assert counted(asking.memory) == before >= 40
+        asked = len(asking.ask(10))
+        assert counted(asking.memory) == before + 2 * asked > before
+    asking.phase(of_task(BOXED, COUNTS))
+    asked = len(asking.ask(10))
+    assert counted(asking.memory) == 2 * asked == 20
+
+
+def test_problems_open_from_the_easiest_on_where_that_is_new_and_go_on_opening_where_it_is_not():
+    easy = Curriculum(easy_to_hard=EasyToHard("level", over=60, start=0.1))
+    opened = lambda: asking.stream.measured({}, asking.memory).get("curriculum/active")
+    for before in (PLAIN, COUNTS, Curriculum(easy_to_hard=EasyToHard("level", over=10, start=0.5))):
+        asking = Asking(of_task(LARGE, before))
+        asking.ask(20)
+        asking.phase(of_task(LARGE, easy))
+        assert opened() == 4
+        asking.ask(20)
+        assert opened() == 16
+        asking.phase(of_task(Mixture((LARGE, SMALL)), easy))
+        assert asking.stream.measured({}, asking.memory)["task/a/curriculum/active"] == 16
+        asking.phase(of_task(LARGE, easy))
+        asking.ask(20)
+        assert opened() == 28
 
 
 def test_the_order_of_problems_is_the_same_in_all_phases():

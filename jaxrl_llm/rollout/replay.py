@@ -129,14 +129,15 @@ def stored(store: Store) -> int:
     return sum(len(solved.successes) for solved in store.values())
 
 
-def no_longer_than(store: Store, limits: Mapping[str, int]) -> Store:
-    """What is stored of these tasks, by label, in completions of at most so many tokens."""
+def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, str]) -> Store:
+    """What is stored of these tasks, by label, in completions of at most so many tokens; stored by the names that the
+    tasks have from here on."""
     kept = {}
     for place, solved in store.items():
-        label, _, _ = place.rpartition("/")
+        label, _, problem = place.rpartition("/")
         fitting = tuple(one for one in solved.successes if len(one.completion.tokens) <= limits.get(label, 0))
         if fitting:
-            kept[place] = dataclasses.replace(solved, successes=fitting)
+            kept[f"{names[label]}/{problem}"] = dataclasses.replace(solved, successes=fitting)
     return kept
 
 

@@ -159,7 +159,7 @@ class Reinforcement(Stage):
         run = self.run
         if left is None or same_groups(run, following):
             return left
-        stream = stream_left(left.stream, run, following)
+        stream = stream_left(left.stream, left.cursor, run, following)
         successes = successes_left(left.successes, run, following)
         return dataclasses.replace(self.let_go(left), stream=stream, successes=successes)
 

@@ -26,7 +26,7 @@ def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: 
       InputError: the curriculum reads what is not there: right answers, a column, another run's statistics.
     """
     if curriculum is None:
-        return tasks.Shuffled(problems, seed)
+        return tasks.Shuffled(problems, seed, tasks.Scheduled(Curriculum(), problems, seed))
     require(
         not curriculum.reads_success or problems[0].verifier != "none",
         f"{FIELD} counts answers that are right, and task {problems[0].task} has no reference answers: give it answers "

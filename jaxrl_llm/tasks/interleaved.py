@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.tasks.stream import Memory, PromptStream
+from jaxrl_llm.tasks.stream import OTHERS, Memory, PromptStream
 from jaxrl_llm.types import Group, Problem
 
 ASKED = "asked"
@@ -57,15 +57,30 @@ class Interleaved:
         return found
 
 
-def going_on(memory: Memory, labels: Sequence[str]) -> Memory:
-    """What a mixture remembers that goes on with these tasks of another, by label: their streams go on where they were,
-    and the shares count from here."""
-    asked = {label: count for label, count in memory[ASKED].items() if label in labels}
-    return {
-        ASKED: asked,
-        BEFORE: asked,
-        STREAMS: {label: own for label, own in memory[STREAMS].items() if label in labels},
-    }
+Places = Mapping[str, tuple[int, Memory]]
+"""How many prompts have asked each task, by its label, and what its stream remembers."""
+
+
+def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
+    """What a stream of these tasks remembers of each of them.
+
+    ``prompts``: of the run so far, by which those of a single task are numbered.
+    """
+    if len(labels) > 1:
+        asked, streams = memory.get(ASKED, {}), memory.get(STREAMS, {})
+        return {label: (asked.get(label, 0), streams.get(label, {})) for label in labels}
+    own = {name: value for name, value in memory.items() if name != OTHERS}
+    return {label: (prompts - memory.get(OTHERS, 0), own) for label in labels}
+
+
+def going_on(places: Places, labels: Sequence[str], prompts: int) -> Memory:
+    """What a stream of these tasks remembers where each goes on from its place, or begins where it has none; the inverse
+    of ``places_in``. Shares count from here."""
+    if len(labels) > 1:
+        asked = {label: count for label, (count, _) in places.items()}
+        return {ASKED: asked, BEFORE: asked, STREAMS: {label: own for label, (_, own) in places.items()}}
+    count, own = places.get(labels[0], (0, {}))
+    return own | ({OTHERS: prompts - count} if prompts > count else {})
 
 
 def turn(asked: Mapping[str, int], weights: Mapping[str, float]) -> str:

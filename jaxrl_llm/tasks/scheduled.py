@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
-from jaxrl_llm.tasks.stream import Memory, permutation
+from jaxrl_llm.tasks.stream import COUNTED, OTHERS, Memory, permutation, problem_index
 from jaxrl_llm.types import Group, Problem
 
 NONE = -1
 """In place of a prompt's number: there was none."""
+PLACES = (COUNTED, "begun", "asked", "since")
+"""What is remembered of a task's prompts, beside what came of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +25,9 @@ class Scheduled:
 
     It remembers, as arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of answers
     that were verified and of those that were right; ``streak`` and ``last`` as ``Dropping`` reads them; and besides
-    ``asked``, prompts so far, ``since``, the number of its first one, ``begun``, where the present round began, and
-    ``problems``, a digest of their ids.
+    ``asked``, prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, where the present
+    round began, and ``problems``, a digest of their ids. Where only the places of prompts are remembered (``PLACES``),
+    the counts begin anew; what was asked without a curriculum was asked in epochs.
 
     Attributes:
       curriculum: what decides.
@@ -40,6 +43,9 @@ class Scheduled:
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """The problem that is drawn for this prompt."""
+        number -= memory.get(OTHERS, 0)
+        if number and not memory.keys() - {OTHERS}:
+            memory = memory | self._in_epochs(number)
         memory = self.kept(memory)
         if memory.get("since", 0) == NONE:
             memory = memory | {"since": number}
@@ -98,7 +104,12 @@ class Scheduled:
 
     def kept(self, memory: Memory) -> Memory:
         """What is remembered, where it is about these problems; else what is known before the first prompt."""
-        return memory if memory.get("problems") == self.first["problems"] else self.first
+        if memory.get("problems") == self.first["problems"]:
+            return memory
+        stays = {OTHERS}
+        if "problems" not in memory and len(memory.get(COUNTED, ())) == len(self.problems):
+            stays |= set(PLACES)
+        return self.first | {name: value for name, value in memory.items() if name in stays}
 
     def success(self, memory: Memory) -> np.ndarray:
         """The estimate for each problem, float64[N]; with ``strength`` 0 that of a problem never tried is ``prior``."""
@@ -137,6 +148,15 @@ class Scheduled:
         known = {name: array for name, array in self.known.items() if name in counts}
         places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
         return counts | known | places | {"problems": digest(self.problems)}
+
+    def _in_epochs(self, number: int) -> Memory:
+        """The places of so many prompts, had they been asked as ``Shuffled`` asks."""
+        size = len(self.problems)
+        begun = number - number % size
+        last = np.full(size, NONE, np.int64)
+        for place in range(begun, number):
+            last[problem_index(self.seed, place, size)] = place
+        return {COUNTED: last, "begun": begun, "asked": number}
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:

@@ -12,6 +12,11 @@ from jaxrl_llm.types import Group, Problem
 
 Memory = dict[str, Any]
 """What a stream remembers: JSON values and arrays, saved with the run. It is never changed, only replaced."""
+OTHERS = "others"
+"""Where the memory of a run's only task counts the prompts that asked other tasks, in phases before: its own are numbered
+without them."""
+COUNTED = "last"
+"""What is in the memory of a task that has had a curriculum: the prompt that last asked each problem."""
 
 
 class PromptStream(Protocol):
@@ -34,18 +39,23 @@ class Shuffled:
     Attributes:
       problems: all of them.
       seed: of the permutations.
+      counting: goes on where a phase before had a curriculum: with its round, and with its counts.
     """
 
     problems: Sequence[Problem]
     seed: int
+    counting: PromptStream | None = dataclasses.field(default=None, compare=False)
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """The problem at that position of the stream."""
-        return self.problems[problem_index(self.seed, number, len(self.problems))], memory
+        if self.counting is not None and COUNTED in memory:
+            return self.counting.next(number, memory)
+        place = number - memory.get(OTHERS, 0)
+        return self.problems[problem_index(self.seed, place, len(self.problems))], memory
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
-        """The same."""
-        return memory
+        """The same, but for what is counted since a phase before."""
+        return self.counting.told(memory, groups) if self.counting is not None and COUNTED in memory else memory
 
     def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
         """Nothing."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.tasks import Interleaved, Shuffled, of_tasks
-from jaxrl_llm.tasks.interleaved import going_on, turn
+from jaxrl_llm.tasks.interleaved import going_on, places_in, turn
 from jaxrl_llm.types import Group, Problem
 
 weights = st.lists(st.one_of(st.integers(1, 20), st.floats(0.01, 50.0)), min_size=2, max_size=9)
@@ -91,10 +91,11 @@ def test_shares_count_from_where_others_began_and_streams_go_on():
     streams = {name: Shuffled(problems(name, 50), 1) for name in "ab"}
     first, memory = asked_of(Interleaved(streams, {"a": 1.0, "b": 1.0}), 20)
     later = Interleaved(streams, {"a": 3.0, "b": 1.0})
-    rest, _ = asked_of(later, 40, going_on(memory, ["a", "b"]))
+    places = places_in(memory, ["a", "b"], 20)
+    rest, _ = asked_of(later, 40, going_on(places, ["a", "b"], 20))
     assert [sum(task == "a" for task, _ in rest[:count]) for count in (4, 8, 40)] == [3, 6, 30]
     assert len(set(first + rest)) == 60, "no problem comes twice before all of its task have come"
-    alone, _ = asked_of(later, 4, going_on(memory, ["b"]))
+    alone, _ = asked_of(later, 4, going_on({"b": places["b"]}, ["a", "b"], 20))
     assert [pair for pair in alone if pair[0] == "a"][0] == first[[pair[0] for pair in first].index("a")]
 
 
