@@ -53,8 +53,9 @@ class Recipe:
       algorithm: the loss.
       temperature: of the sampling and of every log-probability, unless the run sets its own.
       filter_groups: learn only from groups that can teach; sample on until there are enough. It names what says so:
-        "accuracy" (some, not all, completions are correct; of a run without the reward ``Accuracy``, the reward), or
-        "reward" (not all are equal, whatever shapes them). False is off; True is "accuracy".
+        "accuracy" (some, not all, completions are correct, or some are so in a larger part; of a run without the reward
+        ``Accuracy``, the reward), or "reward" (not all are equal, whatever shapes them). False is off; True is
+        "accuracy".
       drop_truncated: completions cut off at the length limit are left out of the loss (their reward still counts).
       overlong_share: the last share of the generation budget, in which a completion is punished the more the longer it
         is; 0 is off.

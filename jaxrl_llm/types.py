@@ -104,6 +104,11 @@ class Group:
     accuracy: np.ndarray
     parts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
+    @property
+    def credit(self) -> np.ndarray:
+        """How much of each answer is right, float64[G] from 0 to 1; NaN where nothing is verified."""
+        return np.clip(self.accuracy, 0.0, 1.0)
+
 
 class PolicyBatch(NamedTuple):
     """What the policy loss needs beside the live log-probabilities; one row per completion.

@@ -122,8 +122,9 @@ class Asking:
         """The problems of the larger task among so many prompts."""
         found, stream = [], self.stream
         large = {task.label for task in tasks_in(self.run.task) if not task.holdout}
-        for self.cursor in range(self.cursor + 1, self.cursor + count + 1):
-            problem, self.memory = stream.next(self.cursor - 1, self.memory)
+        for _ in range(count):
+            problem, self.memory = stream.next(self.cursor, self.memory)
+            self.cursor += 1
             answers = Group(problem, np.zeros(1, np.int32), (), np.zeros(2), np.array([0.0, 1.0]))
             self.memory = stream.told(self.memory, [answers])
             found += [int(problem.id)] * (problem.task in large)

@@ -274,6 +274,7 @@ def _collected(
         counts = (len(tally.replaced), stored(tally.successes), len(tally.successes))
         metrics |= dict(zip(("replay/replaced", "replay/stored", "replay/prompts"), counts, strict=True))
     if admission.filter_groups:
+        metrics["dynamic_sampling/finished"] = len(tally.sampled)
         metrics["dynamic_sampling/kept_fraction"] = len(tally.kept) / len(tally.sampled) if tally.sampled else math.nan
     if admission.filter_groups or admission.partial:
         metrics |= {

@@ -12,7 +12,7 @@ from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.loops import loops, written
-from jaxrl_llm.rollout.replay import Solved, Store, Success
+from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
 from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
@@ -196,15 +196,13 @@ def request_seed(run_seed: int, number: int) -> int:
 
 
 def informative(group: Group, reads: str = "accuracy") -> bool:
-    """Whether a group can teach, by what a filter reads of the members that could be scored.
+    """Whether a group can teach: what a filter reads of the members that could be scored is not the same for all.
 
-    "accuracy": some but not all of them are correct (DAPO, arXiv 2503.14476, eq. 11). "reward": not all of their
-    rewards are equal, in the precision that advantages are computed in.
+    "accuracy": where each is right or wrong, some but not all are right (DAPO, arXiv 2503.14476, eq. 11); where a
+    verifier tells the share that is right, the shares differ (verl's ``acc``). "reward": their rewards.
     """
-    scored = ~np.isnan(group.rewards)
-    if reads == "reward":
-        return len(np.unique(group.rewards[scored].astype(np.float32))) > 1
-    return len(np.unique(group.accuracy[scored & ~np.isnan(group.accuracy)] >= 1)) > 1
+    values = group.rewards if reads == "reward" else group.accuracy
+    return varied(values[~np.isnan(group.rewards)])
 
 
 def whole(completion: Completion | None, longest: int) -> bool:

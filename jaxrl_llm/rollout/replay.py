@@ -42,7 +42,7 @@ class Solved:
       prompt: int32 token ids that its completions follow.
       successes: the oldest first.
       number: the prompt, in the stream, that was last answered right.
-      share: of the answers to the latest prompt that were right.
+      share: mean credit of the answers to the latest prompt.
     """
 
     prompt: np.ndarray
@@ -92,9 +92,16 @@ def replay(
 
 
 def failed(group: Group) -> bool:
-    """Whether no answer was right, and one that stays was found wrong."""
-    wrong = (group.accuracy < 1) & ~np.isnan(group.rewards)
-    return not (group.accuracy >= 1).any() and bool(np.delete(wrong, PLACE).any())
+    """Whether no answer was right, nor any more so than another, and one that stays was found wrong."""
+    scored = ~np.isnan(group.rewards)
+    wrong = (group.accuracy < 1) & scored
+    teaches = (group.accuracy >= 1).any() or varied(group.accuracy[scored])
+    return not teaches and bool(np.delete(wrong, PLACE).any())
+
+
+def varied(values: np.ndarray) -> bool:
+    """Whether those that are known differ, in the precision that advantages are computed in."""
+    return len(np.unique(values[~np.isnan(values)].astype(np.float32))) > 1
 
 
 def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
@@ -157,7 +164,7 @@ def _updated(known: Solved | None, number: int, group: Group, most: int, left_ou
     if not new and not earlier:
         return None
     last = known.number if known is not None and not new else number
-    return Solved(group.prompt, (*earlier, *new)[-most:], last, float(np.mean(group.accuracy >= 1)))
+    return Solved(group.prompt, (*earlier, *new)[-most:], last, float(np.mean(np.nan_to_num(group.credit))))
 
 
 def _teaches(group: Group, i: int, left_out: Collection[str]) -> bool:

@@ -123,6 +123,48 @@ class TeachesNothing:
         )
 
 
+OF_FILTER = "few_kept"
+"""The name of the rule that watches how much the filter of groups keeps."""
+FEW = 0.1
+"""The share of groups below which a filter keeps few; at twice that it keeps enough again."""
+POOLED = 32
+"""Groups over which the share is measured, at least; earlier ones fade."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FewKept:
+    """Tells where the filter of groups begins to keep fewer than a tenth of them, and what would help.
+
+    Attributes:
+      filter_reads: what the filter compares, "accuracy" or "reward".
+      group: completions of a prompt.
+    """
+
+    filter_reads: str
+    group: int
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers how many groups were ``kept`` of those ``seen``, and whether few are: ``told``."""
+        share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
+        if math.isnan(share) or not new:
+            return Decision(), own
+        fade = min(1.0, POOLED / max(own.get("seen", 0.0), 1.0))
+        kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
+        told = own.get("told", False)
+        few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
+        events: dict[str, bool | str] = {"event/few_kept": self.reason(kept / seen, row)} if few and not told else {}
+        return Decision(events=events), {"kept": kept, "seen": seen, "told": few}
+
+    def reason(self, share: float, row: Row) -> str:
+        """What is kept, why not more, and the setting that helps."""
+        differ = 1 - row.get("reward/zero_std_fraction", 1.0)
+        kept = f"{100 * share:.1f} % of groups kept: {self.filter_reads} is the same for all completions of the others"
+        if self.filter_reads == "accuracy" and differ > 0.5:
+            return f"{kept}; rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
+        wider = f"--rollout.group {2 * self.group} makes more of them differ"
+        return f"{kept}; {wider}, rollout.collect.curriculum asks others"
+
+
 FOUND = "found/"
 """What the names of findings begin with, as rules read them: ``(step where it began, what, remedy)`` each."""
 LR_SCALE = "lr_scale"
@@ -194,7 +236,12 @@ def guards_of(run: Any) -> dict[str, Rule]:
     if rules.guards:
         back = rules.on_guard == "rollback"
         unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
-    return unstable | {
-        "reward_fails": RewardFails(),
-        OF_LESSONS: TeachesNothing(run.rollout.collect.patience, not others, run.recipe.filter_groups or ""),
-    }
+    reads = run.recipe.filter_groups
+    return (
+        unstable
+        | ({OF_FILTER: FewKept(reads, run.rollout.group)} if reads else {})
+        | {
+            "reward_fails": RewardFails(),
+            OF_LESSONS: TeachesNothing(run.rollout.collect.patience, not others, reads or ""),
+        }
+    )

@@ -91,7 +91,7 @@ class Dropping:
 
     Attributes:
       solved: a problem is dropped once all its answers were right in so many visits in a row; 0 for never.
-      unsolved: or none of them; 0 for never.
+      unsolved: or none of them, not even in part; 0 for never.
       again: epochs, of as many prompts as there are problems, after which it is visited once more: one that is solved
         in part then is back, another waits as long again. 0 for never.
     """
@@ -104,7 +104,7 @@ class Dropping:
         """Which problems are dropped, bool[N].
 
         Args:
-          streak: int[N], visits in a row in which all answers were right; below 0, in which none was.
+          streak: int[N], visits in a row in which all answers were right; below 0, in which none was, not even in part.
           last: int[N], the prompt that last asked it; -1 for none.
           number: of the prompt that is asked now.
         """
@@ -122,7 +122,8 @@ class Dropping:
 class Curriculum:
     """Which problems are asked. Without any part all are, in epochs, and how often each is solved is kept all the same.
 
-    A problem's success is ``(solved + prior * strength) / (tries + strength)``.
+    A problem's success is ``(solved + prior * strength) / (tries + strength)``: the mean accuracy of its answers, which
+    is 0.75 for one that follows three of four instructions.
 
     Attributes:
       prioritised: how problems are drawn; None: all that are open once, in an order of the seed's, then all again.

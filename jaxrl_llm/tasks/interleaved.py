@@ -74,8 +74,8 @@ def places_in(memory: Memory, labels: Sequence[str], prompts: int) -> Places:
 
 
 def going_on(places: Places, labels: Sequence[str], prompts: int) -> Memory:
-    """What a stream of these tasks remembers where each goes on from its place, or begins where it has none; the inverse
-    of ``places_in``. Shares count from here."""
+    """What a stream of these tasks remembers where each goes on from its place, and begins where it has none: the
+    inverse of ``places_in``. Shares count from here."""
     if len(labels) > 1:
         asked = {label: count for label, (count, _) in places.items()}
         return {ASKED: asked, BEFORE: asked, STREAMS: {label: own for label, (_, own) in places.items()}}

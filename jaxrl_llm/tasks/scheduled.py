@@ -24,10 +24,10 @@ class Scheduled:
     """The stream of a curriculum.
 
     It remembers, as arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of answers
-    that were verified and of those that were right; ``streak`` and ``last`` as ``Dropping`` reads them; and besides
-    ``asked``, prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, where the present
-    round began, and ``problems``, a digest of their ids. Where only the places of prompts are remembered (``PLACES``),
-    the counts begin anew; what was asked without a curriculum was asked in epochs.
+    that were verified and of how much of them was right; ``streak`` and ``last`` as ``Dropping`` reads them; and
+    besides ``asked``, prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, where the
+    present round began, and ``problems``, a digest of their ids. Where only the places of prompts are remembered
+    (``PLACES``), the counts begin anew; what was asked without a curriculum was asked in epochs.
 
     Attributes:
       curriculum: what decides.
@@ -66,21 +66,20 @@ class Scheduled:
         return self.problems[index], memory | {"last": last, "begun": begun, "asked": number + 1}
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
-        """With the answers counted whose accuracy is known; 1 or more is right."""
+        """With the answers counted whose accuracy is known, each for as much of it as is right."""
         memory = self.kept(memory)
         tries, solved, streak = (memory[name].copy() for name in ("tries", "solved", "streak"))
         for group in groups:
             index = self._index.get(group.problem.id)
-            known = group.accuracy[~np.isnan(group.accuracy)]
+            known = group.credit[~np.isnan(group.credit)]
             if index is None or not len(known):
                 continue
-            right = int((known >= 1).sum())
             tries[index] = tries[index] * np.float32(self.curriculum.fade) + np.float32(len(known))
-            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(right)
-            if right == len(known):
+            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(known.sum())
+            if (known == 1).all():
                 streak[index] = max(streak[index], 0) + 1
             else:
-                streak[index] = 0 if right else min(streak[index], 0) - 1
+                streak[index] = 0 if known.any() else min(streak[index], 0) - 1
         return memory | {"tries": tries, "solved": solved, "streak": streak}
 
     def measured(self, before: Memory, after: Memory) -> dict[str, Any]:

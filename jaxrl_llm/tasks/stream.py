@@ -13,8 +13,8 @@ from jaxrl_llm.types import Group, Problem
 Memory = dict[str, Any]
 """What a stream remembers: JSON values and arrays, saved with the run. It is never changed, only replaced."""
 OTHERS = "others"
-"""Where the memory of a run's only task counts the prompts that asked other tasks, in phases before: its own are numbered
-without them."""
+"""Where the memory of a run's only task counts the prompts that asked other tasks, in phases before: its own are
+numbered without them."""
 COUNTED = "last"
 """What is in the memory of a task that has had a curriculum: the prompt that last asked each problem."""
 

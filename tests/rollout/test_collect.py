@@ -56,6 +56,7 @@ def test_the_filter_keeps_what_can_teach_in_the_order_of_the_prompts():
         assert places(step.groups)[carried:] == sorted(places(step.groups)[carried:])
         assert places(step.sampled) == sorted(places(step.sampled))
         assert step.metrics["dynamic_sampling/missing"] == 0 == step.metrics["rollout/interrupted"]
+        assert step.metrics["dynamic_sampling/finished"] == len(step.sampled)
         assert step.metrics["reward/mean"] == pytest.approx(
             np.mean([g.rewards for g in step.sampled])
         )  # before the filter

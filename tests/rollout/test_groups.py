@@ -30,8 +30,13 @@ def group(accuracy, rewards=None):
 def test_the_filter_looks_at_accuracy_and_not_at_the_reward():
     assert not informative(group([1, 1], rewards=[1.0, 0.4]))
     assert informative(group([1, 0], rewards=[0.5, 0.5]))
-    assert not informative(group([0.5, 0.0], rewards=[0.5, 0.0]))
     assert informative(group([0, 0, 0, 1.5]))
+
+
+def test_accuracies_that_differ_teach_and_equal_ones_do_not():
+    assert informative(group([0.5, 0.75, 0.25, 0.5])) and informative(group([0.5, 0.0], rewards=[1, 1]))
+    assert not informative(group([0.5] * 4, rewards=[1, 2, 3, 4]))
+    assert not informative(group([0.1 + 0.2, 0.3])), "in the precision that advantages are computed in"
 
 
 def test_a_filter_of_the_reward_takes_whatever_the_estimator_can_tell_apart():

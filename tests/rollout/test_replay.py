@@ -82,12 +82,12 @@ def test_only_what_could_be_learned_from_is_stored():
 
 def test_where_all_have_failed_the_first_member_gives_way_scores_and_all():
     before = group([1, 0, 0, 0], marks=[9, 1, 2, 3], length=[0.25, 1, 1, 1])
-    after = group([0, 0.5, 0, np.nan], marks=[4, 5, 6, 7], rewards=[0.1, 1, 0.2, np.nan], length=[3, 4, 5, 6])
+    after = group([0.5, 0.5, 0.5, np.nan], marks=[4, 5, 6, 7], rewards=[0.1, 1, 0.2, np.nan], length=[3, 4, 5, 6])
     store, replaced = kept(before, after)
     (found,) = replaced.values()
     assert [int(c.tokens[0]) for c in found.completions] == [9, 5, 6, 7]
     np.testing.assert_array_equal(found.rewards, [2, 1, 0.2, np.nan])
-    np.testing.assert_array_equal(found.accuracy, [1, 0.5, 0, np.nan])
+    np.testing.assert_array_equal(found.accuracy, [1, 0.5, 0.5, np.nan])
     np.testing.assert_array_equal(found.parts["length"], [0.25, 4, 5, 6])
     assert after.rewards[0] == 0.1 and int(after.completions[0].tokens[0]) == 4, "what was sampled stays as it was"
     assert found.completions[0].sampler_logp.tolist() == [-0.5, -9] and found.completions[0].version.tolist() == [0, 0]
@@ -95,7 +95,7 @@ def test_where_all_have_failed_the_first_member_gives_way_scores_and_all():
     assert informative(found) and not informative(after) and marks_of(store) == [9]
 
 
-@pytest.mark.parametrize("accuracy", [[0, 1, 0], [1, 1, 1], [0, np.nan, np.nan], [np.nan] * 3])
+@pytest.mark.parametrize("accuracy", [[0, 1, 0], [1, 1, 1], [0, np.nan, np.nan], [np.nan] * 3, [0.5, 0.75, 0.25]])
 def test_a_group_with_a_success_or_without_a_known_failure_stays(accuracy):
     assert not failed(group(accuracy)) and not kept(group([1, 0, 0]), group(accuracy))[1]
 
@@ -121,6 +121,8 @@ def test_where_there_is_no_room_the_problem_that_was_solved_best_gives_way():
     names = lambda store: {name.removeprefix("toy/") for name in store}
     assert names(kept(*made, settings=Replay(8, 3))[0]) == {"hard", "half", "late"}
     assert names(kept(*made, settings=Replay(8, 2))[0]) == {"hard", "late"}
+    partly = [group([1, 0.75, 0.75], "nearly"), group([1, 0.5, 0], "half")]
+    assert names(kept(*partly, settings=Replay(8, 1))[0]) == {"half"}, "a large part of an answer counts, too"
     fallen = [*made[:2], group([0, 0, 0], "easy"), *made[2:]]
     assert names(kept(*fallen, settings=Replay(8, 2))[0]) == {"hard", "easy"}, "by its latest group"
 

@@ -33,6 +33,7 @@ from jaxrl_llm.rules import (
     TeachesNothing,
     decide,
 )  # fmt: skip
+from jaxrl_llm.rules.guards import FewKept
 from jaxrl_llm.stages.rl import rules_for
 from jaxrl_llm.step import LoopState, apply
 from jaxrl_llm.tasks import Table, Texts
@@ -197,6 +198,31 @@ def test_a_step_without_any_reward_says_so(reads):
     assert TeachesNothing(1, False, reads)(carried, {})[0] == Decision(), "groups of earlier steps teach"
 
 
+def test_a_filter_that_keeps_few_groups_is_told_with_the_setting_that_helps():
+    def told(shares, groups=12, reads="accuracy", alike=0.9):
+        rows = [
+            {
+                "dynamic_sampling/kept_fraction": x,
+                "dynamic_sampling/finished": groups,
+                "reward/zero_std_fraction": alike,
+            }
+            for x in shares
+        ]
+        decisions = run_through(FewKept(reads, 8), [{"step": step} | row for step, row in enumerate(rows, start=1)])
+        return {step: d.events["event/few_kept"] for step, d in enumerate(decisions, start=1) if d.events}
+
+    assert told([1 / 12] * 9) == {
+        3: "8.3 % of groups kept: accuracy is the same for all completions of the others; --rollout.group 16 makes "
+        "more of them differ, rollout.collect.curriculum asks others"
+    }, "once, and of no fewer than 32 groups"
+    assert told([0.1] * 9) == {} == told([0.0, 0.5, 0.0, 0.5]) == told([math.nan] * 9)
+    assert list(told([0.0] * 3 + [0.15] * 9 + [0.0] * 3)) == [3], "a share about the bound is not told again and again"
+    assert list(told([0.0] * 3 + [0.5] * 9 + [0.0] * 9)) == [3, 17]
+    by_reward = told([0.05], 512, alike=0.4)
+    assert by_reward[1].endswith("; rewards differ in 60 %: --recipe.filter_groups reward keeps those")
+    assert "--rollout.group 16" in told([0.05], 512, "reward", alike=0.4)[1]
+
+
 def test_a_step_in_which_only_the_critic_learns_teaches():
     rule = TeachesNothing(1, True, "")
     warming = {"step": 1, "updates": 0.0, "completions/mean_length": 5.0, "critic/updates": 4.0, "critic/loss": 0.1}
@@ -243,10 +269,11 @@ def test_a_run_has_the_rules_of_its_recipe():
     guards = {"not_a_number", "reward_fails", "teaches_nothing"}
     assert rules_for(SMOKE).keys() == guards | {"by_hand"}
     one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
-    assert one["stall"] == OnStall(3, SMOKE.evaluation.every, True) and one.keys() == guards | {"stall", "by_hand"}
-    assert two["reference"] == OnSchedule(300, True, False) and two.keys() == guards | {"reference", "by_hand"}
+    filtered = guards | {"few_kept"}
+    assert one["stall"] == OnStall(3, SMOKE.evaluation.every, True) and one.keys() == filtered | {"stall", "by_hand"}
+    assert two["reference"] == OnSchedule(300, True, False) and two.keys() == filtered | {"reference", "by_hand"}
     without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])
-    assert rules_for(without).keys() == guards, "there is no reference that could be reset by hand"
+    assert rules_for(without).keys() == filtered, "there is no reference that could be reset by hand"
     kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
     assert kimi["optimiser"] == OnSchedule(1, False, True)
     controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
