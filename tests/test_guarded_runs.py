@@ -115,6 +115,14 @@ def test_a_rollback_goes_to_the_first_checkpoint_of_its_phase_and_its_rate_outli
     assert found[12]["kl_coef"] == 0.003 and found[10]["kl_coef"] != 0.002, "what a controller moves begins anew"
 
 
+def test_what_was_sampled_ahead_is_let_go_with_its_phase_and_its_policy_and_data_goes_on(folder, answers):
+    assert answers["phases"].code == 0, answers["phases"].err
+    found = rows(folder / "phases")[1:]
+    anew = [row["step"] for row in found if row["sampler/logp_abs_diff_mean"] < 1e-5]
+    assert anew == [1, 3, 11, 12], "the weights that learn have sampled it: after each phase, and after the rollback"
+    assert np.diff([row["prompts"] for row in found]).tolist() == [8 if step in anew else 4 for step in range(2, 14)]
+
+
 def test_no_run_goes_back_into_an_earlier_phase(folder, answers):
     run = load_config(str(CONFIG.with_name("guarded_phases.py")))[1]
     due = due_of(Schedule(13, 0, 2), folder / "phases", 13, ALONE)
