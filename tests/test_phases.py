@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import posixpath
+import signal
 from pathlib import Path
 
 import jax
@@ -134,17 +135,32 @@ def test_a_checkpoint_at_a_phases_end_is_of_the_next_one(folder, answers):
     assert moments and not any(array.any() for array in moments)
 
 
-def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(tmp_path):
-    """The sampler's cache is most of a device: two do not fit."""
-    stages = {}
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A run of two phases and two steps that is told to stop in its last one: its directory, its exit code, what it
+    said, and how many stages there were when each step was recorded."""
+    folder, said, stages = tmp_path_factory.mktemp("watched"), [], {}
 
     def count(row):
         stages[row["step"]] = sum(isinstance(one, Stage) for one in gc.get_objects())
+        if row["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
 
     learner = dataclasses.replace(RUN.learner, microbatch_rows=jax.device_count())
     run = dataclasses.replace(RUN, learner=learner, steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
-    assert loop.train(resolved(run), tmp_path, print, voice=Voice(rows=count)) == 0
+    return folder, loop.train(resolved(run), folder, said.append, voice=Voice(rows=count)), said, stages
+
+
+def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(watched):
+    """The sampler's cache is most of a device: two do not fit."""
+    *_, stages = watched
     assert stages[2] == stages[1], stages
+
+
+def test_a_run_that_is_told_to_stop_in_its_last_step_is_done(watched):
+    folder, code, said, _ = watched
+    assert code == 0 and not any("run the same command again" in line for line in said)
+    assert (folder / "checkpoints" / "2").is_dir()
 
 
 def test_a_run_is_tested_as_the_phase_of_its_checkpoint_is(answers):
