@@ -125,6 +125,10 @@ def test_where_there_is_no_room_the_problem_that_was_solved_best_gives_way():
     assert names(kept(*partly, settings=Replay(8, 1))[0]) == {"half"}, "a large part of an answer counts, too"
     fallen = [*made[:2], group([0, 0, 0], "easy"), *made[2:]]
     assert names(kept(*fallen, settings=Replay(8, 2))[0]) == {"hard", "easy"}, "by its latest group"
+    again = [group([1, 1, 0], name) for name in ("half", "late", "half", "more")]
+    assert names(kept(*again, settings=Replay(8, 2))[0]) == {"half", "more"}, "of two the one that was right longer ago"
+    failing = kept(*again[:2], *(group([0, 0, 0], name) for name in ("late", "half")))[0]
+    assert names(kept(group([0, 0, 0], "other"), settings=Replay(8, 1), store=failing)[0]) == {"late"}
 
 
 def test_the_store_is_replaced_and_comes_back_from_a_checkpoint_as_it_was():
