@@ -55,6 +55,15 @@ def test_which_pairs_are_made(keep, match_length, wanted):
     assert pair_rows(PROBLEM, ANSWERS[1:6], data) == []
 
 
+def test_lengths_are_matched_to_the_shortest_right_answer_where_that_alone_is_kept():
+    answers = (answer("a longer right one", True), answer("a longer wrong one", False), answer("no", False))
+    answers += (answer("right", True), answer("wrong, too", False))
+    nearest = [("a longer right one", "a longer wrong one"), ("right", "no")]
+    for keep, wanted in {"first": nearest[:1], "shortest": nearest[1:], "all": nearest}.items():
+        rows = pair_rows(PROBLEM, answers, Collected(TASK, keep=keep, match_length=True))
+        assert [(row["chosen"], row["rejected"]) for row in rows] == wanted
+
+
 def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_rows_say_so():
     answers = (answer("right", True), answer("cut", False, ended=False), answer("wrong", False))
     found = {cut_off: pair_rows(PROBLEM, answers, Collected(TASK, cut_off=cut_off)) for cut_off in (False, True)}
@@ -63,6 +72,9 @@ def test_right_answers_are_preferred_to_ones_that_were_cut_off_too_and_their_row
     }
     assert told == {False: [("wrong", None)], True: [("wrong", None), ("cut", True)]}
     assert {row["chosen"] for rows in found.values() for row in rows} == {"right"}
+    more = (answer("right, too", True), answer(" ", False, ended=False), answer("right, though cut", True, ended=False))
+    _, last = pair_rows(PROBLEM, more[::-1] + answers, Collected(TASK, cut_off=True, keep="all"))
+    assert last["rejected"] == "cut", "what is blank, or right as far as it goes, is not rejected"
     never = (answer("right", True, ended=False), answer("wrong", False), answer("cut", False, ended=False))
     assert pair_rows(PROBLEM, never, Collected(TASK, cut_off=True)) == []
 
