@@ -41,7 +41,7 @@ from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.stages.dataset import check_together
-from jaxrl_llm.stages.preference import pair_samples, sums
+from jaxrl_llm.stages.preference import PreferenceStage, pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
 from jaxrl_llm.stages.supervised import text_numbers
 from jaxrl_llm.tasks import Ranked, Stepped
@@ -177,21 +177,27 @@ def test_the_reference_is_what_the_model_gives_whole_completions():
     np.testing.assert_allclose(sums(forwards(), REFERENCE, rankings(2), silent), known(), rtol=1e-5)
 
 
-def test_metrics_of_pairs_are_of_their_order_and_implicit_rewards():
-    margins = by_hand_margins()
-    for name in ("dpo", "ipo"):
-        _, metrics = alone(name)
-        np.testing.assert_allclose(metrics["pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
-        np.testing.assert_allclose(metrics["pairs/margin"], 0.3 * np.mean(margins), rtol=1e-4)
+@pytest.mark.parametrize("name", ["dpo", "ipo", "dpo of averages, smoothed"])
+def test_numbers_of_pairs_are_of_their_order_and_implicit_rewards_in_a_step_and_in_a_test(name):
+    loss = case(name).objective.loss
+    margins = by_hand_margins(loss.average)
     assert 0 < np.mean(margins > 0) < 1
+    stage = PreferenceStage(
+        training=(), forward=forwards(), label="", rows=(), held_out=rankings(2), count=1, seed=0, exam=None,
+        status=silent, loss=loss, known={"held_out": known()},
+    )  # fmt: skip
+    for prefix, found in (("", alone(name)[1]), ("eval/", stage.test(MODEL).numbers)):
+        np.testing.assert_allclose(found[f"{prefix}pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
+        np.testing.assert_allclose(found[f"{prefix}pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
 
 
-def by_hand_margins():
+def by_hand_margins(average):
     """Of each pair, float64."""
     rows = rows_of(members(rankings(2)))
     found, _ = pulled("logp", MODEL, None, rows, np.zeros(rows.shape, np.float32))
     gaps = [x[:-1].astype(np.float64).sum() for x in at_tokens(np.asarray(found), members(rankings(2)))]
-    return (np.reshape(gaps, (-1, 2)) - known()) @ [1, -1]
+    sizes = [len(tokens) if average else 1 for _, tokens in members(rankings(2))]
+    return (np.reshape(gaps, (-1, 2)) - known()) / np.reshape(sizes, (-1, 2)) @ [1, -1]
 
 
 def scores():
@@ -226,7 +232,7 @@ def test_evaluations_are_those_of_completions_by_themselves():
 
 
 def given(objective, groups, output, values):
-    """Loss of an objective where the model says ``values``: of each sample by token."""
+    """Loss and metrics of an objective where the model says ``values``: of each sample by token."""
     samples = together(groups)
     packed = pack(samples, Layout(len(samples), 18, T), (objective.name,))
     batch = jax.tree.map(lambda x: x[0], packed._replace(totals=None))
@@ -234,7 +240,12 @@ def given(objective, groups, output, values):
     for row, own in zip(found, values, strict=False):
         row[: len(own)] = own
     counts = packed.totals.counts[objective.name]
-    return jax.jit(lambda found, batch: objective({output: found}, batch, counts, {})[0])(found, batch)
+    return called(objective, {output: found}, batch, counts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def called(objective, outputs, batch, counts):
+    return objective(outputs, batch, counts, {})
 
 
 def row_of(*lengths, margin=0.0):
@@ -245,19 +256,27 @@ def test_published_numbers_come_out_of_the_objectives():
     for loss, name in ((DPO(0.1), "loss"), (IPO(0.1), "ipo_loss_sumlogp"), (IPO(0.1, average=True), "ipo_avg_len4_5")):
         group = pair_samples(row_of(4, 5), number("DPO/ref"), 0)
         logp = [np.full(size, total / size) for size, total in zip((4, 5), number("DPO/logp"), strict=True)]
-        np.testing.assert_allclose(given(PairLoss(loss), [group], "logp", logp), number(f"DPO/{name}"), rtol=1e-5)
+        np.testing.assert_allclose(given(PairLoss(loss), [group], "logp", logp)[0], number(f"DPO/{name}"), rtol=1e-5)
     for key, name, margin in (("BT", "loss", 0.0), ("BT", "margin0p5", 0.5), ("BT_K3", "loss", 0.0)):
         ranks = number(f"{key}/r")
         group = samples_of(row_of(*range(2, 2 + len(ranks)), margin=margin), 0)
         values = [np.append(np.full(2 + n, 9.0), score) for n, score in enumerate(ranks)]
-        np.testing.assert_allclose(given(Ranking(), [group], "values", values), number(f"{key}/{name}"), rtol=1e-5)
+        np.testing.assert_allclose(given(Ranking(), [group], "values", values)[0], number(f"{key}/{name}"), rtol=1e-5)
     right = number("PRM/s")
     row = Stepped("", prompt(0), drawn(7, 1), np.array([1, 3, 4]), number("PRM/labels"), "")
     values = np.full(8, 9.0)
     values[[2, 4, 5]] = np.log(right / (1 - right))
-    np.testing.assert_allclose(
-        given(StepEntropy(), [samples_of(row, 0)], "values", [values]), number("PRM/loss"), rtol=1e-5
-    )
+    loss, _ = given(StepEntropy(), [samples_of(row, 0)], "values", [values])
+    np.testing.assert_allclose(loss, number("PRM/loss"), rtol=1e-5)
+
+
+def test_a_step_is_right_on_its_labels_side_of_a_half_and_a_half_is_not_above_it():
+    row = Stepped("", prompt(0), drawn(7, 1), np.array([1, 2, 4, 5]), np.array([0.45, 0.55, 0.55, 0.5]), "")
+    values = np.full(8, 9.0)
+    for found, right in (([-0.1, 0.1, 0.2, -0.1], 1.0), ([0.1, 0.1, 0.2, 0.0], 0.75), ([0.1, -0.1, -0.2, 0.1], 0.0)):
+        values[row.ends + 1] = found
+        _, metrics = given(StepEntropy(), [samples_of(row, 0)], "values", [values])
+        assert float(metrics["steps/accuracy"]) == step_numbers([row], [values])["eval/steps/accuracy"] == right
 
 
 def test_a_row_that_fills_more_than_a_microbatch_is_named():
