@@ -17,12 +17,16 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.samples import pooled
 from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rollout import earlier
 from jaxrl_llm.rules import BY_HAND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, Memory
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
 from jaxrl_llm.types import TrainState
+
+OF_CRITIC = "critic"
+"""In the memory of rules: what the explained variance is pooled of; a phase begins without."""
 
 
 @dataclasses.dataclass
@@ -32,7 +36,7 @@ class LoopState:
     Attributes:
       left: what the last batch left to the next; None before the first, and where a ready one holds what it leaves.
       ready: a batch that was made ahead, for the next step; None where none is.
-      memory: what each rule remembers.
+      memory: what each rule remembers, and what the critic's last steps have measured.
       coefficients: of the loss, for the next step, where a rule moves them.
       problems: fingerprints of the problems that the run, or its phase, began with; none between two phases.
       phase: the number of the run's phase, from 0.
@@ -80,7 +84,7 @@ def take_step(
       stage: what makes batches.
       run: its settings.
       state: donated.
-      host: told what the batch leaves to the next step.
+      host: told what the batch leaves to the next step, and what the critic's last steps have measured.
       step: its number.
       status: told what is going on.
 
@@ -101,7 +105,10 @@ def take_step(
     else:
         del make  # and with it the weights that it sampled from
         state, measured, samples = learn()
-    return state, batch.metrics | measured | host.coefficients, batch, samples
+    lately, own = pooled(measured, host.memory.get(OF_CRITIC, {}))
+    if lately:
+        host.memory = host.memory | {OF_CRITIC: own}
+    return state, batch.metrics | measured | lately | host.coefficients, batch, samples
 
 
 def learn_from(

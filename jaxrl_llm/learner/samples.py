@@ -18,6 +18,20 @@ Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
 """What an estimator may ask of a model, one number for each token of each sample: ``ref_logp`` of the frozen reference,
 ``values`` of the critic."""
 
+EXPLAINED = "critic/explained_variance"
+MOMENTS = (
+    "critic/tokens",
+    "critic/returns_mean",
+    "critic/values_mean",
+    "critic/returns_variance",
+    "critic/residual_variance",
+)
+"""What a step says of its returns, and of what is left of them without the critic's values."""
+WINDOW = 5
+"""Steps that the explained variance is pooled over."""
+ROUNDING = 16 * float(np.finfo(np.float32).eps)
+"""Of the largest number: returns that differ by less do not vary."""
+
 
 def to_samples(
     algorithm: Algorithm,
@@ -197,14 +211,53 @@ def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dic
     """How well a critic foresaw, over the tokens that count: [B, T] each.
 
     ``critic/explained_variance``: ``1 - Var(returns - values) / Var(returns)``; NaN where the returns do not vary.
+    ``critic/tokens``, the two means and the two variances are what ``pooled`` puts together over steps.
     """
     returns = targets[counts].astype(np.float64)
     guesses = values[counts].astype(np.float64)
-    names = ("critic/explained_variance", "critic/returns_mean", "critic/values_mean")
+    names = (EXPLAINED, *MOMENTS)
     if not counts.any():
-        return dict.fromkeys(names, math.nan)
+        return dict.fromkeys(names, math.nan) | {"critic/tokens": 0.0}
     # A return is an advantage and a value added up in float32: what is equal may differ by their rounding.
-    noise = 16 * np.finfo(np.float32).eps * max(np.abs(returns).max(), np.abs(guesses).max())
-    varies = np.ptp(returns) > noise
-    explained = 1 - np.var(returns - guesses) / np.var(returns) if varies else math.nan
-    return dict(zip(names, (float(explained), float(returns.mean()), float(guesses.mean())), strict=True))
+    varies = np.ptp(returns) > ROUNDING * max(np.abs(returns).max(), np.abs(guesses).max())
+    variance = float(np.var(returns)) if varies else 0.0
+    residual = float(np.var(returns - guesses))
+    found = (_explained(variance, residual), returns.size, returns.mean(), guesses.mean(), variance, residual)
+    return {name: float(x) for name, x in zip(names, found, strict=True)}
+
+
+def pooled(measured: Mapping[str, float], own: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """``critic/explained_variance_pooled``: the explained variance of the last ``WINDOW`` steps' tokens as one set.
+
+    One step has few completions, and the few that differ decide its own. Variances of steps are put together exactly:
+    ``N Var = sum_k n_k (Var_k + (mean_k - mean)^2)``.
+
+    Args:
+      measured: of this step; what was measured on no token is left out.
+      own: what this function has returned after the step before; empty before the first.
+
+    Returns:
+      The metric, none for a step without a critic, and what to remember: JSON values.
+    """
+    if "critic/tokens" not in measured:
+        return {}, dict(own)
+    steps = list(own.get("steps", ()))
+    if measured["critic/tokens"]:
+        steps = [*steps, [measured[name] for name in MOMENTS]][-WINDOW:]
+    explained = math.nan
+    if steps:
+        tokens, returns, values, variance, residual = np.asarray(steps, np.float64).T
+        between = _variance(tokens, returns, variance)
+        varies = math.sqrt(between) > ROUNDING * max(np.abs(returns).max(), np.abs(values).max())
+        explained = _explained(between if varies else 0.0, _variance(tokens, returns - values, residual))
+    return {f"{EXPLAINED}_pooled": explained}, {"steps": steps}
+
+
+def _variance(counts: np.ndarray, means: np.ndarray, variances: np.ndarray) -> float:
+    """Of several sets as one."""
+    mean = np.average(means, weights=counts)
+    return float(np.average(variances + (means - mean) ** 2, weights=counts))
+
+
+def _explained(variance: float, residual: float) -> float:
+    return 1 - residual / variance if variance else math.nan

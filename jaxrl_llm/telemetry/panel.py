@@ -22,7 +22,7 @@ CURVES = (
     ("entropy", "entropy"),
     ("length", "completions/mean_length"),
     ("kl", "kl"),
-    ("critic", "critic/explained_variance"),
+    ("critic", "critic/explained_variance_pooled"),
     ("loss", "loss"),
 )
 """Short names and metrics, the most telling first."""

@@ -1,6 +1,7 @@
 """A critic: its loss by hand, its values through packed rows, what it is trained towards, and that it learns."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -37,7 +38,7 @@ from jaxrl_llm.learner import (
 from jaxrl_llm.learner.batch import Counts
 from jaxrl_llm.learner.forward import microbatch, on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.samples import foreseen
+from jaxrl_llm.learner.samples import WINDOW, foreseen, pooled
 from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.heads import with_scalar_head
@@ -155,7 +156,32 @@ def test_explained_variance():
     # Equal up to what adding an advantage to a value in float32 leaves.
     flat = (np.float32(1) - values) + values
     assert math.isnan(foreseen(flat, values, counts)["critic/explained_variance"])
-    assert all(math.isnan(x) for x in foreseen(returns, values, counts & False).values())
+    nothing = foreseen(returns, values, counts & False)
+    assert nothing.pop("critic/tokens") == 0 and all(math.isnan(x) for x in nothing.values())
+
+
+def test_explained_variance_is_pooled_over_the_tokens_of_the_last_steps():
+    random = np.random.default_rng(1)
+    own, seen = {}, []
+    assert pooled({"loss": 1.0}, own) == ({}, {}), "a step without a critic"
+    for step in range(WINDOW + 3):
+        returns, values = (step / 4 + random.normal(size=(2, 6, 3))).astype(np.float32)
+        values += 0.6 * (returns - values)
+        counts = random.random((6, 3)) > (1 if step == 2 else 0.3)
+        if counts.any():
+            seen.append((returns[counts], values[counts]))
+        found, own = pooled(foreseen(returns, values, counts), json.loads(json.dumps(own)))
+        r, v = (np.concatenate(part).astype(np.float64) for part in zip(*seen[-WINDOW:], strict=True))
+        error = [b - a for a, b in zip(r, v, strict=True)]
+        residue = sum((e - sum(error) / len(r)) ** 2 for e in error) / sum((x - sum(r) / len(r)) ** 2 for x in r)
+        assert found == {"critic/explained_variance_pooled": pytest.approx(1 - residue, rel=1e-9)}
+    assert len(seen) > WINDOW == len(own["steps"])
+    flat = np.ones((6, 3), np.float32)
+    none = own = {}
+    for wobble in (-1e-7, 1e-7):
+        found, own = pooled(foreseen(flat + np.float32(wobble), values, flat > 0), own)
+        assert all(math.isnan(x) for x in found.values()), "nor do returns vary over steps by their rounding"
+    assert all(math.isnan(x) for x in pooled(foreseen(flat, flat, flat < 0), none)[0].values())
 
 
 def loss_by_hand(values, old, returns, mask, clip):
