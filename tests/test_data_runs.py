@@ -105,15 +105,21 @@ RESUMED = {"sft": 1, "dpo": 1, "rm": 1, "prm": 1, "early": 0}
 
 @pytest.fixture(scope="module")
 def broken(folder, whole):
-    """Every stage, broken off; of preferences once without the reference's file, once before the first checkpoint."""
+    """Every stage, broken off; of preferences once without the reference's file, once before the first checkpoint, and
+    once before the first step: then another model begins in the same folder.
+    """
     for name, step in RESUMED.items():
         cut_off(folder, name if name in TABLES else "dpo", f"broken/{name}", step)
     (folder / "broken/dpo/reference.npz").unlink()
     kept = (folder / "broken/early/reference.npz").stat()
+    cut_off(folder, "dpo", "broken/other", 0)
+    metrics = folder / "broken/other/metrics.jsonl"
+    metrics.write_text(metrics.read_text().partition("\n")[0])
     lines = [f"train {name if name in TABLES else 'dpo'}.py --run_dir broken/{name}" for name in RESUMED]
+    lines.append("train dpo.py --run_dir broken/other --model whole/sft --steps 1")
     (folder / "changed.py").write_text(ANOTHER_ROW + (folder / "prm.py").read_text())
     *answers, refused = commands([*lines, "train changed.py --run_dir broken/prm --steps 3"], folder)
-    assert [answer.code for answer in answers] == [0] * len(RESUMED), answers
+    assert [answer.code for answer in answers] == [0] * len(lines), answers
     assert refused.code == 2 and "of prm are not those that the run began with" in refused.err.splitlines()[-1]
     assert "there were" in refused.err and "put the old ones back" in refused.err and "Traceback" not in refused.err
     found = (folder / "broken/early/reference.npz").stat()
@@ -168,6 +174,12 @@ def test_a_reference_is_kept_and_read_unless_it_is_torn_or_of_other_pairs(tmp_pa
     assert [of("other", 5.0), of("other", 6.0)] == [5.0, 5.0] and made == ["one", "other", "other"]
     path.write_bytes(b"")
     assert of("other", 7.0) == 7.0 and [entry.name for entry in tmp_path.iterdir()] == ["reference.npz"]
+
+
+def test_what_was_computed_from_another_model_is_not_learned_against(whole, broken):
+    first, second = rows_of_run(broken / "other")[:2]
+    assert first["eval/pairs/margin"] == 0, "a model is at no distance from itself"
+    np.testing.assert_allclose(second["loss"], np.log(2), rtol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,15 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxrl_llm.collection.counts import Counts
 from jaxrl_llm.collection.ledger import Entry, Ledger, opened
 from jaxrl_llm.collection.sampling import Answerer, Asked, ask
-from jaxrl_llm.models.fingerprint import fingerprint
+from jaxrl_llm.models.fingerprint import digest, weights_digest
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
 
@@ -68,13 +64,12 @@ def timed(entries: Sequence[Entry], seconds: float) -> list[Entry]:
 
 def settings_of(by: Answerer, asked: Asked) -> dict[str, Any]:
     """All that decides the rows, as JSON values; weights, problems and prompts by their fingerprints."""
-    weights = jax.device_get(fingerprint(by.model))
     data = asked.data
     settings = {
-        "weights": _digest(jax.tree.leaves(weights)),
+        "weights": weights_digest(by.model),
         "problems": fingerprint_of_problems(asked.problems)["order"],
         "checked": sorted({f"{problem.verifier} of {problem.extractor}" for problem in asked.problems}),
-        "prompts": _digest([asked.prompts[problem] for problem in asked.problems]),
+        "prompts": digest([asked.prompts[problem] for problem in asked.problems]),
         "kind": asked.kind,
         "samples": data.samples,
         "temperature": data.temperature,
@@ -87,10 +82,3 @@ def settings_of(by: Answerer, asked: Asked) -> dict[str, Any]:
     if asked.kind == "pairs":
         settings |= {"match_length": data.match_length, "cut_off": data.cut_off}
     return settings | {"keep": data.keep}
-
-
-def _digest(arrays: Sequence[np.ndarray]) -> str:
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(np.asarray(array).tobytes() + b"\n")
-    return found.hexdigest()[:16]

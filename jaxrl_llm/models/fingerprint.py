@@ -1,9 +1,12 @@
 """Which weights these are: a few bytes for each, that other weights would not have."""
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.jit
@@ -13,6 +16,19 @@ def fingerprint(model: Any) -> Any:
     Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
     """
     return jax.tree.map(_checksum, model)
+
+
+def weights_digest(model: Any) -> str:
+    """16 hexadecimal digits of the fingerprints of all weights: what is computed from a model is kept under them."""
+    return digest(jax.tree.leaves(jax.device_get(fingerprint(model))))
+
+
+def digest(arrays: Sequence[np.ndarray]) -> str:
+    """16 hexadecimal digits of what arrays hold."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.asarray(array).tobytes() + b"\n")
+    return found.hexdigest()[:16]
 
 
 def _checksum(x: jax.Array) -> jax.Array:

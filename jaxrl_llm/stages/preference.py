@@ -16,6 +16,7 @@ from jaxrl_llm.folders import new_file
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.learner.comparisons import PairLoss
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.fingerprint import weights_digest
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.answering import Resources
 from jaxrl_llm.stages.dataset import DatasetStage, Drawn, check_together, groups_of, made, outline_of, programs_of, read
@@ -42,7 +43,7 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
 
     Args:
       path: of the file.
-      key: says of which pairs they are; a file of others is made anew.
+      key: of all that they are computed from; a file under another is made anew.
       peers: all of them compute, or none; the first one writes.
       compute: does so.
     """
@@ -57,7 +58,7 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
 
 
 def _key_of(path: Path) -> str | None:
-    """Of which pairs the file is; None where there is none, or a machine that went down has left it torn."""
+    """What the file was computed from; None where there is none, or a machine that went down has left it torn."""
     try:
         with path.open("rb") as file, np.load(file) as found:
             return str(found["key"])
@@ -174,5 +175,7 @@ def prepare(
         parts = {"train": data.loaded.train, "held_out": data.loaded.held_out}
         return {name: sums(forward, model, pairs, progress.status) for name, pairs in parts.items()}
 
-    known = at_start(resources.directory / REFERENCE, json.dumps(data.prints, sort_keys=True), peers, compute)
+    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": data.prints}
+    key = json.dumps(made_from, sort_keys=True)  # the pairs are tokens: template and tokenizer are in them
+    known = at_start(resources.directory / REFERENCE, key, peers, compute)
     return made(PreferenceStage, run, data, forward, training, "pairs", loss=run.loss, known=known)
