@@ -1,5 +1,6 @@
 """Answers against those of the first policy."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -42,7 +43,7 @@ def contest(tmp_path):
     seen.clear()
     with Scorer((Accuracy(),), asked={JUDGED: JUDGE}, folder=tmp_path) as scorer:
         scorer.models = {JUDGE: longer}
-        yield Contest(tmp_path / FIRST_ANSWERS, scorer, ALONE)
+        yield Contest(tmp_path / FIRST_ANSWERS, scorer, ALONE, lambda problem: f"{problem.id} at 1")
 
 
 def test_better_answers_win_and_equal_ones_share(contest):
@@ -64,6 +65,17 @@ def test_only_answers_to_the_same_problems_are_compared(contest):
     (found,) = contest.judged([evaluated(["a", "a"], ["cccc", "c"], problems=PROBLEMS[1:])])
     np.testing.assert_array_equal(found.won, [[0.0, np.nan], [np.nan, np.nan]])
     assert found.metrics()["eval/sums/win_rate"] == 0.0
+
+
+def test_answers_to_other_prompts_or_of_another_sampling_are_not_compared(contest):
+    contest.begin([evaluated(["abc"], ["abc"], ["abc"])])
+    cooler = dataclasses.replace(contest, made_from=lambda problem: f"{problem.id} at {int(problem.id != '1')}")
+    np.testing.assert_array_equal(cooler.judged([evaluated(["a"], ["a"], ["a"])])[0].won, [[0], [np.nan], [0]])
+    rows = [json.loads(line) for line in contest.path.read_text().splitlines()]
+    for row in rows:
+        del row["made_from"]
+    contest.path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert cooler.judged([evaluated(["a"], ["a"], ["a"])])[0].won.sum() == 0, "earlier versions do not say it"
 
 
 def test_the_answers_of_an_attempt_before_give_way(contest):

@@ -1,17 +1,20 @@
 """Today's answers against those of the first policy: how often a judge finds them better."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import JUDGED
+from jaxrl_llm.config import JUDGED, Run
+from jaxrl_llm.engine import Sampling
 from jaxrl_llm.evaluate import Evaluated
 from jaxrl_llm.folders import new_file
+from jaxrl_llm.models.fingerprint import digest
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.telemetry.rows import append_rows, read_rows
 from jaxrl_llm.types import Completion, Problem
 
@@ -27,11 +30,13 @@ class Contest:
       path: of the file that holds them.
       scorer: asks the judge.
       peers: the run's processes; the first one writes and reads.
+      made_from: says of the answers to a problem what they are made from, the weights apart.
     """
 
     path: Path
     scorer: Scorer
     peers: Peers
+    made_from: Callable[[Problem], str]
 
     def begin(self, found: Sequence[Evaluated]) -> None:
         """Keep the answers of the first policy to each task; those of an attempt before give way."""
@@ -40,8 +45,11 @@ class Contest:
         kept = ("task", "problem", "sample", "completion", "finish_reason")
         told = []
         for one in found:
+            asked = {problem.id: self.made_from(problem) for problem in one.problems}
             rows = zip(one.rows(), (answer for row in one.completions for answer in row), strict=True)
-            told += [{name: row[name] for name in kept} | {"tokens": answer.tokens} for row, answer in rows]
+            for row, answer in rows:
+                own = {"tokens": answer.tokens, "made_from": asked[row["problem"]]}
+                told.append({name: row[name] for name in kept} | own)
         with new_file(self.path) as part, part.open("wb") as file:
             append_rows(file, told)
 
@@ -54,7 +62,8 @@ class Contest:
         """One task's evaluation with ``won``: of each answer against the first policy's of the same number.
 
         A tie where both have the same tokens, which nobody is asked about; NaN where there is no first answer (the
-        problems were others then, or the file is gone), or one of the two could not be scored.
+        problems, their prompts or the sampling were others then, or the file is gone), or one of the two could not be
+        scored.
         """
         first = [
             [known.get((found.task, problem.id, number)) for number in range(len(row))]
@@ -65,7 +74,8 @@ class Contest:
         items: list[tuple[Problem, Completion]] = []
         for at, row in np.ndenumerate(np.asarray(first, object)):
             answer = found.completions[at[0]][at[1]]
-            if row is None:
+            made_from = self.made_from(found.problems[at[0]])
+            if row is None or row.get("made_from", made_from) != made_from:
                 continue
             if row["tokens"] == answer.tokens.tolist():
                 won[at] = 0.5
@@ -79,6 +89,24 @@ class Contest:
 
     def _read(self) -> Sequence[dict[str, Any]]:
         return list(read_rows(self.path))
+
+
+def contest_of(run: Run, scorer: Scorer, prompts: Prompts, sampling: Sampling, peers: Peers) -> Contest | None:
+    """The run's contest; None for a run without a judge.
+
+    Args:
+      run: with its settings resolved.
+      scorer: asks the judge.
+      prompts: of the problems that are tested on.
+      sampling: of the answers to them.
+      peers: the run's processes.
+    """
+
+    def made_from(problem: Problem) -> str:
+        how = np.asarray([sampling.temperature, sampling.top_p], np.float64)  # the length may grow from phase to phase
+        return digest([np.asarray(prompts[problem], np.int32), how])
+
+    return None if run.evaluation.judge is None else Contest(scorer.folder / FIRST_ANSWERS, scorer, peers, made_from)
 
 
 def as_completion(row: dict[str, Any]) -> Completion:

@@ -40,7 +40,7 @@ from jaxrl_llm.sharding import rollout_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages import programs as of_devices
 from jaxrl_llm.stages.aims import gated, lagrangian, modelled, separately
-from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
+from jaxrl_llm.stages.contest import Contest, contest_of
 from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.leaving import same_groups, stream_left, successes_left
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
@@ -116,7 +116,7 @@ class Reinforcement(Stage):
     def test_first(self, policy: Decoder) -> Tested | None:
         """The same; these answers are the first ones."""
         found = self.evaluation(self.transfer(policy))
-        if self.contest is not None and found:
+        if self.contest is not None:
             self.contest.begin(found)
         return tested(self.mixture, policy, found)
 
@@ -262,7 +262,7 @@ def prepare(
         evaluation=test,
         values=programs.values,
         mixture=mixture,
-        contest=None if run.evaluation.judge is None else Contest(scorer.folder / FIRST_ANSWERS, scorer, peers),
+        contest=contest_of(run, scorer, test_prompts, answers, peers),
     )
 
 
