@@ -1,7 +1,11 @@
 """From a problem to the token ids that the policy continues."""
 
+import copy
+import dataclasses
 import datetime
 import functools
+import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -39,13 +43,16 @@ class Prompts:
         """int32[T]; see ``encode``. Problems of one task are told apart by their ids."""
         key = (problem.task, problem.id)
         if key not in self._known:
-            task = self._by_label[problem.task] if len(self.tasks) > 1 else self.tasks[0]
-            self._known[key] = encode(problem, task, self._tokenizer)
+            self._known[key] = encode(problem, self.task(problem.task), self._tokenizer)
         return self._known[key]
 
     def end_of(self, problem: Problem) -> str:
         """The last words of a prompt, with what the template writes after its messages."""
         return self._tokenizer.decode(self[problem][-16:])
+
+    def task(self, label: str) -> Task:
+        """The task of this label; the only one, whatever it is called."""
+        return self._by_label[label] if len(self.tasks) > 1 else self.tasks[0]
 
     def longest(self, problems: Iterable[Problem]) -> int:
         """Tokens of the longest; 0 where there is none."""
@@ -130,6 +137,37 @@ def rendered(messages: list[Message], wording: Wording, tokenizer: Any, asks: bo
         raise InputError(f"the chat template refuses the messages ({error}); change {options}") from error
 
 
+@dataclasses.dataclass(frozen=True)
+class _Bare:
+    """A template by itself, on a day that never changes."""
+
+    template: str
+    system: str | None = None
+    suffix: str = ""
+    date: str | None = "2000-01-01"
+
+
+_SAID = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+_CHATS = (_SAID[:1], _SAID[:2], _SAID, [{"role": "system", "content": "d"}, *_SAID[:1]])
+
+
+def template_fingerprint(template: str, tokenizer: Any) -> str:
+    """16 hex digits, equal for templates that write chats alike; ``template`` is that of a ``Task``.
+
+    Of a template that writes none of a few chats, such as one that reads the clock in its own way, the text counts.
+    """
+    wording = _Bare(template)
+    found: list[str | None] = []
+    for chat, asks in itertools.product(_CHATS, (True, False)):
+        try:
+            found.append(rendered(chat, wording, tokenizer, asks))
+        except InputError:
+            found.append(None)
+    if not any(found):
+        found = [str(tokenizer.chat_template) if template == "tokenizer" else template]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
 def _option(wording: Wording, name: str) -> str:
     """What a setting is called: a flag, where it is a task's."""
     return f"--task.{name}" if isinstance(wording, Task) else f"{type(wording).__name__}.{name}"
@@ -145,6 +183,15 @@ def _template(wording: Wording, tokenizer: Any) -> str:
         return CHATML
     check_template(wording.template)
     return wording.template
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    """A tokenizer that writes chats with this template of a ``Task``; the same one with "tokenizer" or "plain"."""
+    if template in ("tokenizer", "plain"):
+        return tokenizer
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = CHATML if template == "chatml" else template
+    return other
 
 
 @functools.lru_cache(maxsize=8)

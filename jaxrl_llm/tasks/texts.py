@@ -144,7 +144,7 @@ class Pairs(_Data):
         before, asked = writer.prompt(prompt)
         tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
         if row.get(CUT_OFF):
-            tokens = (*tokens[:-1], tokens[-1][: -len(writer.ends.turn)])
+            tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
         for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
                 raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")
@@ -193,20 +193,21 @@ class LoadedTexts(Generic[Row]):
     notes: tuple[str, ...]
 
 
-def load_texts(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int]) -> LoadedTexts[Row]:
+def load_texts(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool = False) -> LoadedTexts[Row]:
     """Reads the rows, merges equal ones, then splits by a hash of the prompt: the same on every machine.
 
     Args:
       data: Texts, Pairs or Steps: what is read, and how it is written.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end, ``ModelConfig.tokens.eos``.
+      closes: whether answers end as the chat template writes them, for what scores them; no policy learns that.
 
     Raises:
       InputError: wrong settings, a source that cannot be read, a row that cannot be used (with file and line), or
         nothing left to train on.
     """
     check_texts(data)
-    writer = Writer(data, tokenizer, stop_ids)
+    writer = Writer(data, tokenizer, stop_ids, closes)
     found: dict[str, Row] = {}
     count = 0
     for where, row in sound(data.source.read()):

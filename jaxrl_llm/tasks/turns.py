@@ -8,6 +8,8 @@ piece is tokenised by itself, as a policy writes it that goes on after the text 
 What the assistant says stands there word for word, but for white space around it, which is as the template writes it;
 what a template adds to the last turn only is left out. The end of a turn is learned where the template ends turns with
 a token at which the model's completions stop; else only that of the last, by the token that ends a text.
+
+What scores an answer may read on to the end of what the template writes, ``Endings.closing``: no policy learns that.
 """
 
 import functools
@@ -19,7 +21,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, worded
-from jaxrl_llm.types import Message
+from jaxrl_llm.types import Completion, Message
 
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
@@ -102,6 +104,17 @@ class Endings:
         return next((at + 1 for at, token in enumerate(ids) if token in self._stop_ids), 0)
 
     @functools.cached_property
+    def closing(self) -> list[int] | None:
+        """All that a chat template writes after what the assistant says last, such as a stop token and a line end.
+
+        None of ``plain``, which writes nothing there, and of a template that does not repeat what was said.
+        """
+        pieces = self._pieces
+        whole = "" if pieces.plain else pieces.rendered([*pieces.chat(_ASKED), _ANSWER], asks=False)
+        _, said, closing = whole.rpartition(_ANSWER["content"])
+        return pieces.ids(closing) if said else None
+
+    @functools.cached_property
     def _written(self) -> tuple[str, list[int]]:
         """Text and ids up to the first stop token after a turn of the assistant; empty where there is none."""
         pieces = self._pieces
@@ -127,6 +140,7 @@ class Writer:
       wording: how prompts are written.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
+      closes: whether the last turn ends as the template writes it, not where the model's completions do.
 
     Attributes:
       pieces: texts and their ids.
@@ -136,10 +150,17 @@ class Writer:
       InputError: there is no tokenizer.
     """
 
-    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int]):
+    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], closes: bool = False):
         check_tokenizer(tokenizer)
         self.pieces = Pieces(wording, tokenizer)
         self.ends = Endings(self.pieces, stop_ids)
+        self._closes = closes
+
+    @property
+    def ending(self) -> list[int]:
+        """What ends the last turn of an answer or a chat."""
+        closing = self.ends.closing if self._closes else None
+        return self.ends.turn if closing is None else closing
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """A prompt's text up to where the answer begins, and its ids, int32[p]: those of ``encode``."""
@@ -192,7 +213,28 @@ class Writer:
         content = chat[-1]["content"]
         if not self.pieces.plain:
             content = _said(before, content, self.pieces.rendered(chat, asks=False)) or content
-        return [*self.pieces.after(before, content)[0], *self.ends.turn]
+        return [*self.pieces.after(before, content)[0], *self.ending]
+
+
+def closing_of(wording: Wording, tokenizer: Any) -> list[int] | None:
+    """``Endings.closing`` of chats that are written so."""
+    return Endings(Pieces(wording, tokenizer), ()).closing
+
+
+def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
+    """The tokens of a completion, int32[t], that has ended by itself with the end that a template writes.
+
+    Its stop token is part of that end, or gives way to it; what was cut off stays as it is.
+
+    Args:
+      completion: what a policy wrote.
+      closing: see ``Endings.closing``; None leaves all completions as they are.
+    """
+    tokens = completion.tokens
+    if closing is None or completion.finish_reason != "stop":
+        return tokens
+    ends = [size for size in range(1, min(len(closing), len(tokens)) + 1) if [*tokens[-size:]] == [*closing[:size]]]
+    return np.concatenate([tokens[: len(tokens) - max(ends, default=1)], np.asarray(closing, np.int32)])
 
 
 def _why(content: str, plain: bool) -> str:
