@@ -7,6 +7,7 @@ from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.interleaved import Interleaved, of_tasks
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text, longest
+from jaxrl_llm.tasks.loaded_texts import LoadedTexts, check_texts, load_texts
 from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.scheduled import Scheduled
@@ -14,7 +15,7 @@ from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Source, Tabl
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, problem_index
 from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
 from jaxrl_llm.tasks.template import CHATML, Prompts, encode
-from jaxrl_llm.tasks.texts import LoadedTexts, Pairs, Steps, Texts, check_texts, load_texts
+from jaxrl_llm.tasks.texts import Pairs, Steps, Texts
 
 __all__ = [
     "CHATML",

@@ -3,42 +3,141 @@
 What is refused here is named with the row's place by the caller.
 """
 
+import dataclasses
 import decimal
+import itertools
+import json
 import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.rows import shown
 from jaxrl_llm.types import Message
 
 Columns = tuple[str, ...]
 
-TEXT_COLUMNS: tuple[Columns, ...] = (("messages",), ("prompt", "completion"), ("text",))
-PAIR_COLUMNS: tuple[Columns, ...] = (
-    ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"),
-    ("prompt", "completions"),
-)
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Which columns the rows of a kind of data have.
+
+    Attributes:
+      kind: its name.
+      sets: of columns: a row has at least one of them, and the first that it has is read.
+      beside: columns that are read too where a row has them.
+    """
+
+    kind: str
+    sets: tuple[Columns, ...]
+    beside: Columns
+
+
 CUT_OFF = "rejected_cut_off"
 """A column of pairs: true where the worse completion was cut off, and so has no end of its turn."""
-STEP_COLUMNS: tuple[Columns, ...] = (("prompt", "completions", "labels"),)
+OPTIONS = "chat_template_kwargs"
+"""A column of every kind: what the chat template is told beside the messages, such as ``enable_thinking``."""
+LABEL = "label"
+"""A column of texts, as in TRL's unpaired preferences: true where the completion is a good one."""
+
+TEXTS = Format("Texts", (("messages",), ("prompt", "completion"), ("text",)), (LABEL, OPTIONS))
+PAIRS = Format(
+    "Pairs",
+    (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completions")),
+    ("margin", CUT_OFF, OPTIONS),
+)
+STEPS = Format("Steps", (("prompt", "completions", "labels"),), (OPTIONS,))
+
+ELSEWHERE = {
+    "chosen": "Pairs does",
+    "rejected": "Pairs does",
+    "margin": "Pairs does",
+    CUT_OFF: "Pairs does",
+    "completions": "Pairs does, as a ranking, and Steps, with labels",
+    "labels": "Steps does, for a process reward model",
+    LABEL: "make Pairs of the good and the bad completions of a prompt",
+    "tools": "tools are not written into prompts",
+    "image": "models here read text alone",
+    "images": "models here read text alone",
+    "videos": "models here read text alone",
+    "audio": "models here read text alone",
+}
+"""Columns that change what a row teaches, so that no kind of data passes over one in silence: who reads it, or why
+nobody does."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with what the assistant thinks before it speaks; the chat template writes them."""
+WEIGHT = "weight"
+"""A field of a message, as in OpenAI's fine-tuning format: ``"0"`` where it is not learned, not there otherwise."""
+UNWRITTEN = {
+    "tool_calls": "a call of tools",
+    "function_call": "a call of tools",
+    "images": "images",
+    "videos": "videos",
+    "audio": "sound",
+}
+"""Fields of a message that nothing here writes."""
 
 
-def columns_of(row: dict[str, Any], known: Sequence[Columns]) -> Columns:
-    """The first of some sets of columns that a row has; a column that holds None is not there.
+def unboxed(value: Any) -> Any:
+    """The value with lists for NumPy's arrays and Python's numbers for its scalars, however deep they lie."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: unboxed(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [unboxed(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def columns_of(row: dict[str, Any], form: Format) -> Columns:
+    """The first set of columns that a row has; a column that holds None is not there.
 
     Raises:
-      InputError: it has none of them, or the columns of a call of tools, which no format here has.
+      InputError: it has none of them, or one that changes what it teaches and that this kind of data does not read.
     """
     has = [name for name, value in row.items() if value is not None]
-    if row.get("tools"):
-        raise InputError("the row has tools, which are not written into prompts; leave the column out")
-    for columns in known:
+    reads = {*form.beside, *itertools.chain(*form.sets)}
+    for name in has:
+        if name in ELSEWHERE and name not in reads and not _is_empty(row[name]):
+            raise InputError(
+                f"the row has {name}, which {form.kind} does not read ({ELSEWHERE[name]}); leave the column out"
+            )
+    for columns in form.sets:
         if all(name in has for name in columns):
             return columns
-    sets = "; or ".join(", ".join(columns) for columns in known)
+    sets = "; or ".join(", ".join(columns) for columns in form.sets)
     raise InputError(f"the row has the columns {', '.join(has) or 'none'}; a row has {sets}")
+
+
+def flag_of(row: dict[str, Any], column: str) -> bool | None:
+    """Whether a column is true; None where the row does not say.
+
+    Raises:
+      InputError: it is no boolean.
+    """
+    value = row.get(column)
+    if value is None or isinstance(value, bool):
+        return value
+    raise InputError(f"{column} is {shown(value)}; it must be true or false, or leave the column out")
+
+
+def options_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What the chat template is told of this row beside its messages, by name; an option that is None is not there.
+
+    Raises:
+      InputError: it is no object with names, or not of plain values.
+    """
+    given = {} if row.get(OPTIONS) is None else row[OPTIONS]
+    try:
+        plain = isinstance(given, dict) and json.loads(json.dumps(given)) == given
+    except (TypeError, ValueError):
+        plain = False
+    if not plain:
+        raise InputError(f"{OPTIONS} is {shown(given)}; it must be a JSON object of the template's options by name")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def plain_text(value: Any, column: str) -> str:
@@ -58,16 +157,32 @@ def chat_of(value: Any, column: str) -> list[Message]:
     """Chat messages.
 
     Raises:
-      InputError: it is another thing, or the assistant says nothing or calls tools.
+      InputError: it is another thing, or a message holds what is not written, or a weight that is neither 0 nor 1.
     """
     if not isinstance(value, list | tuple) or not value:
         raise InputError(f"{column} is no list of chat messages with role and content")
-    for message in value:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise InputError(f"{column} holds what is no chat message with role and content, both text")
-        if message.get("tool_calls"):
-            raise InputError(f"{column} holds a call of tools, which is not written; leave the row out")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return [_message(message, column) for message in value]
+
+
+def _message(message: Any, column: str) -> Message:
+    """A message with what it holds beside its role and its content and what decides what is learned."""
+    if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+        raise InputError(f"{column} holds what is no chat message with role and content, both text")
+    for name, what in UNWRITTEN.items():
+        if not _is_empty(message.get(name)):
+            raise InputError(f"{column} holds {what}, which is not written; leave the row out")
+    found = {"role": message["role"], "content": message["content"]}
+    for name in THOUGHTS:
+        if not _is_empty(message.get(name)):
+            found[name] = plain_text(message[name], f"{name} in {column}")
+    weight = message.get(WEIGHT)
+    if weight is not None and _number(weight) not in (0.0, 1.0):
+        raise InputError(f"{WEIGHT} in {column} is {shown(weight)}; it is 1, or 0 for a message that is not learned")
+    return found if weight is None or _number(weight) else found | {WEIGHT: "0"}
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def prompt_of(value: Any) -> list[Message]:
@@ -112,7 +227,7 @@ def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
     return chat[:first], _answered(chat[first:], "messages")
 
 
-def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[str], tuple[str, ...]]:
+def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
     """The prompt, what the assistant says in each completion, the best first, and what the completions are called.
 
     Raises:
@@ -132,10 +247,10 @@ def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], li
     if any(isinstance(side, str) for side in sides):
         raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
     chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
-    shared = _shared(*chats)
-    if not shared or len(shared) == len(chats[0]) == len(chats[1]):
-        raise InputError(f"chosen and rejected {'are equal' if shared else 'share no prompt'}; mend the row")
-    prompt = prompt_of(shared)
+    begins = shared(*chats)
+    if not begins or len(begins) == len(chats[0]) == len(chats[1]):
+        raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; mend the row")
+    prompt = prompt_of(begins)
     return prompt, [_rest(chat, prompt, name) for chat, name in zip(chats, names, strict=True)], names
 
 
@@ -148,7 +263,7 @@ def margin_of(row: dict[str, Any]) -> float:
     given = row.get("margin")
     margin = 0.0 if given is None else _number(given)
     if margin is None:
-        raise InputError(f"margin is {given!r}; it must be a number")
+        raise InputError(f"margin is {shown(given)}; it must be a number")
     return margin
 
 
@@ -171,18 +286,18 @@ def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
 def _label(value: Any, name: str) -> float:
     found = float(value) if isinstance(value, bool) else _number(value)
     if found is None or not 0 <= found <= 1:
-        raise InputError(f"{name} is {value!r}; a label is true, false, or from 0 to 1")
+        raise InputError(f"{name} is {shown(value)}; a label is true, false, or from 0 to 1")
     return found
 
 
-def _rest(side: Any, prompt: list[Message], name: str) -> str:
+def _rest(side: Any, prompt: list[Message], name: str) -> Message:
     """What the assistant says in a completion: text, its message, or a chat that repeats the prompt before it.
 
     Raises:
       InputError: it is anything else.
     """
     if isinstance(side, str):
-        return plain_text(side, name)
+        return {"role": "assistant", "content": plain_text(side, name)}
     chat = chat_of(side, name)
     rest = chat[len(prompt) :] if chat[: len(prompt)] == prompt else chat
     if [message["role"] for message in rest] != ["assistant"]:
@@ -190,11 +305,13 @@ def _rest(side: Any, prompt: list[Message], name: str) -> str:
             f"{name} has {len(rest)} messages after the prompt ({', '.join(m['role'] for m in rest[:4])}); "
             "it is one of the assistant"
         )
-    return _answered(rest, name)[0]["content"]
+    if WEIGHT in rest[0]:
+        raise InputError(f"{name} has {WEIGHT} 0, and both sides of a comparison are learned; leave the row out")
+    return _answered(rest, name)[0]
 
 
-def _shared(one: list[Message], other: list[Message]) -> list[Message]:
-    """The messages with which two chats begin alike."""
+def shared(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
+    """The part with which two sequences begin alike."""
     count = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     return one[: min(len(one), len(other)) if count is None else count]
 
@@ -217,4 +334,8 @@ def _number(value: Any) -> float | None:
     """A finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | decimal.Decimal):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        found = float(value)
+    except (OverflowError, ValueError):  # more than a float holds; a decimal that signals not-a-number
+        return None
+    return found if math.isfinite(found) else None

@@ -1,6 +1,7 @@
 """From the rows of a table to problems."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -13,6 +14,14 @@ CHAT = "prompt_is_chat"
 """In a problem's metadata, where the row's prompt was chat messages and no text."""
 
 
+LONGEST_SHOWN = 60
+"""Characters of a value in a message."""
+
+
+class BadRow(InputError):
+    """One row cannot be used; those after it can."""
+
+
 class Fields(Protocol):
     """Where a table's prompts and answers stand; the attributes are those of ``Table``."""
 
@@ -23,21 +32,39 @@ class Fields(Protocol):
 
 
 def sound(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields rows as they are, each with where it stands.
+    """Yields rows as they are, each with where it stands; goes on after one that it has refused, if it is asked to.
 
     Raises:
-      InputError: one is no object with fields, or has text that no tokenizer and no file can take.
+      BadRow: one is no object with named fields, or has text that no tokenizer and no file can take.
     """
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise InputError(f"{where} is a {type(row).__name__}; a row is an object with fields")
-        for name, value in row.items():
-            if broken := unwritable([name, value]):
-                raise InputError(
-                    f"{where}: field {name!a} holds {broken!a}, half of a pair that stands for a character, and UTF-8 "
-                    "has no place for it; write the character, or leave the row out"
-                )
-        yield where, row
+    return itertools.starmap(_sound, rows)
+
+
+def _sound(where: str, row: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(row, dict):
+        raise BadRow(f"{where} is a {type(row).__name__}; a row is an object with fields")
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise BadRow(f"{where} has a field named {shown(name)}; names of fields are text")
+        try:
+            broken = unwritable([name, value])
+        except RecursionError:
+            raise BadRow(f"{where}: field {name!a} is nested too deeply to be read; leave the row out") from None
+        if broken:
+            raise BadRow(
+                f"{where}: field {name!a} holds {broken!a}, half of a pair that stands for a character, and UTF-8 "
+                "has no place for it; write the character, or leave the row out"
+            )
+    return where, row
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its beginning on one line."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # a whole number of more digits than Python writes
+        text = f"{type(value).__name__} of too many digits to show"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def unwritable(value: Any) -> str:

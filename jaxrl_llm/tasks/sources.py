@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks import generate
 from jaxrl_llm.tasks.memory import Memory
-from jaxrl_llm.tasks.rows import problem_of, problems_of
+from jaxrl_llm.tasks.rows import BadRow, problem_of, problems_of
 from jaxrl_llm.types import Problem
 
 
@@ -211,15 +212,20 @@ class Rows:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Goes on after a line that is no JSON, if it is asked to."""
+    return itertools.starmap(_parsed, _lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as lines:
-        for count, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield f"{path}:{count}", json.loads(line)
-                except ValueError as error:
-                    raise InputError(
-                        f"{path}:{count} is no JSON ({_one_line(error)}); write one object on each line, in UTF-8"
-                    ) from error
+        yield from ((f"{path}:{count}", line) for count, line in enumerate(lines, start=1) if line.strip())
+
+
+def _parsed(where: str, line: bytes) -> tuple[str, Any]:
+    try:
+        return where, json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where} is no JSON ({_one_line(error)}); write one object on each line, in UTF-8") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

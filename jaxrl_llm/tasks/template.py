@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+LONGEST_REASON = 200
+"""Characters of what a template says where it raises."""
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 
 
@@ -91,7 +94,11 @@ def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
       InputError: no tokenizer or no chat template, an unknown template, or a template that refuses the messages.
     """
     check_tokenizer(tokenizer)
-    text = rendered(worded(problem.prompt, task), task, tokenizer)
+    try:
+        text = rendered(worded(problem.prompt, task), task, tokenizer)
+    except InputError as error:
+        row = problem.metadata.get("row")
+        raise InputError(f"{row}: {error}" if row else str(error)) from error
     start = bos(text, tokenizer) if task.template == "plain" else []
     return np.asarray(start + tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
@@ -117,24 +124,32 @@ def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
     return messages
 
 
-def rendered(messages: list[Message], wording: Wording, tokenizer: Any, asks: bool = True) -> str:
+def rendered(
+    messages: Sequence[Message],
+    wording: Wording,
+    tokenizer: Any,
+    asks: bool = True,
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+) -> str:
     """The text of worded messages; where it ``asks``, up to where the assistant's next one begins.
+
+    ``options``: what the template is told beside the messages.
 
     Raises:
       InputError: no chat template, an unknown template, or one that refuses the messages.
     """
     if wording.template == "plain":
         return "\n\n".join(message["content"] for message in messages)
-    import jinja2
-
-    template = _on_the_day(_template(wording, tokenizer), wording.date, _option(wording, "template"))
+    template = _on_the_day(template_text(wording, tokenizer), wording.date, _option(wording, "template"))
     try:
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=asks
+            list(messages), chat_template=template, tokenize=False, add_generation_prompt=asks, **options
         )
-    except jinja2.TemplateError as error:
-        options = " or ".join(_option(wording, name) for name in ("system", "template"))
-        raise InputError(f"the chat template refuses the messages ({error}); change {options}") from error
+    except Exception as error:  # a template is a program, and raises whatever it likes
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        settings = " or ".join(_option(wording, name) for name in ("system", "template"))
+        told = f", or what the row tells the template ({', '.join(options)})" if options else ""
+        raise InputError(f"the chat template refuses the messages ({reason}); change {settings}{told}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +188,12 @@ def _option(wording: Wording, name: str) -> str:
     return f"--task.{name}" if isinstance(wording, Task) else f"{type(wording).__name__}.{name}"
 
 
-def _template(wording: Wording, tokenizer: Any) -> str:
+def template_text(wording: Wording, tokenizer: Any) -> str:
+    """The Jinja text that a wording names, of one that is not ``plain``.
+
+    Raises:
+      InputError: there is none of that name.
+    """
     if wording.template == "tokenizer":
         if tokenizer.chat_template is None:
             option = _option(wording, "template")

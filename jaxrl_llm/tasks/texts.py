@@ -1,22 +1,23 @@
-"""The data of the supervised stages: texts to learn, preferences, steps with labels; loaded as token ids."""
+"""The data of the supervised stages: texts to learn, preferences, steps with labels; and what a row of each becomes."""
 
 import dataclasses
-import hashlib
 import itertools
-from collections.abc import Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.columns import (
     CUT_OFF,
-    PAIR_COLUMNS,
-    STEP_COLUMNS,
-    TEXT_COLUMNS,
+    LABEL,
+    PAIRS,
+    STEPS,
+    TEXTS,
+    WEIGHT,
     answer_of,
     chat_of,
     columns_of,
+    flag_of,
     margin_of,
     plain_text,
     prompt_of,
@@ -24,11 +25,9 @@ from jaxrl_llm.tasks.columns import (
     split_chat,
     steps_of,
 )
-from jaxrl_llm.tasks.fingerprint import content
 from jaxrl_llm.tasks.learned import Learned, Ranked, Stepped, Text
-from jaxrl_llm.tasks.rows import prompt_key, sound
+from jaxrl_llm.tasks.rows import prompt_key
 from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
-from jaxrl_llm.tasks.task import check_split, check_template, held_out_keys
 from jaxrl_llm.tasks.turns import Writer
 
 Row = TypeVar("Row", bound=Learned, covariant=True)
@@ -105,7 +104,9 @@ class Texts(_Data):
         Raises:
           InputError: it cannot be used.
         """
-        columns = columns_of(row, TEXT_COLUMNS)
+        columns = columns_of(row, TEXTS)
+        if flag_of(row, LABEL) is False:
+            raise InputError(f"{LABEL} is false, so the text is a bad one, and texts are learned; leave the row out")
         if columns == ("text",):
             text = plain_text(row["text"], "text")
             tokens = writer.text(text)
@@ -116,10 +117,14 @@ class Texts(_Data):
         else:
             prompt = prompt_of(row["prompt"])
             rest = answer_of(row["completion"], "completion")
+        if self.learn != "completion" and any(WEIGHT in message for message in (*prompt, *rest)):
+            raise InputError(f"a message has {WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'")
         asked, tokens, mask = writer.turns(prompt, rest)
         if self.learn == "all":
             tokens = np.concatenate([asked[1:], tokens])
             asked, mask = asked[:1], np.ones(len(tokens), bool)
+        if not mask.any():
+            raise InputError(f"every message of the assistant has {WEIGHT} 0: nothing is learned; leave the row out")
         return Text(prompt_key(prompt)[:16], asked, tokens, mask, where)
 
 
@@ -139,11 +144,11 @@ class Pairs(_Data):
         Raises:
           InputError: it cannot be used.
         """
-        columns = columns_of(row, PAIR_COLUMNS)
+        columns = columns_of(row, PAIRS)
         prompt, answers, names = ranking_of(row, columns)
         before, asked = writer.prompt(prompt)
         tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
-        if row.get(CUT_OFF):
+        if flag_of(row, CUT_OFF):
             tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
         for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
             if np.array_equal(first, second):
@@ -168,88 +173,12 @@ class Steps(_Data):
         Raises:
           InputError: it cannot be used.
         """
-        columns_of(row, STEP_COLUMNS)
+        columns_of(row, STEPS)
         prompt = prompt_of(row["prompt"])
         steps, labels = steps_of(row)
         before, asked = writer.prompt(prompt)
-        written = writer.pieces.after(before, *(step + self.separator for step in steps[:-1]), steps[-1])
+        last = writer.ends.once(steps[-1])
+        written = writer.pieces.after(before, *(step + self.separator for step in steps[:-1]), last)
         tokens = np.asarray([*itertools.chain(*written), *writer.ends.turn], np.int32)
         ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedTexts(Generic[Row]):
-    """The rows: none twice, and no prompt in both parts.
-
-    Attributes:
-      train: in the source's order.
-      held_out: in the order of their prompts' hashes, so that the first n are a fair sample.
-      notes: a line for each thing that happened to them, with counts.
-    """
-
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
-    notes: tuple[str, ...]
-
-
-def load_texts(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool = False) -> LoadedTexts[Row]:
-    """Reads the rows, merges equal ones, then splits by a hash of the prompt: the same on every machine.
-
-    Args:
-      data: Texts, Pairs or Steps: what is read, and how it is written.
-      tokenizer: of the model.
-      stop_ids: tokens at which the model's completions end, ``ModelConfig.tokens.eos``.
-      closes: whether answers end as the chat template writes them, for what scores them; no policy learns that.
-
-    Raises:
-      InputError: wrong settings, a source that cannot be read, a row that cannot be used (with file and line), or
-        nothing left to train on.
-    """
-    check_texts(data)
-    writer = Writer(data, tokenizer, stop_ids, closes)
-    found: dict[str, Row] = {}
-    count = 0
-    for where, row in sound(data.source.read()):
-        try:
-            made = data.learned(row, where, writer)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        found.setdefault(hashlib.sha256(content(made).encode()).hexdigest(), made)
-        count += 1
-    notes = []
-    if len(found) < count:
-        notes.append(f"{count - len(found)} duplicates of a row merged, {len(found)} distinct rows left")
-    return _parted(data, tuple(found.values()), notes)
-
-
-def check_texts(data: Data[Any]) -> None:
-    """Refuses data of a supervised stage that cannot work, before anything is loaded.
-
-    Raises:
-      InputError: a source that has no rows, an unknown template, a holdout outside [0, 1), a bad date.
-    """
-    if not hasattr(data.source, "read"):
-        raise InputError(
-            f"a {type(data.source).__name__} makes problems, and {type(data).__name__} needs rows: give a Table, a "
-            "HubDataset, rows in memory, or a dataclass with read()"
-        )
-    check_template(data.template)
-    check_split(data.holdout, data.date)
-
-
-def _parted(data: Data[Row], rows: tuple[Row, ...], notes: list[str]) -> LoadedTexts[Row]:
-    """The rows in two parts, those of one prompt in one of them.
-
-    Raises:
-      InputError: nothing is left to train on.
-    """
-    keys = set(held_out_keys({row.id for row in rows}, data.holdout))
-    train = tuple(row for row in rows if row.id not in keys)
-    held_out = tuple(sorted((row for row in rows if row.id in keys), key=lambda row: row.id))
-    if not train:
-        raise InputError(
-            f"{data.label} has no row left to train on: {len(rows)} from the source, {len(held_out)} held out"
-            f"{''.join('; ' + note for note in notes)}; give it more rows"
-        )
-    return LoadedTexts(train, held_out, tuple(notes))

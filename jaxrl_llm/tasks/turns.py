@@ -14,13 +14,14 @@ What scores an answer may read on to the end of what the template writes, ``Endi
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, worded
+from jaxrl_llm.tasks.columns import OPTIONS, THOUGHTS, WEIGHT
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
@@ -34,12 +35,24 @@ class Pieces:
     Args:
       wording: how chats are written.
       tokenizer: of the model.
+      options: what the template is told beside the messages.
     """
 
-    def __init__(self, wording: Wording, tokenizer: Any):
+    def __init__(self, wording: Wording, tokenizer: Any, options: Mapping[str, Any]):
         self.plain = wording.template == "plain"
         self.tokenizer = tokenizer
         self._wording = wording
+        self._options = options
+
+    def check_read(self, name: str, what: str) -> None:
+        """Refuse what the template would pass over.
+
+        Raises:
+          InputError: it does not name it.
+        """
+        text = "" if self.plain else template_text(self._wording, self.tokenizer)
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise InputError(f"{what} {name}, which the chat template does not read; leave it out, or give another one")
 
     def chat(self, messages: Iterable[Message]) -> list[Message]:
         """The messages with the wording's own system message and suffix."""
@@ -47,7 +60,7 @@ class Pieces:
 
     def rendered(self, messages: list[Message], asks: bool = True) -> str:
         """The text of a chat; with ``asks`` up to where the assistant goes on."""
-        return rendered(messages, self._wording, self.tokenizer, asks)
+        return rendered(messages, self._wording, self.tokenizer, asks, self._options)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, none added."""
@@ -89,6 +102,25 @@ class Endings:
             raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
         return found[0]
 
+    def once(self, text: str) -> str:
+        """The text without ends of its own, and what white space follows them: one end will be written behind it.
+
+        Raises:
+          InputError: nothing else is in it.
+        """
+        found = self._own.sub("", text)
+        if found != text and not found.strip():
+            raise InputError(f"{text[:40]!r} is empty but for its end; complete the row or leave it out")
+        return found
+
+    @functools.cached_property
+    def _own(self) -> re.Pattern[str]:
+        tokenizer = self._pieces.tokenizer
+        ids = {*self._stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+        texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
+        some = "|".join(re.escape(text) for text in texts if text.strip())
+        return re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")
+
     @property
     def turn(self) -> list[int]:
         """What ends the assistant's turn: as the template writes it, up to the first of the model's stop tokens; where
@@ -122,7 +154,7 @@ class Endings:
             return "", []
         asked = pieces.chat(_ASKED)
         before, whole = pieces.rendered(asked), pieces.rendered([*asked, _ANSWER, *_ASKED])
-        said = _said(before, _ANSWER["content"], whole)
+        said = _said(before, _ANSWER, whole)
         if said is None:
             return "", []
         ids = pieces.ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
@@ -140,6 +172,7 @@ class Writer:
       wording: how prompts are written.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
+      options: what the template is told beside the messages.
       closes: whether the last turn ends as the template writes it, not where the model's completions do.
 
     Attributes:
@@ -147,13 +180,22 @@ class Writer:
       ends: what ends a text and a turn.
 
     Raises:
-      InputError: there is no tokenizer.
+      InputError: there is no tokenizer, or the template does not read one of the options.
     """
 
-    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], closes: bool = False):
+    def __init__(
+        self,
+        wording: Wording,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        options: Mapping[str, Any],
+        closes: bool = False,
+    ):
         check_tokenizer(tokenizer)
-        self.pieces = Pieces(wording, tokenizer)
+        self.pieces = Pieces(wording, tokenizer, options)
         self.ends = Endings(self.pieces, stop_ids)
+        for name in options:
+            self.pieces.check_read(name, f"{OPTIONS} has")
         self._closes = closes
 
     @property
@@ -165,60 +207,86 @@ class Writer:
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """A prompt's text up to where the answer begins, and its ids, int32[p]: those of ``encode``."""
         pieces = self.pieces
-        text = pieces.rendered(pieces.chat(messages))
+        text = pieces.rendered(self._worded(messages))
         begins = bos(text, pieces.tokenizer) if pieces.plain else []
         return text, np.asarray(begins + pieces.ids(text), np.int32)
 
     def text(self, text: str) -> np.ndarray:
         """int32[t]: a plain text from its beginning to its end, after BOS where the tokenizer begins every text so."""
+        text = self.ends.once(text)
         begins = bos(text, self.pieces.tokenizer)
         return np.asarray(begins + self.pieces.ids(text) + [self.ends.text], np.int32)
 
-    def answer(self, prompt: Sequence[Message], before: str, content: str) -> np.ndarray:
+    def answer(self, prompt: Sequence[Message], before: str, answer: Message) -> np.ndarray:
         """int32[t]: what the assistant says after a prompt, whose text is given too, and the end of its turn."""
-        answered = [*self.pieces.chat(prompt), {"role": "assistant", "content": content}]
-        return np.asarray(self._last(answered, before), np.int32)
+        chat = [*self._worded(prompt), *self._ended([answer])]
+        return np.asarray(self._last(chat, before), np.int32)
 
     def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A chat whose assistant speaks first and last in ``rest``: the prompt's ids, int32[p], those that follow,
-        int32[t], and which of them the assistant says, bool[t], the end of each turn included.
+        int32[t], and which of them the assistant says, bool[t], the end of each turn included; not those of a message
+        that is not learned.
 
         Raises:
           InputError: the template does not go on from what it wrote.
         """
         pieces = self.pieces
         before, asked = self.prompt(prompt)
-        begins = pieces.chat(prompt)
-        chat = [*begins, *(dict(message) for message in rest)]
+        begins = self._worded(prompt)
+        chat = [*begins, *self._ended(rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
         tokens: list[int] = []
         mask: list[bool] = []
         for at, following in zip(speaks[:-1], speaks[1:], strict=True):
             whole = pieces.rendered(chat[:following])
-            said = _said(before, chat[at]["content"], whole)
+            said = _said(before, chat[at], whole)
             if said is None or pieces.plain:
                 raise InputError(_why(chat[at]["content"], pieces.plain))
             glue = whole[len(before) + len(said) :]
             learned, others = pieces.after(before, said, glue)
             ends = self.ends.count(glue, others)
             tokens += learned + others
-            mask += [True] * (len(learned) + ends) + [False] * (len(others) - ends)
+            mask += [WEIGHT not in chat[at]] * (len(learned) + ends) + [False] * (len(others) - ends)
             before = whole
         last = self._last(chat, before)
-        mask += [True] * len(last)
+        mask += [WEIGHT not in chat[-1]] * len(last)
         return asked, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
 
     def _last(self, chat: list[Message], before: str) -> list[int]:
         """What the assistant says in the last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
         if not self.pieces.plain:
-            content = _said(before, content, self.pieces.rendered(chat, asks=False)) or content
+            said = _said(before, chat[-1], self.pieces.rendered(chat, asks=False))
+            if said is None and _thought(chat[-1]):
+                raise InputError(
+                    f"the chat template does not write the thought {_thought(chat[-1])[:40]!r} of the assistant where "
+                    "it answers; leave it out, or give another template"
+                )
+            content = said or content
         return [*self.pieces.after(before, content)[0], *self.ending]
+
+    def _worded(self, messages: Iterable[Message]) -> list[Message]:
+        return self.pieces.chat(self._ended(messages))
+
+    def _ended(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages, without ends of turns that the assistant's bring with them.
+
+        Raises:
+          InputError: one has a field that the template does not read, or nothing but its end.
+        """
+        found = [dict(message) for message in messages]
+        for message in found:
+            for name in THOUGHTS:
+                if name in message:
+                    self.pieces.check_read(name, "a message has")
+            if message["role"] == "assistant":
+                message["content"] = self.ends.once(message["content"])
+        return found
 
 
 def closing_of(wording: Wording, tokenizer: Any) -> list[int] | None:
     """``Endings.closing`` of chats that are written so."""
-    return Endings(Pieces(wording, tokenizer), ()).closing
+    return Endings(Pieces(wording, tokenizer, {}), ()).closing
 
 
 def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
@@ -247,10 +315,22 @@ def _why(content: str, plain: bool) -> str:
     )
 
 
-def _said(before: str, content: str, whole: str) -> str | None:
-    """What stands in ``whole`` after ``before`` for what the assistant said; None where that is something else."""
+def _thought(message: Message) -> str:
+    """What the assistant thought before it said this; empty where the message does not say."""
+    return next((message[name] for name in THOUGHTS if name in message), "")
+
+
+def _said(before: str, message: Message, whole: str) -> str | None:
+    """What stands in ``whole`` after ``before`` for what the assistant thought and said; None where that is something
+    else. Between its thought and its answer, and before them, stands what the template marks them with."""
     if not whole.startswith(before):
         return None
+    content, thought = message["content"], _thought(message)
+    if thought:
+        marked = rf".{{0,{_NEAR}}}?"
+        pattern = marked + re.escape(thought.strip()) + marked + re.escape(content.strip())
+        found = re.compile(pattern, re.DOTALL).match(whole, len(before))
+        return found and found[0]
     if whole.startswith(content, len(before)):
         return content
     found = re.compile(r"\s*" + re.escape(content.strip())).match(whole, len(before))

@@ -1,6 +1,8 @@
 """Rows to learn, of every format and source: what they become, what is held out, what has changed, what is refused."""
 
 import dataclasses
+import decimal
+import functools
 import json
 
 import datasets
@@ -265,6 +267,26 @@ GOOD = {
     (Steps, {"prompt": "q", "completions": [], "labels": []}, "completions is no list with something in it"),
     (Steps, {"prompt": "q", "completions": "ab", "labels": [1, 1]}, "completions is no list with something in it"),
     (Steps, {"prompt": "q", "completions": ["a", ""], "labels": [1, 1]}, r"completions\[1\] is empty"),
+    (Pairs, {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}, "has labels, which Pairs does not"),
+    (Texts, GOOD[Steps], "the row has completions, which Texts does not read .Pairs does, as a ranking, and Steps"),
+    (Texts, GOOD[Texts] | {"labels": [1]}, "the row has labels, which Texts does not read .Steps does.*column out"),
+    (Texts, GOOD[Pairs] | {"text": "a"}, "the row has chosen, which Texts does not read .Pairs does"),
+    (Steps, GOOD[Steps] | {"margin": 1}, "the row has margin, which Steps does not read .Pairs does"),
+    (Pairs, GOOD[Pairs] | {"label": True}, "the row has label, which Pairs does not read .make Pairs"),
+    (Texts, GOOD[Texts] | {"images": ["a.png"]}, "the row has images, which Texts does not read .models here"),
+    (Texts, GOOD[Texts] | {"label": False}, "label is false, so the text is a bad one"),
+    (Texts, GOOD[Texts] | {"label": 1}, "label is 1; it must be true or false, or leave the column out"),
+    (Pairs, GOOD[Pairs] | {"rejected_cut_off": "false"}, "rejected_cut_off is 'false'; it must be true or false"),
+    (Pairs, GOOD[Pairs] | {"margin": 10**400}, r"margin is 10+\.\.\.; it must be a number"),
+    (Texts, {"messages": [ASK, A | {"weight": 0}]}, "every message of the assistant has weight 0"),
+    (Texts, {"messages": [ASK, A | {"weight": 0.5}]}, "weight in messages is 0.5; it is 1, or 0 for a message that"),
+    (Pairs, GOOD[Pairs] | {"chosen": [A | {"weight": 0}]}, "chosen has weight 0, and both sides"),
+    (Texts, {"messages": [ASK, A | {"reasoning_content": "t"}]}, "a message has reasoning_content, which the chat"),
+    (Texts, {"messages": [ASK, A | {"reasoning_content": 3}]}, "reasoning_content in messages is a int; it must"),
+    (Texts, {"messages": [ASK, A | {"images": ["a.png"]}]}, "messages holds images, which is not written"),
+    (Texts, GOOD[Texts] | {"chat_template_kwargs": {"enable_thinking": False}}, "has enable_thinking, which the chat"),
+    (Texts, GOOD[Texts] | {"chat_template_kwargs": ["a"]}, r"chat_template_kwargs is \['a'\]; it must be a JSON"),
+    (Texts, {"text": "<|im_end|>\n"}, "is empty but for its end"),
 ])  # fmt: skip
 def test_a_bad_row_is_named_with_file_and_line(tmp_path, kind, row, message):
     path = tmp_path / "rows.jsonl"
@@ -272,3 +294,28 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, kind, row, message):
     with pytest.raises(InputError, match=message) as caught:
         loaded(kind(Table(str(path))))
     assert str(caught.value).startswith(f"{path}:2") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), [
+    (Pairs, GOOD[Pairs] | {"margin": decimal.Decimal("sNaN")}, r"margin is Decimal\('sNaN'\); it must be a number"),
+    (Pairs, GOOD[Pairs] | {"margin": 10**5000}, "margin is int of too many digits to show; it must be a number"),
+    (Texts, {1: "a", "text": "b"}, "has a field named 1; names of fields are text"),
+    (Texts, {"messages": [ASK, A], "tools": np.array([{"name": "f"}])}, "the row has tools, which Texts does not read"),
+    (Texts, GOOD[Texts] | {"chat_template_kwargs": {"when": {1}}}, "it must be a JSON object"),
+])  # fmt: skip
+def test_a_bad_row_in_memory_is_named(kind, row, message):
+    with pytest.raises(InputError, match=rf"rows\[1\].*{message}") as caught:
+        loaded(kind([GOOD[kind], row]))
+    assert "\n" not in str(caught.value)
+    nested = functools.reduce(lambda inner, _: [inner], range(3000), 0)
+    with pytest.raises(InputError, match=r"rows\[0\]: field 'deep' is nested too deeply"):
+        loaded(Texts([{"text": "a", "deep": nested}]))
+
+
+def test_columns_that_hold_nothing_and_arrays_are_read():
+    row = {"messages": [ASK, A], "label": True, "tools": np.array([]), "images": [], "labels": None}
+    assert plain(loaded(Texts([row])).train[0]) == plain(loaded(Texts([{"messages": [ASK, A]}])).train[0])
+    row = {"prompt": "q", "completions": np.array(["a", "b"]), "labels": np.array([True, False])}
+    assert plain(loaded(Steps([row])).train[0]) == plain(loaded(Steps([GOOD[Steps]])).train[0])
+    cut = {"rejected_cut_off": np.bool_(False), "margin": np.float32(0)}
+    assert plain(loaded(Pairs([GOOD[Pairs] | cut])).train[0]) == plain(loaded(Pairs([GOOD[Pairs]])).train[0])

@@ -164,6 +164,82 @@ def test_a_template_that_rewrites_an_earlier_turn_is_refused():
         one({"messages": TALK}, template="{{ raise_exception('no') }}")
 
 
+def test_a_template_that_raises_whatever_it_likes_is_refused_with_the_row():
+    for template, reason in (("{{ messages + 1 }}", "TypeError: can only"), ("{{ 1 / 0 }}", "ZeroDivisionError: ")):
+        with pytest.raises(InputError, match=rf"rows\[0\]: the chat template refuses the messages .{reason}") as caught:
+            one({"messages": TALK}, template=template)
+        assert "\n" not in str(caught.value)
+    task = Task(Table("none.jsonl"), template="{{ messages + 1 }}")
+    asked = Problem("1", tuple(TALK[:1]), "2", "sums", metadata={"row": "sums.jsonl:3"})
+    with pytest.raises(InputError, match="sums.jsonl:3: the chat template refuses .*TypeError.*change --task.system"):
+        encode(asked, task, TINY)
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if loop.last and m['role'] == 'assistant' and m['reasoning_content'] %}"
+    "<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Writes the last thought only, as Qwen3's does."""
+
+
+def test_a_thought_is_learned_as_the_template_writes_it():
+    thinks = says("b") | {"reasoning_content": "t"}
+    assert shown(one({"messages": [*TALK[:3], thinks]}, template=THINKS))[2] == (
+        "a<|im_end|><think>\nt\n</think>\n\nb<|im_end|>"
+    )
+    pair = one({"prompt": "q", "chosen": [thinks], "rejected": "b"}, kind=Pairs, template=THINKS)
+    assert [TINY.decode(tokens) for tokens in pair.completions] == [
+        "<think>\nt\n</think>\n\nb<|im_end|>",
+        "b<|im_end|>",
+    ]
+    with pytest.raises(InputError, match=r"rows\[0\]: the chat template rewrites the assistant's earlier turn 'b'"):
+        one({"messages": [TALK[0], thinks, *TALK[2:]]}, template=THINKS)
+    row = {"prompt": "q", "completion": [thinks], "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(InputError, match=r"rows\[0\]: the chat template does not write the thought 't'"):
+        one(row, template=THINKS)
+
+
+def test_what_a_row_tells_the_template_is_in_its_prompt():
+    row = {"prompt": "q", "completion": "a"}
+    usual, told = (
+        shown(one(row | {"chat_template_kwargs": options}, template=THINKS))
+        for options in (None, {"enable_thinking": False, "other": None})
+    )
+    assert told[0] == usual[0] + "<think>\n\n</think>\n\n" and told[1:] == usual[1:]
+    with pytest.raises(InputError, match=r"multiple values .*what the row tells the template .add_generation_prompt"):
+        one(row | {"chat_template_kwargs": {"add_generation_prompt": False}}, template=THINKS)
+
+
+def test_a_message_without_weight_is_not_learned():
+    weighted = [TALK[0], TALK[1] | {"weight": 0}, TALK[2], TALK[3] | {"weight": 1}]
+    row, usual = one({"messages": weighted}), one({"messages": TALK})
+    assert shown(row) == (*shown(usual)[:2], "b<|im_end|>") and row.id == usual.id
+    with pytest.raises(InputError, match="a message has weight 0, and learn 'all' learns all"):
+        one({"messages": weighted}, learn="all")
+
+
+@pytest.mark.parametrize("learn", ["completion", "all"])
+@pytest.mark.parametrize("template", ["chatml", "plain"])
+def test_an_end_is_never_learned_twice(learn, template):
+    for bare, ended in (
+        ({"text": "ab"}, {"text": "ab<|im_end|>"}),
+        ({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "a<|im_end|>\n<|im_end|>"}),
+        ({"messages": TALK[:2]}, {"messages": [user("q"), says("a<|im_end|> ")]}),
+    ):
+        row, usual = (one(each, learn=learn, template=template) for each in (ended, bare))
+        assert [*row.prompt, *row.tokens] == [*usual.prompt, *usual.tokens]
+    if template == "chatml":
+        ended = [TALK[0], says("a<|im_end|>"), TALK[2], says("b<|im_end|>")]
+        assert shown(one({"messages": ended}, learn=learn)) == shown(one({"messages": TALK}, learn=learn))
+    kinds = {"chosen": "a<|im_end|>", "rejected": "b"}, {"completions": ["a", "b<|im_end|>"], "labels": [1, 1]}
+    for kind, columns in zip((Pairs, Steps), kinds, strict=True):
+        row = one({"prompt": "q"} | columns, kind=kind, template=template)
+        assert list(row.completions[0] if kind is Pairs else row.tokens).count(STOP[0]) == 1
+
+
 def test_a_plain_text_is_learned_from_its_second_token_to_its_end():
     for settings in ({}, {"template": "plain"}, {"template": UNMARKED, "learn": "all"}):
         row = one({"text": "abc"}, **settings)
