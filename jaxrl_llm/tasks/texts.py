@@ -92,11 +92,13 @@ class Texts(_Data):
       template, system, suffix, date: as in Task; a prompt is written as that of a Task with the same.
       holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
       name: in metrics; None means the source's.
-      learn: ``completion``, what the assistant says, all of its turns; or ``all``, every token but the first. A row
-        with ``text`` is learned as a whole.
+      learn: ``completion``, what the assistant says, all of its turns; ``all``, every token but the first; or ``trl``,
+        what TRL's ``SFTTrainer`` learns of the same row: no template wraps a ``prompt`` and ``completion`` that are
+        text, all of ``messages`` is learned, and so is what the template writes behind the last turn. A row with
+        ``text`` is learned as a whole.
     """
 
-    learn: Literal["completion", "all"] = "completion"
+    learn: Literal["completion", "all", "trl"] = "completion"
 
     def learned(self, row: dict[str, Any], where: str, writer: Writer) -> Text:
         """One row as token ids.
@@ -119,7 +121,14 @@ class Texts(_Data):
             rest = answer_of(row["completion"], "completion")
         if self.learn != "completion" and any(WEIGHT in message for message in (*prompt, *rest)):
             raise InputError(f"a message has {WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'")
-        asked, tokens, mask = writer.turns(prompt, rest)
+        if self.learn == "trl":
+            plain = all(isinstance(row.get(name), str) for name in columns)
+            tokens, begins = writer.joined(prompt, rest, plain)
+            begins = 1 if columns == ("messages",) else max(begins, 1)
+            asked, tokens = tokens[:begins], tokens[begins:]
+            mask = np.ones(len(tokens), bool)
+        else:
+            asked, tokens, mask = writer.turns(prompt, rest)
         if self.learn == "all":
             tokens = np.concatenate([asked[1:], tokens])
             asked, mask = asked[:1], np.ones(len(tokens), bool)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.columns import OPTIONS, THOUGHTS, WEIGHT
+from jaxrl_llm.tasks.columns import OPTIONS, THOUGHTS, WEIGHT, shared
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
@@ -251,6 +251,30 @@ class Writer:
         last = self._last(chat, before)
         mask += [WEIGHT not in chat[-1]] * len(last)
         return asked, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
+
+    def joined(self, prompt: Sequence[Message], rest: Sequence[Message], plain: bool) -> tuple[np.ndarray, int]:
+        """A prompt with what follows as TRL's ``SFTTrainer`` writes it: ids of the whole, tokenised in one piece, up to
+        what the template writes behind the last turn, int32[t]; and how many first ones are those of the prompt.
+
+        ``plain``: both are single texts, which no template wraps, and one end of a text follows.
+
+        Raises:
+          InputError: several turns, and no template to mark them.
+        """
+        pieces = self.pieces
+        if pieces.plain and len(rest) > 1:
+            raise InputError(_why("", plain=True))
+        if plain or pieces.plain:
+            texts = [message["content"] for message in self._worded(prompt)]
+            before = "\n\n".join(texts)
+            whole = before + "\n\n".join(message["content"] for message in self._ended(rest))
+            begins = bos(before, pieces.tokenizer)
+            asked, ids = begins + pieces.ids(before), [*begins, *pieces.ids(whole), self.ends.text]
+        else:
+            chat = self._worded(prompt)
+            asked = pieces.ids(pieces.rendered(chat))
+            ids = pieces.ids(pieces.rendered([*chat, *self._ended(rest)], asks=False))
+        return np.asarray(ids, np.int32), len(shared(asked, ids))
 
     def _last(self, chat: list[Message], before: str) -> list[int]:
         """What the assistant says in the last message, after the text before it, and the end of its turn."""

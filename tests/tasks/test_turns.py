@@ -221,7 +221,7 @@ def test_a_message_without_weight_is_not_learned():
         one({"messages": weighted}, learn="all")
 
 
-@pytest.mark.parametrize("learn", ["completion", "all"])
+@pytest.mark.parametrize("learn", ["completion", "all", "trl"])
 @pytest.mark.parametrize("template", ["chatml", "plain"])
 def test_an_end_is_never_learned_twice(learn, template):
     for bare, ended in (
@@ -238,6 +238,26 @@ def test_an_end_is_never_learned_twice(learn, template):
     for kind, columns in zip((Pairs, Steps), kinds, strict=True):
         row = one({"prompt": "q"} | columns, kind=kind, template=template)
         assert list(row.completions[0] if kind is Pairs else row.tokens).count(STOP[0]) == 1
+
+
+def test_the_reading_of_trl_is_that_of_its_trainer():
+    # by hand, as SFTTrainer's tokenize_fn does it
+    row = one({"messages": TALK}, learn="trl")
+    assert [*row.prompt, *row.tokens] == TINY.apply_chat_template(TALK, return_dict=False)
+    assert len(row.prompt) == 1 and row.mask.all() and row.id == one({"messages": TALK}).id
+    row = one({"prompt": TALK[:1], "completion": TALK[1:2]}, learn="trl")
+    asked = TINY.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
+    assert row.prompt.tolist() == asked and row.mask.all()
+    assert [*asked, *row.tokens] == TINY.apply_chat_template(TALK[:2], return_dict=False)
+    row = one({"prompt": "q:", "completion": " a"}, learn="trl")
+    assert row.prompt.tolist() == TINY("q:")["input_ids"] and row.tokens.tolist() == [*TINY(" a")["input_ids"], *STOP]
+    # where a token lies across the border the completion begins with it
+    tokenizer = words(["▁a:", "▁b", "▁a:b", "a:", "b", "▁c"], begin=True)
+    row = one({"prompt": "a:", "completion": "b"}, stop=(1,), tokenizer=tokenizer, learn="trl")
+    assert tokenizer.convert_ids_to_tokens(row.prompt) == ["<s>"]
+    assert tokenizer.convert_ids_to_tokens(row.tokens) == ["▁a:b", "</s>"]
+    with pytest.raises(InputError, match="template plain marks no turns"):
+        one({"messages": TALK}, learn="trl", template="plain")
 
 
 def test_a_plain_text_is_learned_from_its_second_token_to_its_end():

@@ -36,6 +36,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "total_training_steps": ("steps", ""),
     "num_train_epochs": ("steps", "each of rollout.prompts prompts"),
     "total_epochs": ("steps", "each of rollout.prompts prompts"),
+    # Data to learn from.
+    "completion_only_loss": ("data.learn", "completion; all for False, trl for what SFTTrainer learns"),
+    "assistant_only_loss": ("data.learn", "completion; trl for what SFTTrainer learns"),
+    "max_length": ("batch.max_tokens", "of a prompt with its completion"),
     # Optimiser.
     "learning_rate": ("learner.optimiser.learning_rate", ""),
     "lr": ("learner.optimiser.learning_rate", ""),
