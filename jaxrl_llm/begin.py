@@ -102,7 +102,8 @@ def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
     phases = configs.phases_of(run)
     if number + 1 == len(phases):
         return stage
-    ends = PhaseEnds(phases[number], phases[number + 1], run.evaluation.every)
+    test = configs.evaluation_key(configs.in_phase(run, number))
+    ends = PhaseEnds(phases[number], phases[number + 1], run.evaluation.every, test)
     rules = {**stage.rules, OF_PHASES: ends}
     lessons = rules.get(OF_LESSONS)
     if isinstance(lessons, TeachesNothing):

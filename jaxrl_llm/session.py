@@ -13,7 +13,21 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoint import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.recovery import damage
-from jaxrl_llm.rules import DONE, FOUND, GUARD, LR_SCALE, OF_GUARDS, OF_PHASES, PHASE, Decision, Memory
+from jaxrl_llm.rules import (
+    AGAIN,
+    BY_HAND,
+    DONE,
+    FOUND,
+    GUARD,
+    LAST,
+    LR_SCALE,
+    OF_GUARDS,
+    OF_PHASES,
+    PHASE,
+    UNDONE,
+    Decision,
+    Memory,
+)
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.signals import Preemption
 from jaxrl_llm.snapshots import CHECKPOINTS, kept, phase_of
@@ -146,8 +160,7 @@ def go_back(place: Place, at: At, decision: Decision) -> Decision:
     decision with what came of it, which is to stop where there is none.
 
     Data goes on where it is, and updates are counted on: no policy has the version of another. Groups of the policy
-    that is left are let go, and rules remember what they did then, but for how often the run went back and how many
-    steps its phase has made.
+    that is left are let go, and rules remember what they did then (see ``remembered``).
     """
     place.store.wait()
     folder = place.directory / CHECKPOINTS
@@ -170,7 +183,7 @@ def go_back(place: Place, at: At, decision: Decision) -> Decision:
     host = at.host
     then = LoopState.from_json(saved, at.stage.records)
     host.coefficients = dict(at.stage.coefficients) | then.coefficients
-    host.memory = remembered(then.memory, host.memory)
+    host.memory = remembered(then.memory, host.memory, at.step + 1 - step)
     host.left = at.stage.let_go(host.left if host.ready is None else host.ready.left)
     host.ready = None
     said = f"to step {step}, with {decision.coefficients[LR_SCALE]:g} times the learning rate: {decision.reason}"
@@ -199,11 +212,16 @@ def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int],
     return next(whole, None)
 
 
-def remembered(then: Memory, now: Memory) -> Memory:
-    """What rules remember once a run has gone back: what they did then, and of now what goes on."""
+def remembered(then: Memory, now: Memory, undone: int) -> Memory:
+    """What rules remember once a run has gone back so many steps: what they did then, and of now what goes on. The
+    reference is as old as it was, and what was asked for by hand since is still to come."""
     goes_on = {name: now[name] for name in (OF_GUARDS,) if name in now}
     phase = {OF_PHASES: then.get(OF_PHASES, {}) | {"steps": now[OF_PHASES]["steps"]}} if OF_PHASES in now else {}
-    return then | goes_on | phase
+    last = then.get(LAST, {})
+    age = {LAST: last | {UNDONE: last.get(UNDONE, 0) + undone}}
+    asked = now.get(BY_HAND, {})
+    again = {BY_HAND: asked | {AGAIN: True}} if asked.get("id") != then.get(BY_HAND, {}).get("id") else {}
+    return then | goes_on | phase | age | again
 
 
 def writing(

@@ -3,6 +3,7 @@ interrupted.
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -15,13 +16,26 @@ from histories import rows as made_up
 from histories import sick
 from learner.rollouts import one_device
 
-from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.checkpoint import Checkpoints, flatten, host_file
 from jaxrl_llm.config import load_config, resolved, validate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rules import FOUND, GUARD, LR_SCALE, Decision, OnFinding, Rules
+from jaxrl_llm.rules import (
+    ASKED,
+    BY_HAND,
+    FOUND,
+    GUARD,
+    LR_SCALE,
+    ByHand,
+    Decision,
+    OnFinding,
+    Resets,
+    Rules,
+    decide,
+    rules_of,
+)
 from jaxrl_llm.session import Due, Place, due_of, newest_before, remembered, why_not_back
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
@@ -89,6 +103,8 @@ def test_a_rollback_goes_on_from_before_the_trouble_at_half_the_rate(folder, ans
     assert [row["lr_scale"] for row in found[1:]] == [1.0] * 10 + [0.5] * 3
     prompts = [row["prompts"] for row in found[1:]]
     assert prompts == sorted(set(prompts)), "data goes on where it is"
+    host = json.loads(host_file(folder / "back" / "checkpoints" / "10").read_text())
+    assert host["memory"]["last"] == {"undone": 8}, "the reference is as old as it was"
 
 
 def test_its_weights_and_optimiser_are_those_of_then_and_its_version_is_new(folder, answers):
@@ -214,12 +230,55 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(folder, answers, tmp_path):
 def test_rules_remember_what_they_did_when_the_run_was_where_it_goes_back_to():
     then = {"entropy": {"moved": 0.01}, "phase": {"steps": 2, "times": 1}, "last": {"event/reference_reset": 2}}
     now = {"entropy": {"moved": 0.1}, "phase": {"steps": 8, "times": 3}, "last": {"event/reference_reset": 7}}
-    assert remembered(then, now | {"guard": {"times": 2}}) == {
+    assert remembered(then, now | {"guard": {"times": 2}}, 5) == {
         **then,
         "guard": {"times": 2},
         "phase": {"steps": 8, "times": 1},
+        "last": {"event/reference_reset": 2, "undone": 5},
     }
-    assert remembered({}, {"guard": {"times": 1}}) == {"guard": {"times": 1}}
+    assert remembered({}, {"guard": {"times": 1}}, 1) == {"guard": {"times": 1}, "last": {"undone": 1}}
+
+
+def test_a_reference_is_no_older_for_steps_that_were_undone():
+    """Of 20 steps the run went back to 10, then from 24 to 22: the reference of step 6 was 4 steps old, then 4 + 2."""
+    rules = rules_of(Resets(on_kl_jump=3.0, kl_window=4), 1)
+    quiet = lambda steps, memory: functools.reduce(
+        lambda m, s: decide(rules, {"step": s, "kl": 0.1}, m)[1], steps, memory
+    )
+    then = quiet(range(7, 11), {"last": {"event/reference_reset": 6}})
+    memory = remembered(then, quiet(range(11, 21), then), 10)
+    ages = lambda step, memory: decide({"age": Aged()}, {"step": step}, memory)[0].coefficients["age"]
+    assert ages(21, memory) == 5
+    jumped, _ = decide(rules, {"step": 21, "kl": 0.4}, memory)
+    assert jumped.reset_reference, "the KLs of before are of the same reference"
+    later = quiet([21, 22], memory)
+    assert ages(25, remembered(later, quiet([23, 24], later), 2)) == 7
+    reset, after = decide({"by_hand": ByHand()}, {"step": 25, ASKED: {"id": "a", "with_optimiser": False}}, memory)
+    assert reset.reset_reference and ages(26, after) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Aged:
+    """Tells how old the reference is."""
+
+    def __call__(self, row, own):
+        return Decision(coefficients={"age": row["reference/age"]}), own
+
+
+def test_a_reset_by_hand_that_is_undone_is_made_again_once():
+    rules, ask = {BY_HAND: ByHand()}, lambda name: {ASKED: {"id": name, "with_optimiser": name == "b"}}
+    _, then = decide(rules, {"step": 8} | ask("a"), {})
+    assert remembered(then, then, 3)[BY_HAND] == then[BY_HAND], "this one was before"
+    _, now = decide(rules, {"step": 12} | ask("b"), then)
+    memory = json.loads(json.dumps(remembered(then, now, 5)))
+    for asked in ({}, ask("b")):
+        decision, after = decide(rules, {"step": 16} | asked, memory)
+        assert decision.reset_reference and decision.reset_optimiser and not after[BY_HAND].get("again")
+        assert decision.events["event/reference_reset"] == "by hand, again since the run went back"
+        assert not decide(rules, {"step": 17} | asked, after)[0].reset_reference
+    both, _ = decide(rules, {"step": 16} | ask("c"), memory)
+    assert both.reset_optimiser and both.events["event/reference_reset"] == "by hand"
+    assert decide(rules, {"step": 16}, remembered(memory, after, 1))[0].reset_reference, "undone a second time"
 
 
 def test_bounds_of_a_rollback_are_refused_with_and_without_one():

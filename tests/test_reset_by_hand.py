@@ -23,7 +23,10 @@ def test_a_request_is_answered_once_and_remembered_by_its_id():
     other = {"asked/reset": {"id": "b", "with_optimiser": False}}
     decision, memory = decide(rules, {"step": 5} | other, memory)
     assert decision.reset_reference and not decision.reset_optimiser
-    assert memory[BY_HAND] == {"id": "b", "step": 5} and not decide(rules, {"step": 6}, memory)[0].reset_reference
+    assert (
+        memory[BY_HAND] == {"id": "b", "step": 5, "with_optimiser": False}
+        and not decide(rules, {"step": 6}, memory)[0].reset_reference
+    )
 
 
 def test_a_guard_leaves_the_request_for_later():

@@ -1,6 +1,7 @@
 """A run as JSON that loads again, and what differs between two runs."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from jaxrl_llm.config.field_types import check_types
 from jaxrl_llm.config.kinds import KINDS
 from jaxrl_llm.config.origin import Origin, origin_of
 from jaxrl_llm.config.parts import parts_of
-from jaxrl_llm.config.run import Configuration
+from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
@@ -246,6 +247,12 @@ def changes(old: Configuration, new: Configuration) -> list[str]:
         for name in names
         if repr(before.get(name)) != repr(after.get(name))
     ]
+
+
+def evaluation_key(run: Run) -> str:
+    """Tells what the evaluations of a run measure from what others do: the problems, and how answers are sampled."""
+    test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)
+    return hashlib.sha256(json.dumps(to_json(test)).encode()).hexdigest()[:16]
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
 """What decides between steps: pure functions of a step's row and of what they remember, each by itself."""
 
 from jaxrl_llm.rules.controllers import OF_ENTROPY, Controlled, EntropyControlled, Multiplier
-from jaxrl_llm.rules.decision import DONE, GUARD, LAST, Decision, Memory, Rule, decide
+from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import (
     ALL,
     FOUND,
@@ -15,10 +15,11 @@ from jaxrl_llm.rules.guards import (
     guards_of,
 )
 from jaxrl_llm.rules.phases import OF_PHASES, PHASE, PhaseEnds
-from jaxrl_llm.rules.resets import ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
+from jaxrl_llm.rules.resets import AGAIN, ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 __all__ = [
+    "AGAIN",
     "ALL",
     "ASKED",
     "BY_HAND",
@@ -32,6 +33,7 @@ __all__ = [
     "OF_LESSONS",
     "OF_PHASES",
     "PHASE",
+    "UNDONE",
     "Averaged",
     "ByHand",
     "Controlled",

@@ -10,8 +10,12 @@ DONE, GUARD = 0, 3
 REFERENCE_RESET = "event/reference_reset"
 REFERENCE_AGE = "reference/age"
 """What rules read beside a step's metrics: the steps since the reference was last reset, or since the run began."""
+LAST_RESET = "reference/last_reset"
+"""And the step of that reset, which tells one reference from another; 0 for none."""
 LAST = "last"
 """In the memory: the step of the last reset, which no rule knows of by itself."""
+UNDONE = "undone"
+"""And the steps since that a rollback has undone: the reference is no older for them."""
 
 Row = Mapping[str, Any]
 """A step's metrics by name, ``step`` among them; what was not measured is absent or not a number."""
@@ -62,12 +66,14 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
 
     The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset. Nor
     does anything else act on a run that goes back: what the others decide is of the policy that it leaves. Of several
-    resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE``. What absent rules
-    remember stays: a later phase may have them again.
+    resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE`` and ``LAST_RESET``.
+    What absent rules remember stays: a later phase may have them again.
     """
     decisions = []
     remembered: Memory = {name: own for name, own in memory.items() if name not in rules}
-    row = {**row, REFERENCE_AGE: row["step"] - memory.get(LAST, {}).get(REFERENCE_RESET, 0)}
+    last = memory.get(LAST, {})
+    since = last.get(REFERENCE_RESET, 0)
+    row = {**row, LAST_RESET: since, REFERENCE_AGE: row["step"] - since - last.get(UNDONE, 0)}
     for name, rule in rules.items():
         decision, own = rule(row, memory.get(name, {}))
         decisions.append(decision)

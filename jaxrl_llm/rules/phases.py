@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jaxrl_llm.rules.decision import Decision, Row
-from jaxrl_llm.rules.resets import evaluated
+from jaxrl_llm.rules.resets import stalls
 from jaxrl_llm.rules.settings import Phase, Reaches, Stalls
 
 OF_PHASES = "phase"
@@ -26,11 +26,13 @@ class PhaseEnds:
       phase: that the run is in.
       following: the one after it.
       evaluation_every: steps between evaluations; those of other steps are passed over (see ``OnStall``).
+      test: tells what evaluations measure from what others do.
     """
 
     phase: Phase
     following: Phase
     evaluation_every: int
+    test: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers how many ``steps`` the phase has made, and what it waits for. A metric that no row
@@ -66,13 +68,7 @@ class PhaseEnds:
                 return {}
             beyond = value > until.above if until.above is not None else value < until.below
             return {"times": own.get("times", 0) + 1 if beyond else 0}
-        if isinstance(until, Stalls):
-            result = evaluated(row)
-            if result is None or row["step"] % self.evaluation_every:
-                return {}
-            better = "best" not in own or result > own["best"]
-            return {"best": result, "stalled": 0} if better else {"stalled": own.get("stalled", 0) + 1}
-        return {}
+        return stalls(row, own, self.evaluation_every, self.test) if isinstance(until, Stalls) else {}
 
     def _in_vain(self, remembered: dict[str, Any]) -> dict[str, bool | str]:
         """An event where it becomes clear that nobody measures what it waits for; empty otherwise."""

@@ -3,14 +3,17 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.rules.decision import REFERENCE_AGE, REFERENCE_RESET, Decision, Row, Rule
+from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decision, Row, Rule
 
 ASKED = "asked/reset"
 """What rules read of a request that somebody has made: its ``id``, and whether it is ``with_optimiser``."""
 BY_HAND = "by_hand"
 """The name of the rule that answers it."""
+AGAIN = "again"
+"""In what that rule remembers: the run went back to before its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +61,19 @@ class Resets:
         return [name for name in ("reference_every", "on_stall", *self.by_kl) if getattr(self, name)]
 
 
-def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0) -> dict[str, Rule]:
+def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: str = "") -> dict[str, Rule]:
     """The rules that make these resets, by name.
 
     Args:
       resets: of the recipe.
       evaluation_every: steps between evaluations.
       kl_coef: of the loss, where no controller moves it.
+      test: tells what evaluations measure from what others do.
     """
     rules: dict[str, Rule] = {}
     reset: dict[str, Any] = {"with_optimiser": resets.with_optimiser, "mix": resets.mix, "snapshot": resets.snapshots}
     if resets.on_stall:
-        rules["stall"] = OnStall(resets.on_stall, evaluation_every, **reset)
+        rules["stall"] = OnStall(resets.on_stall, evaluation_every, **reset, test=test)
     if resets.reference_every:
         rules["reference"] = OnSchedule(
             resets.reference_every, True, resets.with_optimiser, resets.mix, resets.snapshots
@@ -105,7 +109,7 @@ class OnStall:
     """Resets the reference once ``evaluations`` in a row have found nothing better.
 
     Evaluations of other steps than each ``every``-th are passed over: the one that a run makes at its end would not be
-    there if it had been begun with more steps.
+    there if it had been begun with more steps. What another ``test`` has found says nothing of this one.
     """
 
     evaluations: int
@@ -113,17 +117,13 @@ class OnStall:
     with_optimiser: bool
     mix: float = 1.0
     snapshot: bool = True
+    test: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers ``best``, and how many evaluations have ``stalled`` since."""
-        result = evaluated(row)
-        if result is None or row["step"] % self.every:
-            return Decision(), own
-        best = own.get("best")
-        better = best is None or result > best
-        stalled = 0 if better else own["stalled"] + 1
-        due = stalled >= self.evaluations
-        remembered = {"best": result if better else best, "stalled": 0 if due else stalled}
+        """See ``Rule``; remembers what ``stalls`` does."""
+        found = stalls(row, own, self.every, self.test)
+        due = bool(found) and found["stalled"] >= self.evaluations
+        remembered = own | found | ({"stalled": 0} if due else {})
         return _reset(due, due and self.with_optimiser, self.mix, self.snapshot), remembered
 
 
@@ -148,7 +148,7 @@ class OnKL:
         kl = row.get("kl", math.nan)
         if math.isnan(kl):
             return Decision(), own
-        since = row["step"] - row[REFERENCE_AGE]
+        since = row[LAST_RESET]
         before = own["kls"] if own.get("since") == since else []
         reason = self._reason(kl, row, before) if row[REFERENCE_AGE] > self.window else ""
         remembered = {"since": since, "kls": [*before, kl][-self.window :]}
@@ -169,18 +169,24 @@ class OnKL:
 
 @dataclasses.dataclass(frozen=True)
 class ByHand:
-    """Resets the reference where somebody has asked for it, once for each request."""
+    """Resets the reference where somebody has asked for it, once for each request, and again where the run went back to
+    before that."""
 
     mix: float = 1.0
     snapshot: bool = True
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the ``id`` of the last request, and the ``step`` at which it was answered."""
+        """See ``Rule``; remembers the ``id`` of the last request, the ``step`` at which it was answered, whether it was
+        ``with_optimiser``, and where that is undone, that it is to be answered ``again``."""
         asked = row.get(ASKED)
-        if asked is None or asked["id"] == own.get("id"):
+        new = asked is not None and asked["id"] != own.get("id")
+        if not new and not own.get(AGAIN):
             return Decision(), own
-        decision = _reset(True, asked["with_optimiser"], self.mix, self.snapshot, "by hand")
-        return decision, {"id": asked["id"], "step": row["step"]}
+        requests = [asked] * new + [own] * bool(own.get(AGAIN))
+        optimiser = any(request.get("with_optimiser", False) for request in requests)
+        why = "by hand" if new else "by hand, again since the run went back"
+        decision = _reset(True, optimiser, self.mix, self.snapshot, why)
+        return decision, {"id": requests[0]["id"], "step": row["step"], "with_optimiser": optimiser}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +199,17 @@ class Averaged:
         """See ``Rule``; a step that made no update changes nothing."""
         moves = row["step"] > 0 and bool(row.get("updates"))
         return Decision(reset_reference=moves, mix=1 - self.ema if moves else 1.0), own
+
+
+def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str, Any]:
+    """The ``best`` result of a ``test`` so far, and how many evaluations have ``stalled`` since; nothing where the step
+    has none that counts. Another test than the one that is remembered begins anew; an unnamed one is taken for it."""
+    result = evaluated(row)
+    if result is None or row["step"] % every:
+        return {}
+    best = own.get("best") if own.get("test", test) == test else None
+    better = best is None or result > best
+    return {"best": result if better else best, "stalled": 0 if better else own["stalled"] + 1, "test": test}
 
 
 def evaluated(row: Row) -> float | None:

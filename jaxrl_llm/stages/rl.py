@@ -312,7 +312,8 @@ def answering(run: Run, stops: tuple[int, ...]) -> Sampling:
 
 def rules_for(run: Run) -> dict[str, Rule]:
     """What decides between this run's steps, by name; of several that stop it the first says why."""
-    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every, run.recipe.algorithm.kl_coef)
+    kl_coef, test = run.recipe.algorithm.kl_coef, configs.evaluation_key(run)
+    rules = guards_of(run) | rules_of(run.recipe.resets, run.evaluation.every, kl_coef, test)
     if configs.keeps_reference(run):
         rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
     for one in run.scoring.constraints:
