@@ -38,7 +38,7 @@ config = Supervised(
     model="tiny-random",
     data=Texts(texts(), template="plain"),
     batch=BatchSize(rows=64, max_tokens=48),
-    learner=Learner(optimiser=Optimiser(learning_rate=3e-3), microbatch_rows=4, row_tokens=512, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=3e-3), row_tokens=512, remat="none"),
     evaluation=Evaluation(every=100, samples=4, temperature=1.0, task=Task(PROBLEMS, template="plain", name="letters")),
     answering=Answering(max_new_tokens=12, slots=208, chunk=12),
     output=Output(checkpoint_every=400, keep=1, tensorboard=False),

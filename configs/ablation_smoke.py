@@ -42,7 +42,6 @@ config = Run(
         optimiser=Optimiser(learning_rate=3e-4),
         epochs=2,
         minibatches=4,
-        microbatch_rows=1,
         row_tokens=768,
         remat="none",
     ),

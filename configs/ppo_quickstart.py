@@ -43,7 +43,7 @@ config = Run(
         ),
     ),
     rollout=Rollout(prompts=56, group=1, max_prompt_tokens=40, max_new_tokens=24, temperature=0.9, slots=56, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=4, microbatch_rows=1, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), minibatches=4, remat="none"),
     output=Output(checkpoint_every=9, keep=1),
     steps=9,
 )

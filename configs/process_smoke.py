@@ -47,7 +47,7 @@ config = Run(
     rollout=Rollout(
         prompts=8, group=8, max_prompt_tokens=80, max_new_tokens=12, slots=64, chunk=12, collect=Collect(patience=0)
     ),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, microbatch_rows=2, row_tokens=256),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, row_tokens=256),
     output=Output(checkpoint_every=10, tensorboard=False),
     steps=10,
 )

@@ -33,7 +33,7 @@ config = Run(
     recipe=dataclasses.replace(DAPO, overlong_share=0.0),
     # Two groups more than are needed fit the slots, for one in ten has no success or nothing but: else they would wait.
     rollout=Rollout(prompts=8, group=8, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=80, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), remat="none"),
     output=Output(checkpoint_every=5, keep=1),
     steps=5,
 )

@@ -27,7 +27,7 @@ config = RewardModel(
     model="smollm2-135m",
     data=Pairs(Collected(task, samples=16, temperature=0.5, keep="all", cut_off=True), holdout=0.2),
     batch=BatchSize(rows=32, max_tokens=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-4, warmup=3), microbatch_rows=1, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-4, warmup=3), remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
     output=Output(checkpoint_every=16, keep=1),
     steps=16,

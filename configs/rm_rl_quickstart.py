@@ -34,7 +34,7 @@ config = Run(
     # Scores of a model are never all equal: no group has to be filtered.
     recipe=dataclasses.replace(DAPO, overlong_share=0.0, filter_groups=False),
     rollout=Rollout(prompts=8, group=8, max_prompt_tokens=40, max_new_tokens=24, temperature=0.7, slots=64, chunk=8),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), remat="none"),
     output=Output(checkpoint_every=8, keep=1),
     steps=8,
 )

@@ -50,7 +50,7 @@ config = Run(
         chunk=16,
         collect=Collect(patience=0),
     ),
-    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, microbatch_rows=2, row_tokens=256),
+    learner=Learner(optimiser=Optimiser(learning_rate=1e-2), minibatches=2, row_tokens=256),
     output=Output(checkpoint_every=25, tensorboard=False),
     steps=50,
 )

@@ -26,7 +26,7 @@ config = Supervised(
     model="smollm2-135m",
     data=Texts(Collected(task, samples=16, temperature=0.5, keep="all")),
     batch=BatchSize(rows=32, max_tokens=64),
-    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), microbatch_rows=1, remat="none"),
+    learner=Learner(optimiser=Optimiser(learning_rate=2e-5), remat="none"),
     answering=Answering(max_new_tokens=24, slots=80, chunk=8),
     output=Output(checkpoint_every=14, keep=1),
     steps=14,

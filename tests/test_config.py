@@ -288,10 +288,11 @@ def test_a_date_stands_where_none_is_given():
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 8), 8)
+    configs.validate_on_devices(RUN, 8)
     with pytest.raises(
-        InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8"
+        InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8, or"
     ):
-        configs.validate_on_devices(RUN, 8)
+        configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 2), 8)
 
 
 def write(folder, text):

@@ -145,7 +145,7 @@ def test_the_example_of_a_stage_trains_and_is_gone_on_with(tmp_path):
     exec(compile(code, path, "exec"), vars(sys.modules["jaxrl_llm.stages.copying"]))
     smoke = resolved(load_config("smoke")[1])
     fields = {field.name: getattr(smoke, field.name) for field in dataclasses.fields(smoke)}
-    run = Copying(**fields | {"steps": 4, "learner": dataclasses.replace(smoke.learner, microbatch_rows=8)})
+    run = Copying(**fields | {"steps": 4})
     code, whole, _ = trained(run, tmp_path / "whole")
     losses = [row["loss"] for row in whole if row["step"]]
     assert code == 0 and len(losses) == 4 and min(losses) < losses[0] - 1

@@ -146,8 +146,7 @@ def watched(tmp_path_factory):
         if row["step"] == 2:
             signal.raise_signal(signal.SIGTERM)
 
-    learner = dataclasses.replace(RUN.learner, microbatch_rows=jax.device_count())
-    run = dataclasses.replace(RUN, learner=learner, steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
+    run = dataclasses.replace(load_config("smoke")[1], steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
     return folder, loop.train(resolved(run), folder, said.append, voice=Voice(rows=count)), said, stages
 
 

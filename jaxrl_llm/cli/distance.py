@@ -109,7 +109,7 @@ def measure(
     logps = []
     for model in (policy.model, other):
         compute = compute_for(learner, model.config, platform_of(policy.mesh))
-        layout = layout_for(learner, compute, length, options.max_new_tokens, policy.mesh)
+        layout = layout_for(learner, compute, length, options.max_new_tokens, policy.mesh, model.config)
         forward = Forward(layout, compute, options.temperature, policy.mesh)
         logps.append(scored(forward, model, samples, "logp", status))
     sums = [_sums(sample.mask, own, its) for sample, own, its in zip(samples, *logps, strict=True)]

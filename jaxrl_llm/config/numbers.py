@@ -26,7 +26,6 @@ def check_numbers(run: Configuration, counts: Mapping[str, int], others: Mapping
         **counts,
         "learner.epochs": run.learner.epochs,
         "learner.minibatches": run.learner.minibatches,
-        "learner.microbatch_rows": run.learner.microbatch_rows,
         "evaluation.samples": run.evaluation.samples,
         "output.checkpoint_every": run.output.checkpoint_every,
         "output.keep": run.output.keep,
@@ -35,6 +34,7 @@ def check_numbers(run: Configuration, counts: Mapping[str, int], others: Mapping
         "evaluation.every": run.evaluation.every,
         "evaluation.limit": run.evaluation.limit,
         "output.samples": run.output.samples,
+        "learner.microbatch_rows": run.learner.microbatch_rows,
         "learner.row_tokens": run.learner.row_tokens,
         **others,
     }

@@ -262,7 +262,7 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
     require(
         rows % (data * fsdp) == 0,
         f"learner.microbatch_rows {rows} does not divide over mesh data x fsdp = {data} x {fsdp}: make "
-        f"it a multiple of {data * fsdp}",
+        f"it a multiple of {data * fsdp}, or 0 to choose",
     )
 
 

@@ -1,5 +1,6 @@
 """How samples are packed into rows."""
 
+import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -115,6 +116,12 @@ def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
         order = [index for row in rows for piece in row for index in piece]
         found |= {index: (microbatch, place) for place, index in enumerate(order)}
     return [found[index] for index in range(len(samples))]
+
+
+def rows_together(samples: Sequence[Sample], layout: Layout) -> int:
+    """Rows that samples fill which are compared with each other, where they begin in a row of their own."""
+    alone = [dataclasses.replace(sample, together=None) for sample in samples]
+    return len(_fill_rows(alone, layout))
 
 
 class _Filling:

@@ -81,6 +81,7 @@ class Learner:
       target_kl: end the passes with the first update before which the policy is this far (k3, nats per token) from
         where they began; that update is not applied. None never.
       microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
+        0 chooses, at each start, for the mesh and the memory of its devices.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
         chooses.
       remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
@@ -97,7 +98,7 @@ class Learner:
     epochs: int = 1
     minibatches: int = 1
     target_kl: float | None = None
-    microbatch_rows: int = 2
+    microbatch_rows: int = 0
     row_tokens: int = 0
     remat: str = "full"
     attention: str = "auto"

@@ -1,19 +1,20 @@
 """What one device holds in the two halves of a step: while it samples, and while it learns."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxrl_llm.config import Configuration
+from jaxrl_llm.learner.platform import forward_bytes, update_bytes
+from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.logprobs import CHUNK
 from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of, width_of
-from jaxrl_llm.plan.formulas import Work
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.sampler import prompt_calls
 from jaxrl_llm.rollout.settings import Rollout
-from jaxrl_llm.sharding import batch_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +116,7 @@ def prompts_waiting(rollout: Rollout, parts: int) -> int:
     return -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
 
 
-def learning_temporary(
-    run: Configuration, arrays: Arrays, done: Mapping[str, Compiled], work: Work, base: Memory
-) -> float:
+def learning_temporary(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled], base: Memory) -> float:
     """What the busiest program that learns needs, beside the state and a step's data.
 
     ``done``: the programs as compiled; empty where all is by formula. ``base``: the state.
@@ -126,7 +125,7 @@ def learning_temporary(
     needs = []
     for one in arrays.learned:
         given = bytes_per_device(arrays.state) + batch
-        needs.append(compiled_temporary(done[one.program], given) if done else update_temporary(run, one, work))
+        needs.append(compiled_temporary(done[one.program], given) if done else update_temporary(one))
     for one in arrays.readings:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
@@ -145,55 +144,30 @@ def reading_bytes(one: Reading, done: Mapping[str, Compiled]) -> float:
     return packed + compiled_temporary(done[one.asked.name], packed + bytes_per_device(one.model))
 
 
-def update_temporary(run: Configuration, one: Learned, work: Work) -> float:
+def update_temporary(one: Learned) -> float:
     """About what an update needs beside its arguments; a formula, for machines that nothing is compiled for.
 
-    Gradients twice (a microbatch's, and their sum in float32), the model in the compute type, each layer's input, the
-    widest layer, scores, hidden states and a chunk of logits.
+    Gradients twice (a microbatch's, and their sum in float32), the model in the compute type, activations, and a chunk
+    of logits.
     """
-    config = one.config
-    a = config.attention
-    share = share_of(one.gathered)
-    width = width_of(one)
-    tokens = run.learner.microbatch_rows * work.row_tokens / batch_parts(one.forward.mesh)
     gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
-    narrow = _cast(one)
-    layer = _layer(one, tokens)
-    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
-    kept = {"full": tokens * config.width * width, "dots": tokens * dots * width, "none": layer}[
-        run.learner.remat
-    ] * config.layers
-    return gradients + narrow + kept + layer + _head(one, tokens, work.row_tokens)
+    return gradients + _pass(one, update_bytes)
 
 
 def reading_temporary(one: Reading) -> float:
     """About what a pass needs beside its model and data; a formula."""
-    layout = one.forward.layout
+    return _pass(one, forward_bytes)
+
+
+def _pass(one: Learned | Reading, each: Callable[[Compute, ModelConfig, int, float], float]) -> float:
+    """The model in the compute type, where it lies, ``each`` for each token, and a chunk of logits where there are
+    any."""
+    layout, compute, config = one.forward.layout, one.forward.compute, one.model.config
+    share = share_of(one.gathered)
+    cast = sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
-    return _cast(one) + _layer(one, tokens) + _head(one, tokens, layout.row_tokens)
-
-
-def _cast(one: Learned | Reading) -> float:
-    """The model in the compute type, where it lies."""
-    return sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
-
-
-def _layer(one: Learned | Reading, tokens: float) -> float:
-    """The widest layer's activations."""
-    config = one.model.config
-    a = config.attention
-    share = share_of(one.gathered)
-    sizes = 6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share
-    return tokens * sizes * width_of(one)
-
-
-def _head(one: Learned | Reading, tokens: float, row_tokens: int) -> float:
-    """Scores of attention, hidden states, and a chunk of logits where there are any."""
-    config = one.model.config
-    share = share_of(one.gathered)
-    scores = 3 * 4 * tokens * config.attention.heads * share * min(row_tokens, 1024)
-    hidden = 2 * tokens * config.width * width_of(one)
-    return scores + hidden + 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
+    logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
+    return cast + tokens * each(compute, config, layout.row_tokens, share) + logits
 
 
 def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.learner.platform import compute_for
+from jaxrl_llm.learner.platform import compute_for, tokens_in_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import collectives, memory
 from jaxrl_llm.plan.arrays import (
@@ -156,6 +156,7 @@ def plan(
     """
     run, lacking = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = architectures(run, config)
+    run = with_rows(run, config, machine, find)
     notes = (*lacking, *assumed)
     if not compiling:
         outline, held, spots = by_formula(run, config, machine, devices, find)
@@ -173,6 +174,20 @@ def plan(
     say(f"compiling update for {machine.name} with other microbatches")
     again = functools.partial(subject, config=config, devices=devices, find=find)
     return dataclasses.replace(found, more=found.more | row_bytes(run, again, machine.devices, done["update"]))
+
+
+def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: Architectures) -> Configuration:
+    """The run with the rows of a microbatch that it would choose on the machine, where it leaves them open."""
+    if run.learner.microbatch_rows:
+        return run
+    mesh = abstract_mesh(run.mesh.sizes(machine.devices), machine.chip.platform)
+    where = abstract_mesh(run.mesh.sampling_sizes(machine.devices), machine.chip.platform)
+    found = planned_stage(run).outline(run, abstract_model(config, run.learner.dtype), mesh, where, find).forward
+    layout = found.layout
+    sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
+    tokens = tokens_in_memory(run.learner, found.compute, config, layout.row_tokens, sizes, machine.chip.memory)
+    rows = min(layout.rows, layout.parts * max(int(tokens // layout.row_tokens), 1))
+    return dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=rows))
 
 
 def by_formula(
@@ -234,7 +249,7 @@ def _assembled(
     traffics |= {
         name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused
     }
-    learn = memory.learning_temporary(run, held, done, todo, base)
+    learn = memory.learning_temporary(run, held, done, base)
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
     sampling = None
     if isinstance(held, SamplingArrays):

@@ -137,6 +137,20 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+def memory_of(mesh: Mesh | AbstractMesh) -> float:
+    """Bytes that a program may use of each device; infinite where nobody says: of CPUs, and of devices that are only
+    described.
+
+    Devices of other processes are taken for equal to this one's.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return math.inf
+    own = set(jax.local_devices())
+    here = next((device for device in mesh.devices.flat if device in own), None)
+    stats = here and here.memory_stats()
+    return stats.get("bytes_limit", math.inf) if stats else math.inf
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """A copy on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -11,10 +11,9 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
-from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.packing import rows_of
+from jaxrl_llm.learner.packing import rows_of, rows_together
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
@@ -165,26 +164,35 @@ def made(
     )
 
 
-def check_together(groups: Iterable[tuple[str, Sequence[Sample]]], layout: Layout) -> None:
-    """Refuse samples that are compared with each other and do not fit one microbatch, before anything is compiled.
+def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
+    """The pass in microbatches that hold all samples which are compared with each other.
 
-    ``groups``: where the row stands, and its samples.
+    Args:
+      forward: as laid out without them.
+      groups: where the row stands, and its samples.
+      rows: ``learner.microbatch_rows``; 0 takes as many as it needs.
 
     Raises:
-      InputError: names the row and the remedy.
+      InputError: they do not fit; names the row and the remedy. Nothing is compiled yet.
     """
+    layout = forward.layout
     for where, samples in groups:
+        needed = rows_together(samples, layout)
+        if needed > layout.rows and not rows:
+            layout = dataclasses.replace(layout, rows=-(-needed // layout.parts) * layout.parts)
         try:
             rows_of(samples, layout)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+    return dataclasses.replace(forward, layout=layout)
 
 
 def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> tuple[Forward, tuple[Training, ...]]:
     """How the model is run, and how it is trained."""
     compute = compute_for(run.learner, model.config, platform_of(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
-    layout = layout_for(run.learner, compute, longest, longest, mesh)
+    tokens = -(-run.batch.rows // run.learner.minibatches) * longest
+    layout = layout_for(run.learner, compute, longest, longest, mesh, model.config, tokens)
     optimiser = run.learner.optimiser
     update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
     return Forward(layout, compute, 1.0, mesh), (Training((objective,), update),)
@@ -215,6 +223,8 @@ def outline_of(
         follows = np.zeros(max(tokens - 1, 1), np.int32)
         return [sample for row in rows for sample in samples_of(np.full(1, row, np.int32), follows, row)]
 
+    whole = samples_of(np.zeros(1, np.int32), np.zeros(groups.longest - 1, np.int32), 0)
+    forward = with_room(forward, [("the longest row", whole)], run.learner.microbatch_rows)
     answers = run.evaluation.task is not None or isinstance(run.data.source, Collected)
     return Outline(
         state=state_of(run, model, training, False),

@@ -140,7 +140,7 @@ def forward_of(run: Run, config: ModelConfig, where: Any) -> Forward:
     rows = -(-run.learner.microbatch_rows // parts) * parts
     settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
     compute = compute_for(settings, config, platform_of(where))
-    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + 1, where)
+    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + 1, where, config)
     return Forward(layout, compute, 1.0, where)
 
 

@@ -19,7 +19,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.fingerprint import weights_digest
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.answering import Resources
-from jaxrl_llm.stages.dataset import DatasetStage, Drawn, check_together, groups_of, made, outline_of, programs_of, read
+from jaxrl_llm.stages.dataset import DatasetStage, Drawn, groups_of, made, outline_of, programs_of, read, with_room
 from jaxrl_llm.stages.outline import Groups, Outline, Pass
 from jaxrl_llm.stages.reading import SCORED_AT_ONCE, scored
 from jaxrl_llm.tasks import Ranked
@@ -169,7 +169,8 @@ def prepare(
     data = read(run, model, tokenizer, mesh, resources, progress, peers)
     check_pairs(data.rows)
     forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
-    check_together(((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in data.rows), forward.layout)
+    pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in data.rows)
+    forward = with_room(forward, pairs, run.learner.microbatch_rows)
 
     def compute() -> Sums:
         parts = {"train": data.loaded.train, "held_out": data.loaded.held_out}

@@ -140,7 +140,9 @@ def learning_of(
     update = make_update(objectives, build(optimiser), learning_rate(optimiser), compute)
     longest = configs.longest_row(run)
     completion = longest - run.rollout.max_prompt_tokens
-    layout = layout_for(run.learner, compute, longest, completion, mesh)
+    each = run.rollout.max_prompt_tokens + run.rollout.group * completion
+    tokens = -(-run.rollout.prompts // run.learner.minibatches) * each
+    layout = layout_for(run.learner, compute, longest, completion, mesh, model.config, tokens)
     forward = Forward(layout, compute, run.rollout.temperature, mesh)
     policy = Training(objectives, update)
     if run.recipe.critic is None:
@@ -199,6 +201,8 @@ def valuing(run: Run, vocab: int, values: Forward) -> list[Pass]:
 def judging(run: Run, where: Any, find: Architectures) -> list[Pass]:
     """The passes of reward models, some completions at a time; models of one architecture share a program."""
     models = collections.Counter(find(path) for path in paths_of(run))
+    if not models:
+        return []
     samples = [scored_sample(sample.prompt, sample.tokens, {}) for sample in whole_batch(run, 1)]
     calls = -(-len(samples) // SCORED_AT_ONCE)
     passes = []

@@ -17,7 +17,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.answering import Resources
-from jaxrl_llm.stages.dataset import DatasetStage, Drawn, check_together, groups_of, made, outline_of, programs_of, read
+from jaxrl_llm.stages.dataset import DatasetStage, Drawn, groups_of, made, outline_of, programs_of, read, with_room
 from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
 from jaxrl_llm.tasks import Ranked, Stepped, Steps
@@ -145,6 +145,7 @@ def prepare(
     """
     data = read(run, model, tokenizer, mesh, resources, progress, peers)
     forward, training = programs_of(run, model, mesh, objective_of(run))
-    check_together(((row.where, samples_of(row, 0)) for row in data.rows), forward.layout)
+    rankings = ((row.where, samples_of(row, 0)) for row in data.rows)
+    forward = with_room(forward, rankings, run.learner.microbatch_rows)
     what = "solutions" if isinstance(run.data, Steps) else "rankings"
     return made(RewardStage, run, data, forward, training, what)

@@ -1,5 +1,6 @@
 """Losses of data: rows, packed, through the model, against the formulas written out over completions one by one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,7 +41,7 @@ from jaxrl_llm.models.compute import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.stages.dataset import check_together
+from jaxrl_llm.stages.dataset import with_room
 from jaxrl_llm.stages.preference import PreferenceStage, pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
 from jaxrl_llm.stages.supervised import text_numbers
@@ -279,8 +280,12 @@ def test_a_step_is_right_on_its_labels_side_of_a_half_and_a_half_is_not_above_it
         assert float(metrics["steps/accuracy"]) == step_numbers([row], [values])["eval/steps/accuracy"] == right
 
 
-def test_a_row_that_fills_more_than_a_microbatch_is_named():
+def test_a_row_that_fills_more_than_a_microbatch_is_named_or_given_room_where_rows_are_chosen():
     groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("rankings").groups, start=1)]
-    check_together(groups, Layout(2, 18, T))
+    one = Forward(Layout(1, 18, T), Compute(), 1.0, one_device())
+    assert with_room(dataclasses.replace(one, layout=Layout(2, 18, T)), groups, 2).layout.rows == 2
     with pytest.raises(InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.microbatch_rows \(now 1\)"):
-        check_together(groups, Layout(1, 18, T))
+        with_room(one, groups, 1)
+    assert with_room(one, groups, 0).layout.rows == 2
+    assert with_room(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups, 0).layout.rows == 8
+    assert with_room(dataclasses.replace(one, layout=Layout(8, 18, T, 8)), groups[:2], 0).layout.rows == 8

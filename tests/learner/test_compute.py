@@ -1,16 +1,18 @@
 """What is chosen for a platform and a model, and what is refused."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 from learner.rollouts import one_device
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
-from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.learner.platform import compute_for, layout_for, tokens_in_memory
 from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Attention, ModelConfig
+from jaxrl_llm.models.config import Attention, Lora, ModelConfig
 from jaxrl_llm.sharding import MeshShape, make_mesh, platform_of
 
 MODEL = ModelConfig("llama", 50, 64, 2, 64, Attention(4, 2, 64))
@@ -60,6 +62,35 @@ def test_layouts_follow_the_mesh_and_the_attention():
     assert layout_for(Learner(), Compute(), 160, 128, mesh).row_tokens == 32 + 2 * 128
     assert layout.share_prompts and not layout_for(Learner(), Compute(attention="splash"), 300, 200, mesh).share_prompts
     assert layout_for(Learner(row_tokens=310), Compute(), 300, 200, mesh).row_tokens == 310
+
+
+def test_rows_of_a_microbatch_are_chosen_for_the_mesh_the_platform_and_the_memory():
+    def rows(mesh, update_tokens=math.inf, **settings):
+        return layout_for(Learner(**settings), Compute(), 300, 200, mesh, MODEL, update_tokens).rows
+
+    def described(platform, fsdp):
+        kind = AbstractDevice("a device", 1, platform)
+        return AbstractMesh((1, fsdp, 1), ("data", "fsdp", "tensor"), abstract_device=kind)
+
+    assert (rows(one_device()), rows(make_mesh(MeshShape()))) == (1, 8)
+    assert rows(one_device(), row_tokens=600) == 1
+    assert rows(make_mesh(MeshShape(2, 2, 2))) == 4
+    assert (rows(described("tpu", 1), row_tokens=512), rows(described("tpu", 4), row_tokens=512)) == (16, 64)
+    assert rows(described("tpu", 4), 8 * 512 + 1, row_tokens=512) == 8
+    assert rows(described("tpu", 4), 100, row_tokens=512) == 4
+    assert rows(described("tpu", 4), row_tokens=16384) == 4
+
+
+def test_the_more_a_device_holds_the_fewer_tokens_of_a_microbatch_fit():
+    def tokens(sizes=(1, 1), memory=2e9, **settings):
+        learner = Learner(**settings)
+        compute = compute_for(learner, MODEL, "tpu")
+        return tokens_in_memory(learner, compute, MODEL, 512, sizes, memory)
+
+    assert tokens(memory=math.inf) == math.inf and tokens(memory=1e4) < 0 < tokens()
+    assert tokens(memory=1e6) < tokens((8, 1), 1e6) and tokens((1, 1)) < tokens((1, 2))
+    assert tokens(remat="none") < tokens(remat="dots") < tokens(remat="full")
+    assert tokens(memory=1e6) < tokens(memory=1e6, lora=Lora(4))
 
 
 @pytest.mark.parametrize(("tensor", "wanted"), [(1, 320), (2, 320), (3, 384), (5, 320), (6, 384), (7, 448)])

@@ -1,0 +1,42 @@
+"""The shipped configurations on 8 devices, with a tiny model in place of theirs."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from tiny import KINDS
+
+from jaxrl_llm import train
+from jaxrl_llm.config import config_names, load_config, resolved, validate_on_devices
+from jaxrl_llm.plan.arrays import abstract_model, meshes
+from jaxrl_llm.plan.lowering import planned_stage
+from jaxrl_llm.plan.shapes import architectures
+from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.tasks import Texts
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_a_shipped_configuration_is_divided_over_eight_devices(name):
+    run = resolved(load_config(name)[1])
+    validate_on_devices(run, jax.device_count())
+    mesh, where = meshes(run, jax.devices())
+    model = abstract_model(KINDS["plain"], run.learner.dtype)
+    found, _ = architectures(run, KINDS["plain"])
+    outline = planned_stage(run).outline(run, model, mesh, where, found)
+    layouts = [one.layout for one in outline.forwards.values()] + [one.forward.layout for one in outline.passes]
+    for layout in layouts:
+        assert layout.parts == batch_parts(mesh) and layout.rows >= layout.parts
+        assert layout.rows % layout.parts == 0 == layout.row_tokens % mesh.shape["tensor"]
+
+
+def test_a_run_from_data_makes_its_step_on_eight_devices_and_saves_no_choice(tmp_path):
+    """``smoke`` does in test_phases.py."""
+    shipped = load_config("sft_quickstart")[1]
+    texts = Texts([{"text": f"{number} + 1 = {number + 1}"} for number in range(40)])
+    run = dataclasses.replace(shipped, model="tiny-random", data=texts, steps=1)
+    run = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir=str(tmp_path / "run")))
+    assert jax.device_count() == 8 and train(run) == 0
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert row["step"] == 1 and row["grad_norm"] > 0
+    assert json.loads((tmp_path / "run/config.json").read_text())["learner"]["microbatch_rows"] == 0
