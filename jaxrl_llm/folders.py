@@ -5,6 +5,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Generator
@@ -50,6 +51,22 @@ def writable(place: Path, flag: str) -> Generator[None]:
         raise InputError(
             f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}"
         ) from error
+
+
+def local(name: str, field: str = "") -> str:
+    """The name, which must be of this machine: ``gs://bucket/x`` as a path would be the folder ``gs:`` here.
+
+    ``field``: the field or flag that it stands behind.
+
+    Raises:
+      InputError: it is an address.
+    """
+    require(
+        re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is None,
+        f"{field} {name} is an address, and nothing is read from one or written to one: give a local or mounted "
+        "folder (a model may be OWNER/MODEL of the hub)".strip(),
+    )
+    return name
 
 
 def check_file(path: Path, flag: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.folders import local
 
 
 def suggest(name: str, known: Sequence[str], more: str = "") -> str:
@@ -103,7 +104,11 @@ def flatten(box: str) -> str:
 
 
 def take(arguments: list[str], flag: str, value: bool) -> Any:
-    """Remove ``flag`` (and its value) from the arguments; returns the value, or whether it was there."""
+    """Remove ``flag`` (and its value) from the arguments; returns the value, or whether it was there.
+
+    Raises:
+      InputError: the value is missing, there where none belongs, or an address.
+    """
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
         if name.replace("_", "-") != flag:
@@ -113,10 +118,10 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
             require(not equals, f"{argument}: {flag} stands alone, without a value")
             return True
         if inline:
-            return inline
+            return local(inline, flag)
         if equals or index == len(arguments) or arguments[index].startswith("--"):
             raise InputError(f"{flag} needs a value")
-        return arguments.pop(index)
+        return local(arguments.pop(index), flag)
     return None if value else False
 
 
@@ -124,10 +129,10 @@ def first(arguments: list[str], usage: str, missing: str) -> str | None:
     """Remove and return the leading argument; None where help was asked for, which is printed.
 
     Raises:
-      InputError: there is none; the message is ``missing``.
+      InputError: there is none (the message is ``missing``), or it is an address.
     """
     if arguments and not arguments[0].startswith("-"):
-        return arguments.pop(0)
+        return local(arguments.pop(0))
     if arguments and arguments[0] in ("-h", "--help"):
         print(usage)
         return None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jaxrl_llm.cli.flags import first, take
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import writable
+from jaxrl_llm.folders import local, writable
 
 USAGE = """usage: jaxrl-llm report RUN [RUN ...] [--out FILE]
 
@@ -23,7 +23,7 @@ def report(arguments: list[str]) -> int:
     unknown = [argument for argument in arguments if argument.startswith("-")]
     if unknown:
         raise InputError(f"report does not know {unknown[0]}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
-    directories = list(dict.fromkeys(Path(run) for run in runs))
+    directories = list(dict.fromkeys(Path(local(run)) for run in runs))
     for directory in directories:
         if not directory.is_dir():
             raise InputError(f"{directory} is no run: give the folder that holds its metrics.jsonl")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from jaxrl_llm.config.run import Configuration, Evaluation
 from jaxrl_llm.errors import require
+from jaxrl_llm.folders import local
 
 MAX_SEED = 1 << 24
 """Seeds from here on would repeat the random numbers of smaller ones."""
@@ -42,6 +43,7 @@ def check_numbers(run: Configuration, counts: Mapping[str, int], others: Mapping
         for name, value in values.items():
             require(value >= least, f"{name} must be at least {least}, got {value}")
     check_seed("seed", run.seed)
+    local(run.run_dir or "", "run_dir")
     require(run.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
     require(
         bool(run.model),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.parts import with_parts
+from jaxrl_llm.folders import local
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.tasks.curriculum import Curriculum
@@ -76,8 +77,12 @@ PLACES: tuple[tuple[type, str], ...] = (
 
 
 def split_step(name: str) -> tuple[Path, int | None]:
-    """``RUN@STEP`` as a directory and a number; without one, or where a folder has just this name, None."""
-    run, _, step = name.rpartition("@")
+    """``RUN@STEP`` as a directory and a number; without one, or where a folder has just this name, None.
+
+    Raises:
+      InputError: it is an address.
+    """
+    run, _, step = local(name).rpartition("@")
     return (Path(run), int(step)) if run and step.isdecimal() and not Path(name).exists() else (Path(name), None)
 
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):
         "plan smoke": "--topology v5e:4x4",
         "plan smoke --topology v5litepod-16": "write v5e:4x4",
         "plan smoke --topology v5e:2x2 --quick --loops": "leave --quick and --search out",
-        "plan smoke --topology h100:3": "make it a multiple of 3",
+        "plan smoke --topology h100:3 --learner.microbatch_rows 4": "make it a multiple of 3",
         "plan smoke --topology h100:2 --slices x": "--slices must be a positive number",
     }
     for answer, words in zip(commands(list(refused), tmp_path), refused.values(), strict=True):
