@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM, answered at once: a command quits with one line, a training stops after its step. And the
-processes beside it, which leave that to it. And what is said to nobody, which ends no command."""
+"""Ctrl-C, SIGTERM and a lost terminal, answered at once: a command quits with one line, a training stops after its
+step. And the processes beside it, which leave that to it. And what is said to nobody, which ends no command."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 PREEMPTED = 75
 """Exit code of a training that was asked to stop: all that is saved is whole, run it again to go on."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 STOPPING = "stopping after this step; again to quit now"
 BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command again to go on"
@@ -47,8 +47,13 @@ def listen() -> None:
     _answers.append(lambda number: quit_now(128 + number, "interrupted"))
     threading.Thread(target=_answer, args=(reading,), daemon=True).start()
     signal.set_wakeup_fd(writing)
-    for number in SIGNALS:
+    for number in wanted():
         signal.signal(number, _heard)
+
+
+def wanted() -> list[signal.Signals]:
+    """The signals to answer: what was begun with ``nohup`` outlives its terminal."""
+    return [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def _heard(number: int, frame: Any) -> None:
@@ -147,7 +152,8 @@ def between_steps(number: int) -> None:
 
 
 class Preemption:
-    """Within the block the first signal asks to stop after the current step, and the second quits.
+    """Within the block the first signal asks to stop after the current step, and the second quits: but a lost terminal
+    tells that more than once, the shell and the kernel each.
 
     With several processes each hears its own only: they tell each other between steps.
 
@@ -167,7 +173,7 @@ class Preemption:
         if signal.getsignal(signal.SIGINT) is _heard:
             self._block.enter_context(answering(self._answer))
         elif threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in wanted():
                 self._block.callback(signal.signal, number, signal.signal(number, self._within_a_program))
         return self
 
@@ -176,12 +182,16 @@ class Preemption:
 
     def _answer(self, number: int) -> None:
         if self.asked:
+            if number == signal.SIGHUP:
+                return
             quit_now(128 + number, QUIT)
         self.asked = True
         self._say(STOPPING)
 
     def _within_a_program(self, number: int, frame: Any) -> None:
         """The process is somebody else's: the second signal is theirs. A handler itself must not print."""
+        if self.asked and number == signal.SIGHUP:
+            return
         if self.asked:
             self._block.close()
             signal.raise_signal(number)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any moment: one line at once, the terminal in order, no process left behind."""
+"""Ctrl-C, SIGTERM and a lost terminal at any moment: one line at once, the terminal in order, no process left behind."""
 
 import os
 import queue
@@ -12,7 +12,7 @@ import pytest
 from commands import MAIN, ROOT, environment
 from terminals import CTRL_C, Terminal
 
-from jaxrl_llm.signals import BETWEEN_STEPS, QUIT, STOPPING, UNHEARD, Preemption, while_read
+from jaxrl_llm.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
 from jaxrl_llm.telemetry.logs import logged
 
 PARENT = """
@@ -132,7 +132,7 @@ def test_other_commands_end_with_one_line(tmp_path):
     assert_in_order(terminal)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_child_does_not_outlive_a_command_that_quits(number):
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(
@@ -144,12 +144,23 @@ def test_a_child_does_not_outlive_a_command_that_quits(number):
     assert parent.returncode == 128 + number and gone(child)
 
 
+def test_what_was_begun_with_nohup_outlives_its_terminal():
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{PARENT}"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        child = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGHUP)
+        parent.send_signal(signal.SIGTERM)
+    assert parent.returncode == 128 + signal.SIGTERM and gone(child)
+
+
 @pytest.fixture
 def ordinary_handlers():
     """Those of a program that was started in a terminal; what a shell starts in the background ignores Ctrl-C."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -161,6 +172,18 @@ def test_within_another_program_the_second_signal_is_that_programs(ordinary_hand
         assert not stop.asked
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked and said.get(timeout=20) == STOPPING
+        signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_DFL}
+
+
+def test_a_run_stops_after_its_step_when_its_terminal_is_lost(ordinary_handlers):
+    said = queue.Queue()
+    with Preemption(said.put) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.asked and said.get(timeout=20) == STOPPING
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Preemption(said.put) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked

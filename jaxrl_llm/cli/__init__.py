@@ -43,11 +43,14 @@ SELDOM = (50_000, 10, 10)
 def main() -> None:
     """Entry point of ``jaxrl-llm``.
 
-    Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143) quit by Ctrl-C (SIGTERM).
+    Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143, 129) quit by Ctrl-C (SIGTERM,
+    SIGHUP).
     """
     listen()
     if sys.stderr is not None:
         sys.stderr = while_read(sys.stderr)
+    if sys.stdout is not None and sys.stdout.isatty():  # a pipe that nobody reads ends a command
+        sys.stdout = while_read(sys.stdout)
     gc.set_threshold(*SELDOM)
     sys.unraisablehook = _report
     code = run(sys.argv[1:])
