@@ -37,7 +37,7 @@ LINES = {
     "half": f"train {CONFIG} --run_dir broken --steps 2",
     "rest": f"train {CONFIG} --run_dir broken",
     "adapters": f"train {CONFIG} --run_dir adapters --steps 2 --learner.lora.rank 2 --recipe.critic.adapter "
-    "--rollout.collect.staleness 1",
+    "--recipe.critic.epochs 3 --rollout.collect.staleness 1",
     "other": f"train {CONFIG} --run_dir other --steps 2 --recipe.critic.model scores",
     "short": f"train {CONFIG} --recipe.critic.model short",
     "words": f"train {CONFIG} --recipe.critic.model words",
@@ -156,6 +156,7 @@ def test_every_kind_of_critic_is_trained_and_told(folder, answers, name):
     assert metrics[0]["critic/values_mean"] == 0 == metrics[0]["critic/explained_variance"], "its head begins at 0"
     if len(metrics) > 1:
         assert metrics[1]["critic/values_mean"] != 0 and metrics[1]["updates"] == 4
+        assert metrics[1]["critic/updates"] == (6 if name == "adapters" else 4), "recipe.critic.epochs, minibatches"
     known = list(documented())
     names = {name for row in metrics for name in row if not name.startswith("event/")}
     assert not [name for name in names if not any(re.fullmatch(pattern, name) for pattern in known)]
@@ -212,6 +213,7 @@ REFUSED = {
     ),
     "recipe.critic.clip must be above 0, or None, got 0": with_critic(clip=0.0),
     "recipe.critic.warmup must be at least 0, got -1": with_critic(warmup=-1),
+    "recipe.critic.epochs must be at least 0, got -1": with_critic(epochs=-1),
     "set learner.lora.rank above 0, or recipe.critic.adapter False": with_critic(adapter=True),
     "set recipe.critic.model None, or recipe.critic.adapter False": with_learner(
         with_critic(adapter=True, model="tiny-random"), lora=Lora(2)
@@ -261,6 +263,8 @@ def test_pieces_that_do_nothing_are_told():
     once = with_learner(RUN, minibatches=1, epochs=1)
     assert any("recipe.critic.clip holds no value" in line for line in notes(once))
     assert not any("recipe.critic.clip" in line for line in notes(RUN))
+    again = with_critic(epochs=2)
+    assert not any("recipe.critic.clip" in line for line in notes(with_learner(again, minibatches=1, epochs=1)))
     assert any(
         "recipe.critic.warmup 3 leaves the policy none of 3 steps" in line for line in notes(with_critic(warmup=3))
     )

@@ -126,7 +126,9 @@ def check_critic(recipe: Recipe, learner: Learner) -> None:
         "recipe.critic None",
     )
     require(critic.clip is None or critic.clip > 0, f"recipe.critic.clip must be above 0, or None, got {critic.clip}")
-    require(critic.warmup >= 0, f"recipe.critic.warmup must be at least 0, got {critic.warmup}")
+    for name in ("warmup", "epochs"):
+        value = getattr(critic, name)
+        require(value >= 0, f"recipe.critic.{name} must be at least 0, got {value}")
     require(
         not critic.adapter or learner.lora.rank > 0,
         "recipe.critic.adapter True adapts the policy's frozen model, and the policy is trained whole: set "

@@ -49,7 +49,8 @@ def _at_ratio_one(run: Run) -> list[str]:
         idle = [f"{piece} but on tokens of earlier steps" for piece in idle]
     if run.learner.target_kl is not None:
         idle.append("learner.target_kl stops nothing")
-    if run.recipe.critic is not None and run.recipe.critic.clip is not None:
+    critic = run.recipe.critic
+    if critic is not None and critic.clip is not None and critic.epochs < 2:
         idle.append("recipe.critic.clip holds no value")
     if not idle or run.learner.updates > 1:
         return []

@@ -29,11 +29,13 @@ class Training:
       objectives: what its loss is the sum of.
       update: of ``make_update``, for them.
       begins: how the role begins; None for the policy, which is the model of the run.
+      epochs: passes over each rollout; 0 for as many as the learner's settings say.
     """
 
     objectives: tuple[Objective, ...]
     update: Update
     begins: NewRole | None = None
+    epochs: int = 0
 
     @property
     def role(self) -> str:
@@ -44,6 +46,10 @@ class Training:
     def needs(self) -> set[str]:
         """What its objectives need before the first update."""
         return {name for objective in self.objectives for name in objective.needs}
+
+    def passes(self, settings: Learner) -> int:
+        """Over each rollout."""
+        return self.epochs or settings.epochs
 
     def reads(self, packed: Packed) -> Packed:
         """The data without what other roles need before the first update."""
@@ -63,7 +69,7 @@ def learn(
     measure_kl: bool = False,
     monitor_kl: bool = False,
 ) -> tuple[TrainState, Row]:
-    """Every epoch over every minibatch of the groups; each role is updated on each minibatch.
+    """Every epoch over every minibatch of the groups; each role that makes the epoch is updated on each minibatch.
 
     The passes end with the first update of the policy that is refused for its distance from the old one, and with any
     whose gradient is not finite; an update without tokens is passed over. The first update is never too far: nothing
@@ -100,8 +106,9 @@ def learn(
     watched = kl_to_reference(state, batches, forward) if monitor_kl and of_policy else {}
     coefficients = {"temperature": forward.temperature} | coefficients
     rows: dict[str, list[Row]] = {one.role: [] for one in training}
-    for packed in _passes(batches, settings.epochs, seed):
-        state, refused = _update_each(state, packed, settings, training, coefficients, rows)
+    for epoch, packed in _passes(batches, max(one.passes(settings) for one in training), seed):
+        learning = [one for one in training if epoch < one.passes(settings)]
+        state, refused = _update_each(state, packed, settings, learning, coefficients, rows)
         if refused:
             break
     measured = watched | (kl_of_policy(state, batches, forward) if measure_kl else {})
@@ -177,13 +184,13 @@ def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forwa
     return {"kl": far / sum(packed.totals.counts["policy"].tokens for packed in batches)}
 
 
-def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[Packed]:
-    """The minibatches of every epoch: of the first one in their order, then in another one each time."""
+def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:
+    """The number and the minibatches of every epoch: of the first one in their order, then in another one each time."""
     for epoch in range(epochs):
         order = (
             np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
         )
-        yield from (batches[index] for index in order)
+        yield from ((epoch, batches[index]) for index in order)
 
 
 def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:

@@ -60,6 +60,8 @@ class Critic:
       clip: how far a value may move from the one before the batch's first update until its loss keeps it; None for no
         bound.
       warmup: steps at the start of the run in which only the critic learns: the policy, and its version, stay.
+      epochs: passes over each rollout; those after ``learner.epochs`` are the critic's alone. 0: as many as the
+        policy's.
       adapter: train low-rank adapters (``learner.lora``) beside the policy's frozen model, not a second model.
     """
 
@@ -67,6 +69,7 @@ class Critic:
     optimiser: Optimiser = Optimiser(learning_rate=9e-6)
     clip: float | None = 0.2
     warmup: int = 0
+    epochs: int = 0
     adapter: bool = False
 
 

@@ -78,7 +78,8 @@ class Work:
       prompts_flops: keys and values of all prompts, once for each group; 0 where nothing is sampled.
       decode_flops: all sampled tokens.
       score_passes: forward passes over the batch that are not differentiated: old policy, reference.
-      update_flops: that count as work in one update of every role: of the policy and of those beside it.
+      update_flops: that count as work in one update of every role: of the policy and of those beside it, where one
+        makes more passes with its share of those.
       predictions: tokens of one update.
       rows: of packed tokens that an update computes, padding included.
       row_tokens: S.
@@ -128,12 +129,16 @@ def work(run: Configuration, outline: Outline, learned: Sequence[Learned], mean:
     policy = outline.training[0]
     scored = policy.needs | ({"old_logp", "ref_logp"} if run.output.monitor_kl else set())
     in_reward = outline.state.reference is not None and "ref_logp" not in scored
-    counted = sum(one.passes * sum(flops(one.config, one.predicts)) for one in learned)
+    settings = run.learner
+    counted = sum(
+        one.passes * sum(flops(one.config, one.predicts)) * one.training.passes(settings) / settings.epochs
+        for one in learned
+    )
     sampling = (0.0, 0.0) if outline.sampler is None else flops(learned[0].config, True)
     return Work(
-        completions, mean, *sampling, len(scored) + in_reward, counted / run.learner.minibatches,
+        completions, mean, *sampling, len(scored) + in_reward, counted / settings.minibatches,
         sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
-        run.learner.updates,
+        settings.updates,
     )  # fmt: skip
 
 

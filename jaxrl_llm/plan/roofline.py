@@ -104,7 +104,12 @@ def phases(
       parts: into which rows of a batch are divided.
       sent: what one call of each program sends.
     """
-    updates = {held.program: (work.updates, update_cost(arrays, held, work, parts)) for held in arrays.learned}
+    updates = {
+        held.program: (
+            held.training.passes(run.learner) * run.learner.minibatches, update_cost(arrays, held, work, parts)
+        )
+        for held in arrays.learned
+    }  # fmt: skip
     scores = work.score_passes * run.learner.minibatches
     found = sampling_phases(arrays, work) if isinstance(arrays, SamplingArrays) else {}
     for reading in arrays.readings:

@@ -55,7 +55,7 @@ def critic_of(
         )
     objectives = (ValueLoss(critic.clip),)
     update = make_update(objectives, optimiser, learning_rate(critic.optimiser), compute)
-    return Training(objectives, update, begins), dataclasses.replace(forward, compute=compute)
+    return Training(objectives, update, begins, critic.epochs), dataclasses.replace(forward, compute=compute)
 
 
 def scored(model: Decoder | ScalarModel) -> ScalarModel:

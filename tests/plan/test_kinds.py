@@ -90,7 +90,7 @@ def sooner():
 @pytest.fixture(scope="module")
 def ppo():
     """A plan with four models by the TPU's compiler, for all tests."""
-    return plan(four_models(), CONFIG, SLICE, describe(SLICE), None, True)
+    return plan(four_models(epochs=2), CONFIG, SLICE, describe(SLICE), None, True)
 
 
 def test_critic_and_reward_models_are_compiled_for_a_tpu_slice(ppo):
@@ -107,7 +107,7 @@ def test_critic_and_reward_models_are_compiled_for_a_tpu_slice(ppo):
 
 def test_the_report_names_every_model(ppo, tmp_path):
     text = "\n".join(lines(ppo, ""))
-    for words in ("critic (float32)", "optimiser of the critic", "reward models (float32)", "critic x 1", "values x 1"):
+    for words in ("critic (float32)", "optimiser of the critic", "reward models (float32)", "critic x 2", "values x 1"):
         assert words in text, words
     for path in ("runs/one", "runs/two"):
         assert f"{path} is not there: planned as a model of the policy's architecture" in text
