@@ -44,7 +44,8 @@ CONFIGS = {
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 STEPS = {"prompt": "1+1=", "completions": ["1", "2"], "labels": [True, False]}
 TABLES = {
-    "sft": [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)],
+    "sft": [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(9)]
+    + [["3+1=", "4"], {"prompt": "3+1=", "completion": "1" * 24}],
     "pairs": [PAIR | {"prompt": f"{n}+1="} for n in range(3)],
     "steps": [STEPS, STEPS | {"prompt": "2+1="}],
     "torn": [PAIR, {"prompt": "1+2=", "chosen": "3"}],
@@ -60,7 +61,10 @@ REFUSED = {
     "train sft.py --batch.rows 0": ["batch.rows must be at least 1"],
     "train sft.py --batch.max_tokens 0": ["batch.max_tokens must be at least 1"],
     "train sft.py --data.holdout 1": ["data.holdout is a share from 0 to below 1, got 1.0"],
-    "train sft.py --data.learn some": ["--data.learn: expected one of completion, all, got 'some'"],
+    "train sft.py --data.learn some": ["--data.learn: expected one of completion, all, trl, got 'some'"],
+    "train sft.py --completion_only_loss False": ["no option --completion_only_loss: here it is --data.learn"],
+    "train sft.py": ["sft.jsonl:10 is a list; a row is an object with fields"],
+    "train sft.py --data.overlong shorten": ["--data.overlong: expected one of refuse, drop, truncate"],
     "train sft.py --answering.timeout_s 0": ["answering.timeout_s must be above 0"],
     "train sft.py --learner.minibatches 5": ["learner.minibatches", "batch.rows"],
     "train sft.py --learner.row_tokens 24": ["learner.row_tokens", "25"],
@@ -94,7 +98,7 @@ REFUSED = {
     "train empty.py": ["has no row left to train on: 0 from the source"],
 }
 ODD = {
-    "train sft.py --run_dir odd/sft": "fewer rows than a batch",
+    "train sft.py --run_dir odd/sft --data.bad_rows drop --data.overlong truncate": "fewer rows than a batch",
     "train one.py --run_dir odd/one": "one row, which stands four times in a batch",
     "train odd/sft --run_dir odd/sft --steps 2 --evaluation.limit 1 --answering.slots 8": "tested on less from now on",
 }
@@ -139,6 +143,17 @@ def test_little_data_is_enough(answers, line):
     assert [row["step"] for row in found] == list(range(2 + ("sft" in line)))
     assert found[-1]["updates"] == 1 and found[-1]["loss"] > 0
     assert ("eval/text/loss" in found[-1]) == ("sft" in line)
+
+
+def test_rows_that_are_left_out_are_counted_at_the_start_and_in_the_first_row(answers):
+    folder, _, found = answers
+    left_out = "of 11 rows 1 bad dropped (first: sft.jsonl:10 is a list; a row is an object with fields), 1 truncated "
+    told = [row.get("event/data", "") for row in rows(folder / "odd/sft")]
+    assert told == ["", f"{left_out}(first: sft.jsonl:11, 29 tokens)", ""]
+    line, *_ = ODD
+    assert found[line].err.count(left_out) >= 1
+    settings = json.loads((folder / "odd/sft/config.json").read_text())["data"]
+    assert (settings["bad_rows"], settings["overlong"]) == ("drop", "truncate")
 
 
 def test_a_row_that_a_batch_repeats_is_compared_with_itself_only(answers):

@@ -25,6 +25,9 @@ from jaxrl_llm.tasks import Collected, LoadedTexts
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 
+LEFT_OUT = "event/data"
+"""In the row of a run's first step: how many rows of its data were dropped or truncated."""
+
 Ready = TypeVar("Ready", bound="DatasetStage")
 
 
@@ -36,13 +39,13 @@ class Drawn:
       rows: as ``tasks.load_texts`` gives them.
       places: of each among those to learn from.
       left: rows drawn so far in the run.
-      metrics: ``epoch``: how often all rows have been drawn.
+      metrics: ``epoch``: how often all rows have been drawn; the first step's say which rows were left out.
     """
 
     rows: Sequence[Any]
     places: Sequence[int]
     left: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     examples: Sequence[Any] = ()
     common: Iterable[np.ndarray] = ()
 
@@ -62,6 +65,7 @@ class DatasetStage(Stage):
       seed: of their order: each epoch is a fresh permutation.
       exam: answers to a task's problems; None where there is no task.
       status: hears what is going on.
+      left_out: which rows of the data are not learned as they are; empty where all are.
     """
 
     rows: Sequence[Any]
@@ -70,13 +74,15 @@ class DatasetStage(Stage):
     seed: int
     exam: Exam | None
     status: Callable[[str], None]
+    left_out: str = ""
 
     def next(self, weights: Any, version: int, left: int | None) -> Drawn:
         """The rows of one step."""
         begin = left or 0
         end = begin + self.count
         places = [tasks.problem_index(self.seed, number, len(self.rows)) for number in range(begin, end)]
-        return Drawn([self.rows[place] for place in places], places, end, {"epoch": end / len(self.rows)})
+        told = {LEFT_OUT: self.left_out} if self.left_out and left is None else {}
+        return Drawn([self.rows[place] for place in places], places, end, told | {"epoch": end / len(self.rows)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +122,12 @@ def read(
     exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
     data = gathered(run, exam, problems, model, resources, progress.status)
     progress.status(f"reading {data.label}")
-    loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos)
+    loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens)
     length, where = tasks.longest((*loaded.train, *loaded.held_out))
     configs.require(
         length <= run.batch.max_tokens,
-        f"{where} has {length} tokens: set --batch.max_tokens {length} (now {run.batch.max_tokens}), or shorten it",
+        f"{where} has {length} tokens: set --batch.max_tokens {length} (now {run.batch.max_tokens}), or shorten it; "
+        "--data.overlong drop leaves such rows out, truncate cuts their ends off",
     )
     prints = {"training": tasks.fingerprint(loaded.train), "held-out": tasks.fingerprint(loaded.held_out)}
     peers.check_same(f"rows of {data.label}", str(prints))
@@ -160,6 +167,7 @@ def made(
         seed=run.seed,
         exam=data.exam,
         status=data.status,
+        left_out=data.loaded.left_out,
         **own,
     )
 

@@ -1,6 +1,7 @@
 """Texts that steps of reinforcement learning learn from beside their groups: PPO-ptx (arXiv 2203.02155)."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,8 +80,10 @@ def mixture_of(
     if ptx is None:
         return None, {}, ()
     progress.status(f"reading {ptx.texts.label}")
-    loaded = tasks.load_texts(ptx.texts, tokenizer, stops)
     layout = forward.layout
+    loaded = tasks.load_texts(
+        ptx.texts, tokenizer, stops, lambda text: room(text, layout.row_tokens, layout.completion_tokens)
+    )
     parts = [
         [piece for text in texts for piece in pieces(text, layout.row_tokens, layout.completion_tokens)]
         for texts in (loaded.train, loaded.held_out)
@@ -89,6 +92,11 @@ def mixture_of(
     plain = dataclasses.replace(forward, temperature=1.0)
     prints = {"text": tasks.fingerprint(loaded.train), "held-out text": tasks.fingerprint(loaded.held_out)}
     return Mixture(parts[0], parts[1], ptx.rows, run.seed, others, plain, progress.status), prints, loaded.notes
+
+
+def room(text: Text, row_tokens: int, tokens: int) -> float:
+    """Tokens that a text may have in a row, and after its prompt; infinite for a plain one, which may be in pieces."""
+    return math.inf if len(text.prompt) == 1 else min(row_tokens, len(text.prompt) + tokens)
 
 
 def pieces(text: Text, row_tokens: int, tokens: int) -> list[Text]:
@@ -104,7 +112,7 @@ def pieces(text: Text, row_tokens: int, tokens: int) -> list[Text]:
         raise InputError(
             f"{text.where} has a prompt of {len(text.prompt)} and a completion of {len(text.tokens)} tokens, and rows "
             f"have {row_tokens}, completions {tokens}: raise rollout.max_new_tokens, or leave it out of "
-            "rollout.collect.ptx"
+            "rollout.collect.ptx (Texts.overlong drops or truncates such texts)"
         )
     whole = np.concatenate([text.prompt, text.tokens])
     begins = range(1, len(whole), size)

@@ -29,6 +29,12 @@ class Text:
         """Tokens of the prompt and of what follows."""
         return len(self.prompt) + len(self.tokens)
 
+    def cut(self, most: int) -> "Text | None":
+        """Its first ``most`` tokens; None where nothing of these is learned."""
+        room = max(most - len(self.prompt), 0)
+        mask = self.mask[:room]
+        return dataclasses.replace(self, tokens=self.tokens[:room], mask=mask) if mask.any() else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
@@ -50,6 +56,13 @@ class Ranked:
     def length(self) -> int:
         """Tokens of the prompt and of the longest completion."""
         return len(self.prompt) + max(len(tokens) for tokens in self.completions)
+
+    def cut(self, most: int) -> "Ranked | None":
+        """Each completion up to ``most`` tokens with its prompt; None where that leaves one empty, or two equal."""
+        room = max(most - len(self.prompt), 0)
+        parts = tuple(tokens[:room] for tokens in self.completions)
+        same = len({part.tobytes() for part in parts}) < len(parts)
+        return None if same or not room else dataclasses.replace(self, completions=parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +87,14 @@ class Stepped:
     def length(self) -> int:
         """Tokens of the prompt and of what follows."""
         return len(self.prompt) + len(self.tokens)
+
+    def cut(self, most: int) -> "Stepped | None":
+        """The steps that end within its first ``most`` tokens; None where none does."""
+        count = int(np.sum(self.ends < most - len(self.prompt)))
+        if not count:
+            return None
+        ends = self.ends[:count]
+        return dataclasses.replace(self, tokens=self.tokens[: ends[-1] + 1], ends=ends, labels=self.labels[:count])
 
 
 Learned = Text | Ranked | Stepped

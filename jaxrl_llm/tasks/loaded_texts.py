@@ -5,7 +5,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic
 
 from jaxrl_llm.errors import InputError
@@ -25,40 +26,75 @@ class LoadedTexts(Generic[Row]):
       train: in the source's order.
       held_out: in the order of their prompts' hashes, so that the first n are a fair sample.
       notes: a line for each thing that happened to them, with counts.
+      left_out: the one of these that tells of rows that were dropped or truncated; empty where there are none.
     """
 
     train: tuple[Row, ...]
     held_out: tuple[Row, ...]
     notes: tuple[str, ...]
+    left_out: str = ""
 
 
-def load_texts(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool = False) -> LoadedTexts[Row]:
+@dataclasses.dataclass
+class Losses:
+    """What became of rows that could not be learned as they are; each list is of where they stand, or why.
+
+    Attributes:
+      rows: that were read.
+      bad: dropped, since they cannot be used.
+      overlong: dropped, since they are too long, or nothing to learn was left of them.
+      truncated: at their ends.
+    """
+
+    rows: int = 0
+    bad: list[str] = dataclasses.field(default_factory=list)
+    overlong: list[str] = dataclasses.field(default_factory=list)
+    truncated: list[str] = dataclasses.field(default_factory=list)
+
+    def line(self) -> str:
+        """For people, with the first of each; empty where all rows are learned as they are."""
+        parts = {"bad dropped": self.bad, "overlong dropped": self.overlong, "truncated": self.truncated}
+        found = [f"{len(rows)} {what} (first: {rows[0]})" for what, rows in parts.items() if rows]
+        return f"of {self.rows} rows {', '.join(found)}" if found else ""
+
+
+def load_texts(
+    data: Data[Row],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    room: Callable[[Row], float] | None = None,
+    closes: bool = False,
+) -> LoadedTexts[Row]:
     """Reads the rows, merges equal ones, then splits by a hash of the prompt: the same on every machine.
 
     Args:
       data: Texts, Pairs or Steps: what is read, and how it is written.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end, ``ModelConfig.tokens.eos``.
+      room: how many tokens a row may have; longer ones are dropped or truncated where the data says so, and are the
+        caller's to refuse where it does not. None: as many as it likes.
       closes: whether answers end as the chat template writes them, for what scores them; no policy learns that.
 
     Raises:
-      InputError: wrong settings, a source that cannot be read, a row that cannot be used (with file and line), or
-        nothing left to train on.
+      InputError: wrong settings, a source that cannot be read, a row that cannot be used and is not to be dropped (with
+        file and line), or nothing left to train on.
     """
     check_texts(data)
+    losses = Losses()
     found: dict[str, Row] = {}
     count = 0
-    for made in _usable(data, tokenizer, stop_ids, closes):
+    for made in _fitting(data, _usable(data, tokenizer, stop_ids, losses, closes), room, losses):
         found.setdefault(hashlib.sha256(content(made).encode()).hexdigest(), made)
         count += 1
-    notes = []
+    left_out = losses.line()
+    notes = [left_out] if left_out else []
     if len(found) < count:
         notes.append(f"{count - len(found)} duplicates of a row merged, {len(found)} distinct rows left")
-    return _parted(data, tuple(found.values()), notes)
+    return dataclasses.replace(_parted(data, tuple(found.values()), notes), left_out=left_out)
 
 
-def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool) -> Iterator[Row]:
-    """Rows as token ids."""
+def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], losses: Losses, closes: bool) -> Iterator[Row]:
+    """Rows as token ids, without those that cannot be used where the data drops them."""
     writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
 
     def made(where: str, given: dict[str, Any]) -> Row:
@@ -69,7 +105,33 @@ def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bo
         except InputError as error:
             raise BadRow(f"{where}: {error}") from error
 
-    return itertools.starmap(made, sound(data.source.read()))
+    rows = itertools.starmap(made, sound(data.source.read()))
+    while True:
+        losses.rows += 1
+        try:
+            yield next(rows)
+        except StopIteration:
+            losses.rows -= 1
+            return
+        except BadRow as error:
+            if data.bad_rows == "refuse":
+                raise
+            losses.bad.append(str(error))
+
+
+def _fitting(
+    data: Data[Row], rows: Iterable[Row], room: Callable[[Row], float] | None, losses: Losses
+) -> Iterator[Row]:
+    """The rows, without those that are too long, or without their ends, where the data drops or truncates them."""
+    for row in rows:
+        most = math.inf if room is None else room(row)
+        if row.length <= most or data.overlong == "refuse":
+            yield row
+            continue
+        cut: Any = row.cut(int(most)) if data.overlong == "truncate" else None
+        (losses.overlong if cut is None else losses.truncated).append(f"{row.where}, {row.length} tokens")
+        if cut is not None:
+            yield cut
 
 
 def check_texts(data: Data[Any]) -> None:

@@ -42,6 +42,8 @@ class Data(Protocol[Row]):
     suffix: str
     holdout: float
     date: str | None
+    overlong: str
+    bad_rows: str
 
     @property
     def label(self) -> str:
@@ -61,6 +63,8 @@ class _Data:
       template, system, suffix, date: as in Task; a prompt is written as that of a Task with the same.
       holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
       name: in metrics; None means the source's.
+      overlong: what becomes of a row that is too long for the run: ``refuse``, ``drop``, or ``truncate`` it at its end.
+      bad_rows: what becomes of a row that cannot be used: ``refuse`` or ``drop``.
     """
 
     source: Table | HubDataset | Rows | Any  # Any: flags leave a class of yours as it is
@@ -70,6 +74,8 @@ class _Data:
     holdout: float = 0.0
     name: str | None = None
     date: str | None = None
+    overlong: Literal["refuse", "drop", "truncate"] = dataclasses.field(default="refuse", kw_only=True)
+    bad_rows: Literal["refuse", "drop"] = dataclasses.field(default="refuse", kw_only=True)
 
     def __post_init__(self) -> None:
         if not hasattr(self.source, "read") and not hasattr(self.source, "problems"):
@@ -92,6 +98,7 @@ class Texts(_Data):
       template, system, suffix, date: as in Task; a prompt is written as that of a Task with the same.
       holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
       name: in metrics; None means the source's.
+      overlong, bad_rows: what becomes of a row that is too long for the run, or that cannot be used.
       learn: ``completion``, what the assistant says, all of its turns; ``all``, every token but the first; or ``trl``,
         what TRL's ``SFTTrainer`` learns of the same row: no template wraps a ``prompt`` and ``completion`` that are
         text, all of ``messages`` is learned, and so is what the template writes behind the last turn. A row with
@@ -144,7 +151,7 @@ class Pairs(_Data):
     ``rejected_cut_off`` that the rejected one has no end.
 
     Attributes:
-      source, template, system, suffix, holdout, name, date: as in Texts.
+      source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
     """
 
     def learned(self, row: dict[str, Any], where: str, writer: Writer) -> Ranked:
@@ -170,7 +177,7 @@ class Steps(_Data):
     """Solutions whose steps are labelled. A row has ``prompt``, ``completions`` (the steps) and ``labels``.
 
     Attributes:
-      source, template, system, suffix, holdout, name, date: as in Texts.
+      source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
       separator: stands between two steps, and belongs to the first.
     """
 

@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.likelihood import NextToken
-from jaxrl_llm.stages.mixture import Mixture, pieces
+from jaxrl_llm.stages.mixture import Mixture, pieces, room
 from jaxrl_llm.tasks import Text
 
 MODEL = tiny("windows")
@@ -91,6 +91,9 @@ def test_a_long_plain_text_is_cut_and_every_token_learned_once():
     assert pieces(TEXTS[0], 22, T) == [TEXTS[0]]
     with pytest.raises(InputError, match=r"rows.jsonl:8 has a prompt of 3 and a completion of 25 tokens"):
         pieces(text(8, prompt=3, size=25), 22, T)
+    asked = text(8, prompt=3, size=25)
+    cut = asked.cut(room(asked, 22, T))
+    assert pieces(cut, 22, T) == [cut] and cut.length == min(22, 3 + T) and room(long, 22, T) == np.inf
 
 
 def test_held_out_texts_are_tested_at_temperature_one():
