@@ -299,7 +299,7 @@ def test_an_answer_that_is_scored_ends_as_transformers_writes_the_messages(templ
     answers = ["two", "2!", "<think>1</think>a" if template == FORGETS else "a\nb"]
     row = {"prompt": TALK[:3], "completions": answers, "rejected_cut_off": True}
     before, closed_ones = (
-        load_texts(Pairs([row], template=template), TINY, STOP, closes).train[0] for closes in (False, True)
+        load_texts(Pairs([row], template=template), TINY, STOP, closes=closes).train[0] for closes in (False, True)
     )
     assert closed_ones.prompt.tolist() == before.prompt.tolist()
     assert closed_ones.completions[-1].tolist() == before.completions[-1].tolist(), (
@@ -320,7 +320,7 @@ def test_an_answer_that_is_scored_ends_as_transformers_writes_the_messages(templ
 
 def test_a_plain_answer_that_is_scored_ends_with_the_text():
     row = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    found = [load_texts(Pairs([row], template="plain"), TINY, STOP, closes).train[0] for closes in (False, True)]
+    found = [load_texts(Pairs([row], template="plain"), TINY, STOP, closes=closes).train[0] for closes in (False, True)]
     assert [[*tokens] for tokens in found[0].completions] == [[*tokens] for tokens in found[1].completions]
     assert [*found[1].prompt, *found[1].completions[0]] == TINY("qa<|im_end|>")["input_ids"]
     made = completion(found[0].completions[0], "stop")
