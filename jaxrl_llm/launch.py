@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import integrity
+from jaxrl_llm import integrity, pins
 from jaxrl_llm.checkpoint import steps_in
 from jaxrl_llm.collection.ledger import COLLECTED, part_of
+from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import InUse, alone, new_file, prepare_libraries, writable
 from jaxrl_llm.recovery import check_whole
@@ -110,20 +111,21 @@ def begin(
     if start is not None:
         configs.check_start(found.run)
 
-    def choose() -> tuple[str, str, Any] | None:
+    def choose() -> tuple[str, str, dict[str, Any]] | None:
         directory, day = choose_directory(found.run, found.name, fresh, start)
         if finished(directory, found.run):
             return None
         weights = first_weights(directory, start or found.origin.start)
-        return str(directory), day, weights and dataclasses.asdict(weights)
+        models = pins.decide(found, directory, _began(directory), weights)
+        return str(directory), day, dataclasses.replace(found.origin, start=weights, models=models).to_json()
 
     chosen = peers.first(choose)
     if chosen is None:
         return None
-    directory, day, weights = chosen
+    directory, day, decided = chosen
+    decided = origin_of(decided, Path(directory))
     modules = configs.own_modules(found.run)
-    weights = weights and configs.Start(**weights)
-    origin = dataclasses.replace(found.origin, modules=modules, start=weights)
+    origin = dataclasses.replace(found.origin, modules=modules, start=decided.start, models=decided.models)
     return Path(directory), dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
 
 
@@ -143,7 +145,9 @@ def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str
         hint_accelerator()
         from jaxrl_llm.loop import train as run_training
 
-        return run_training(found.located, directory, say, peers, found.origin.start, voice)
+        settings = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
+        with pins.comparing(pins.Pins(found, directory, peers)):
+            return run_training(settings, directory, say, peers, found.origin.start, voice)
 
 
 def fingerprint(settings: configs.Configuration) -> str:

@@ -11,6 +11,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.architecture import architecture
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import check_name
+from jaxrl_llm.pins import check_read
 from jaxrl_llm.recovery import check_whole
 from jaxrl_llm.snapshots import kept, phase_of
 
@@ -63,7 +64,10 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
     place = kept(directory)[start.step]
-    run = configs.located(saved.run, saved.origin, directory)
+    run = configs.pinned(saved.run, saved.origin)
+    if not saved.run.learner.lora.rank:  # its base gives no more than shapes: those of any step
+        run = dataclasses.replace(run, model=saved.run.model)
+    run = configs.located(run, saved.origin, directory)
     if configs.rules_of_run(run).phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
@@ -85,12 +89,17 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     ``ScalarModel`` of a reward model.
 
     Raises:
-      InputError: whatever cannot be found, read or obeyed.
+      InputError: whatever cannot be found, read or obeyed; weights that are not those that the run which trains began
+        with.
     """
     from jaxrl_llm.models.pretrained import load_either
 
     trained = find_run(name)
-    return load_either(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
+    if trained is not None:
+        return load_trained(trained, mesh, dtype)
+    model, tokenizer = load_either(name, dtype, mesh)
+    check_read(name, dtype, model)
+    return model, tokenizer
 
 
 def as_trained(run: Configuration, model: Any) -> Any:
@@ -115,7 +124,8 @@ def config_of(name: str) -> ModelConfig:
     Raises:
       InputError: nothing of that name, or an architecture that is not known here.
     """
-    trained = find_run(name)
+    directory, step = configs.split_step(name)
+    trained = find_run(name if step is None else str(directory))  # a role that goes on needs its step no more
     return architecture(name)[0] if trained is None else config_of(trained.run.model)
 
 

@@ -46,6 +46,7 @@ ROOMS = (
     "collection",
     "recipes",
     "config",
+    "pins",
     "trained",
     "stages",
     "plan",

@@ -46,6 +46,12 @@ config = Run(
     output=Output(checkpoint_every=1, keep=9, tensorboard=False), steps=2,
 )
 """
+SWAPPED = """
+from safetensors.numpy import load_file, save_file
+weights = load_file("exported/model.safetensors")
+save_file(weights | {"score.weight": weights["score.weight"] + 1}, "exported/model.safetensors", {"format": "pt"})
+"""
+GONE = "import shutil\nshutil.rmtree('runs/rm/checkpoints/2')\n"
 GRPO = "dataclasses.replace(PRESETS['grpo'], kl_coef=0.0)"
 CONFIGS = {
     "rm": SCORING.format(data="Pairs(Table('rm.jsonl'), template='chatml')", rank=0),
@@ -60,6 +66,7 @@ CONFIGS = {
         recipe="dataclasses.replace(PRESETS['ppo'], kl_coef=0.0), critic=Critic()",
     ),
 }
+CONFIGS |= {"swapped": SWAPPED + CONFIGS["rl"], "gone": GONE + CONFIGS["rl"]}
 """Reward models of both kinds, one of them an adapter; a run for each kind of reward."""
 LINES = {
     "rm": "train rm.py --run_dir runs/rm",
@@ -67,23 +74,34 @@ LINES = {
     "export": "export runs/rm --out exported",
     "whole": "train rl.py --run_dir whole",
     "half": "train rl.py --run_dir broken --steps 1",
-    "rest": "train rl.py --run_dir broken",
     "exported": "train rl.py --run_dir by_directory --steps 1 --scoring.rewards.0.path exported",
     "stale": "train rl.py --run_dir stale --rollout.collect.staleness 1",
+    "wholes": "eval whole --limit 2 --samples 2 --temperature 1 --rerank runs/rm@1 --json",
+    "trained on": "train rm.py --run_dir runs/rm --steps 3",
+    "rest": "train rl.py --run_dir broken",
     "steps": "train steps.py --run_dir steps",
     "rises": "train rises.py --run_dir rises",
     "eval": "eval whole --task.verifier none --max_new_tokens 4 --json",
-    "wholes": "eval whole --limit 2 --samples 2 --temperature 1 --rerank runs/rm@1 --json",
     "by_steps": "eval whole --limit 2 --samples 2 --temperature 1 --rerank runs/prm --rerank_by minimum --json",
     "eval_steps": "eval steps --limit 2 --json",
 }
+CHANGED = {
+    "train swapped.py --run_dir by_directory --steps 2 --scoring.rewards.0.path exported": (
+        "reward model: exported is not as it was when by_directory began (its weights have changed): put it back, or"
+    ),
+    "train gone.py --run_dir broken --steps 3": (
+        "reward model: runs/rm is not as it was when broken began (step 2 was read, and it keeps 3): put it back, or "
+        "begin a new run, which reads it as it is now, with --from broken (on from its weights) or --fresh"
+    ),
+}
+"""Judges of runs that have begun, and what is said where they are others now."""
 PATH = "train rl.py --run_dir refused --scoring.rewards.0.path"
 RERANK = "eval whole --samples 2 --temperature 1 --rerank"
 REFUSED = {
     f"{PATH} nowhere": ["reward model: no such model: nowhere"],
     f"{PATH} runs/reward_quickstart": ["reward model: runs/reward_quickstart is not there yet: jaxrl-llm train reward"],
     f"{PATH} tiny-random": ["reward model: tiny-random is a language model, which gives no score: train a RewardModel"],
-    f"{PATH} whole": ["reward model: whole is a language model"],
+    f"{PATH} whole": ["reward model: whole@2 is a language model"],
     f"{PATH} foreign": ["reward model: the tokens of foreign are not those of tiny-random"],
     f"{PATH} mute": ["reward model: mute has no tokenizer: put tokenizer.json and tokenizer_config.json beside"],
     f"{PATH} short": ["short was made for 39 positions", "up to 40: lower max_new_tokens"],
@@ -128,8 +146,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(folder):
-    lines = [*LINES.values(), *REFUSED]
-    return dict(zip([*LINES, *REFUSED], commands(lines, folder), strict=True))
+    lines = [*LINES.values(), *REFUSED, *CHANGED]
+    return dict(zip([*LINES, *REFUSED, *CHANGED], commands(lines, folder), strict=True))
 
 
 def rows(folder):
@@ -155,8 +173,8 @@ def test_a_run_learns_from_a_reward_models_scores_alone(folder, answers):
     assert not [name for name in metrics[-1] if not any(re.fullmatch(pattern, name) for pattern in known)]
 
 
-def test_it_goes_on_bit_for_bit(folder, answers):
-    for name in ("half", "rest"):
+def test_it_goes_on_bit_for_bit_with_the_judge_that_it_began_with(folder, answers):
+    for name in ("half", "trained on", "rest"):
         assert answers[name].code == 0, answers[name].err
     assert [plain(row) for row in rows(folder / "broken")] == [plain(row) for row in rows(folder / "whole")]
 
@@ -193,6 +211,12 @@ def test_answers_that_nothing_verifies_are_scored_by_the_runs_model(folder, answ
 def test_a_run_of_a_reward_model_chooses_among_answers(answers, name):
     assert answers[name].code == 0, answers[name].err
     assert 0 <= json.loads(answers[name].out)["eval/digits/rerank@2"] <= 1
+
+
+@pytest.mark.parametrize(("line", "words"), CHANGED.items(), ids=["another", "gone"])
+def test_a_run_is_not_continued_under_another_judge(answers, line, words):
+    assert answers[line].code == 2 and words in answers[line].err.splitlines()[-1], answers[line].err
+    assert "Traceback" not in answers[line].err
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=[line[:80] for line in REFUSED])

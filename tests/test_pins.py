@@ -1,0 +1,125 @@
+"""Which weights the models have that a run reads: decided when it begins, and the same at each later start."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import Found, Origin, Pin, RewardModel, Start
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.launch import claimed
+from jaxrl_llm.learner import Critic
+from jaxrl_llm.pins import decide
+from jaxrl_llm.recipes import RECIPES
+from jaxrl_llm.rewards import Accuracy, ModelReward
+from jaxrl_llm.rules import Phase, Rules
+from jaxrl_llm.tasks import Pairs, Table
+from jaxrl_llm.trained import find_run
+
+SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
+JUDGED = dataclasses.replace(SMOKE, scoring=configs.Scoring((ModelReward(("rm", "other@3")),)))
+
+
+def a_run(folder, run, *steps, **origin):
+    """A run in a folder, with checkpoints whose files are told apart by their step."""
+    with claimed(folder, Found(folder.name, run, Origin(str(folder.parent), **origin))):
+        for step in steps:
+            place = folder / "checkpoints" / str(step)
+            (place / "host").mkdir(parents=True)
+            (place / "host" / "metadata").write_text(json.dumps({"phase": step // 2}))
+            (place / "checksums.json").write_text(json.dumps({"state/d": [8, step]}))
+    return folder
+
+
+@pytest.fixture
+def at(tmp_path):
+    """A folder with two reward models."""
+    for name in ("rm", "other"):
+        a_run(tmp_path / name, RewardModel("tiny-random", Pairs(Table("rm.jsonl"))), 2, 3)
+    return tmp_path
+
+
+def decided(at, run=JUDGED, start=None, began=True):
+    return decide(Found("run", run, Origin(str(at))), at / "run", began, start)
+
+
+def begun(at, run=JUDGED, *steps, start=None):
+    """A run that began with what is there now."""
+    pins = decided(at, run, start, began=False)
+    a_run(at / "run", run, *steps, models=pins, start=start)
+    return pins
+
+
+def changed(at, *names):
+    """A step that was written anew."""
+    for name in names:
+        (at / name / "checksums.json").write_text('{"state/d": [8, 7]}')
+
+
+def test_a_name_stands_for_the_newest_checkpoint_of_the_beginning(at):
+    pins = begun(at, JUDGED, 1)
+    assert {name: pin.step for name, pin in pins.items()} == {"rm": 3, "other@3": 3} and pins["rm"].weights["files"]
+    (at / "rm/checkpoints/5").mkdir()
+    assert decided(at) == pins and decided(at, began=False)["rm"].step == 5, "what did not begin is another run's"
+    saved = configs.read(at / "run/config.json")
+    assert saved.origin.models == pins and saved.run == configs.as_read(JUDGED), "the settings say what was said"
+    run = find_run(str(at / "run")).run
+    assert run.scoring.rewards[0].paths == (str(at / "rm@3"), str(at / "other@3")) and run.model == "tiny-random"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda at: shutil.rmtree(at / "rm/checkpoints/3"),
+            "rm is not as it was when {run} began (step 3 was read, ",
+        ),
+        (lambda at: shutil.rmtree(at / "rm"), "step 3 was read, and it is gone"),
+        (
+            lambda at: changed(at, "other/checkpoints/3"),
+            "other@3 is not as it was when {run} began (the files of ",
+        ),
+    ],
+)
+def test_what_has_changed_is_refused_with_what_to_do(at, change, words):
+    begun(at, JUDGED, 1)
+    change(at)
+    with pytest.raises(InputError) as refusal:
+        decided(at)
+    said = str(refusal.value)
+    assert said.startswith("reward model: ") and words.format(run=at / "run") in said and "\n" not in said
+    assert f"begin a new run, which reads it as it is now, with --from {at / 'run'} (on from its weights) or" in said
+
+
+def test_what_a_start_does_not_read_may_go(at):
+    phases = (Phase("first", 2), Phase("second", changes={"scoring.rewards": (ModelReward("other"), Accuracy())}))
+    recipe = dataclasses.replace(RECIPES["ppo"], critic=Critic(model="critic"))
+    run = dataclasses.replace(
+        SMOKE, recipe=recipe, rules=Rules(phases=phases), scoring=configs.Scoring((ModelReward("rm"),))
+    )
+    shutil.copytree(at / "rm", at / "critic")
+    start = Start(str(at / "critic"), 2)
+    pins = begun(at, configs.resolved(run), start=start)
+    assert set(pins) == {"rm", "other", "critic", f"{at / 'critic'}@2"}
+    changed(at, "critic/checkpoints/2")
+    with pytest.raises(InputError, match="--from: .* is not as it was"):
+        decided(at, run, start)
+    (at / "run/checkpoints/1/host").mkdir(parents=True)
+    (at / "run/checkpoints/1/host/metadata").write_text('{"phase": 0}')
+    shutil.rmtree(at / "critic")
+    assert decided(at, run, start) == {name: pin for name, pin in pins.items() if "@" not in name}
+    shutil.rmtree(at / "rm")
+    with pytest.raises(InputError, match="^reward model: .*it is gone"):
+        decided(at, run)
+    (at / "run/checkpoints/1/host/metadata").write_text('{"phase": 1}')
+    assert decided(at, run)["rm"] == pins["rm"], "the phase that it judged is over"
+
+
+def test_a_run_of_an_earlier_version_takes_what_is_there_and_says_so(at, capsys):
+    a_run(at / "run", JUDGED, 1)
+    assert "models" not in json.loads((at / "run/config.json").read_text())["origin"]
+    assert decided(at)["rm"] == Pin(3, decided(at, began=False)["rm"].weights)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{at / 'rm'}, step 3; {at / 'other'}@3, step 3" in said
