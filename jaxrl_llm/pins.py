@@ -43,7 +43,7 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
       InputError: a model that this start reads has changed, or is gone.
     """
     path = directory / "config.json"
-    known = configs.read(path, own=False).origin.models if began and path.exists() else {}
+    known = configs.read(path, own=False).origin.models if began and path.exists() else _base_of(found.run, start)
     needed = _read_from_here(found.run, directory, start)
     pins = {}
     new = []
@@ -59,12 +59,22 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
             try:
                 pin = _compared(pin, place)
             except Changed as change:
-                raise refusal(found.run, directory, field, place, change) from None
+                since = Path(start.run) if start is not None and not began else directory
+                raise refusal(found.run, since, field, place, change) from None
         pins[name] = pin
     if known is None and pins:
         told = f"{directory}: an earlier version has not written down which weights its models have; from here on"
         print(f"jaxrl-llm: {told} they are those of now: {'; '.join(new)}", file=sys.stderr)
     return pins
+
+
+def _base_of(run: configs.Configuration, start: Start | None) -> dict[str, Pin]:
+    """The pin of the model that the first weights, where they are an adapter, were trained beside."""
+    if start is None or not run.learner.lora.rank:
+        return {}
+    other = configs.read(Path(start.run) / "config.json", own=False)
+    same = other.run.model == run.model
+    return {name: pin for name, pin in (other.origin.models or {}).items() if same and name == run.model}
 
 
 def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:
@@ -126,9 +136,10 @@ def _compared(pin: Pin, place: str) -> Pin:
 def refusal(run: configs.Configuration, directory: Path, field: str, model: str, change: object) -> InputError:
     """The line that refuses to go on with another model than the run in this directory began with."""
     begin = "--fresh"
+    adapted = field == "model" and run.learner.lora.rank  # an adapter is nothing without its model
     with contextlib.suppress(InputError):
         configs.check_start(run)
-        if steps_in(directory / CHECKPOINTS):
+        if steps_in(directory / CHECKPOINTS) and not adapted:
             begin = f"--from {directory} (on from its weights) or --fresh"
     return InputError(
         f"{field}: {model} is not as it was when {directory} began ({change}): put it back, or begin a new run, which "

@@ -142,8 +142,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
     check_whole(trained.directory)
     run = trained.run
-    model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
-    model = as_trained(run, model)
+    model, tokenizer = _base(trained, mesh)
     if run.learner.lora.rank:
         base, policy = _with_adapter(trained, model, mesh)
         found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
@@ -159,8 +158,20 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
     """(base, adapter) of a run's checkpoint, which has one."""
     check_whole(trained.directory)
-    model, _ = load_model(trained.run.model, trained.run.learner.dtype, mesh)
-    return _with_adapter(trained, as_trained(trained.run, model), mesh)
+    return _with_adapter(trained, _base(trained, mesh)[0], mesh)
+
+
+def _base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
+    """(model, tokenizer or None) of what the run was trained from.
+
+    Raises:
+      InputError: it is not there any more; the line names the run.
+    """
+    try:
+        model, tokenizer = load_model(trained.run.model, trained.run.learner.dtype, mesh)
+    except InputError as error:
+        raise InputError(f"the model that {trained.directory.parents[1]} was trained from: {error}") from None
+    return as_trained(trained.run, model), tokenizer
 
 
 def _with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:

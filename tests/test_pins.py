@@ -11,6 +11,7 @@ from jaxrl_llm.config import Found, Origin, Pin, RewardModel, Start
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.launch import claimed
 from jaxrl_llm.learner import Critic
+from jaxrl_llm.models.config import Lora
 from jaxrl_llm.pins import decide
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
@@ -115,6 +116,18 @@ def test_what_a_start_does_not_read_may_go(at):
         decided(at, run)
     (at / "run/checkpoints/1/host/metadata").write_text('{"phase": 1}')
     assert decided(at, run)["rm"] == pins["rm"], "the phase that it judged is over"
+
+
+def test_an_adapter_stays_beside_the_step_that_it_was_trained_beside(at):
+    lora = dataclasses.replace(SMOKE, model="rm", learner=dataclasses.replace(SMOKE.learner, lora=Lora(2)))
+    begun(at, lora, 1)
+    (at / "rm/checkpoints/5").mkdir()
+    start = Start(str(at / "run"), 1)
+    other = decided(at, dataclasses.replace(lora, model="other"), start, began=False)
+    assert decided(at, lora, start, began=False)["rm"].step == 3 and other["other"].step == 3
+    shutil.rmtree(at / "rm/checkpoints/3")
+    with pytest.raises(InputError, match="^model: .* reads it as it is now, with --fresh$"):
+        decided(at, lora, start, began=False)
 
 
 def test_a_run_of_an_earlier_version_takes_what_is_there_and_says_so(at, capsys):
