@@ -105,28 +105,28 @@ def train(run: configs.Configuration, name: str = "run", fresh: bool = False, st
 def begin(
     peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None
 ) -> tuple[Path, configs.Found] | None:
-    """The run's directory, and the settings with its date and origin, chosen by process 0; None where the run has done
-    its steps."""
+    """The run's directory, and the settings with its origin and what its start decides, chosen by process 0; None where
+    the run has done its steps."""
     peers.check_same("settings", fingerprint(found.run))
     if start is not None:
         configs.check_start(found.run)
 
-    def choose() -> tuple[str, str, dict[str, Any]] | None:
-        directory, day = choose_directory(found.run, found.name, fresh, start)
+    def choose() -> tuple[str, configs.AtStart, dict[str, Any]] | None:
+        directory, at_start = choose_directory(found.run, found.name, fresh, start)
         if finished(directory, found.run):
             return None
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, _began(directory), weights)
-        return str(directory), day, dataclasses.replace(found.origin, start=weights, models=models).to_json()
+        return str(directory), at_start, dataclasses.replace(found.origin, start=weights, models=models).to_json()
 
     chosen = peers.first(choose)
     if chosen is None:
         return None
-    directory, day, decided = chosen
+    directory, at_start, decided = chosen
     decided = origin_of(decided, Path(directory))
     modules = configs.own_modules(found.run)
     origin = dataclasses.replace(found.origin, modules=modules, start=decided.start, models=decided.models)
-    return Path(directory), dataclasses.replace(found, run=configs.dated(found.run, day), origin=origin)
+    return Path(directory), dataclasses.replace(found, run=configs.as_started(found.run, at_start), origin=origin)
 
 
 def run(peers: Peers, found: configs.Found, directory: Path, lines: Sequence[str], voice: Voice) -> int:
@@ -162,9 +162,9 @@ def fingerprint(settings: configs.Configuration) -> str:
 
 def choose_directory(
     settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
-) -> tuple[Path, str]:
+) -> tuple[Path, configs.AtStart]:
     """Where the run lies, with ``fresh`` or ``start`` the first name that is free, or the run that was begun just so;
-    and the day on which it began, which may be today.
+    and what was decided when it began, which may be now.
 
     Raises:
       InputError: something else is there, or a run that was begun with other settings.
@@ -177,13 +177,13 @@ def choose_directory(
         number = number + 1
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file: give a folder with --run_dir")
-    own, day = other_settings(directory, settings)
+    own, at_start = other_settings(directory, settings)
     if own:
         shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if len(own) > 3 else "")
         raise InputError(
             f"{directory} was begun with other settings ({shown}): take the old ones, or --fresh for a new folder"
         )
-    return directory, day
+    return directory, at_start
 
 
 def begun_so(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
@@ -196,20 +196,20 @@ def begun_so(directory: Path, settings: configs.Configuration, start: configs.St
 
 def other_settings(
     directory: Path, settings: configs.Configuration, free: tuple[str, ...] = configs.FREE_TO_CHANGE
-) -> tuple[list[str], str]:
-    """What the run there cannot go on without, as ``name: old -> new``, and the day on which it began.
+) -> tuple[list[str], configs.AtStart]:
+    """What the run there cannot go on without, as ``name: old -> new``, and what was decided when it began.
 
     ``free``: settings (and all below them) that may differ.
     """
     today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
-        return [], today
+        return [], (today, "template")
     old = configs.read(directory / "config.json").run
-    day = configs.day_of(old) or today
+    at_start = (configs.day_of(old) or today, getattr(old, "score_at", None) or "template")
     if configs.is_whole(old):  # an older version may have left open what this one fills in
-        old = configs.dated(configs.resolved(old), day)
-    found = configs.changes(old, configs.as_read(configs.dated(settings, day)))
-    return [change for change in found if not change.startswith(free)], day
+        old = configs.as_started(configs.resolved(old), at_start)
+    found = configs.changes(old, configs.as_read(configs.as_started(settings, at_start)))
+    return [change for change in found if not change.startswith(free)], at_start
 
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:

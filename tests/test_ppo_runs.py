@@ -29,6 +29,8 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.stages.taught import Taught
+from jaxrl_llm.tasks.template import template_fingerprint
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "ppo.py"
 RUN = configs.load_config(str(CONFIG))[1]
@@ -41,6 +43,7 @@ LINES = {
     "other": f"train {CONFIG} --run_dir other --steps 2 --recipe.critic.model scores",
     "short": f"train {CONFIG} --recipe.critic.model short",
     "words": f"train {CONFIG} --recipe.critic.model words",
+    "taught": f"train {CONFIG} --recipe.critic.model taught",
     "nothing": f"train {CONFIG} --recipe.critic.model missing",
 }
 
@@ -54,6 +57,9 @@ def other_models(folder):
     save_pretrained(
         initialise(dataclasses.replace(config, attention=attention), jax.random.key(0)), tokenizer, folder / "short"
     )
+    plain = Taught("ranking", None, "plain", template_fingerprint("plain", tokenizer))
+    model = with_scalar_head(initialise(config, jax.random.key(0)))
+    save_pretrained(model, tokenizer, folder / "taught", None, plain.to_json())
     save_pretrained(
         initialise(dataclasses.replace(config, vocab_size=300), jax.random.key(0)), tokenizer, folder / "words"
     )
@@ -192,6 +198,7 @@ def test_critics_that_cannot_read_what_the_policy_writes_are_refused(answers):
     assert_refused(answers["short"], "recipe.critic.model short was made for 39 positions", "40")
     assert_refused(answers["words"], "recipe.critic.model words has a vocabulary of 300", "259")
     assert_refused(answers["nothing"], "recipe.critic.model", "missing")
+    assert_refused(answers["taught"], "recipe.critic.model taught learned from chats in the template plain", "'chatml'")
 
 
 def with_recipe(**changes):

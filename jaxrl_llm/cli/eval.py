@@ -13,7 +13,7 @@ from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.policy import Policy
-from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker
+from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker, untold_rerank
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.folders import check_file, prepare_libraries, writable
 from jaxrl_llm.tasks import Task
@@ -183,6 +183,8 @@ def test(
             asked = Questions(desk.prompts, problems, options.samples, options.seed, limits)
             using = (desk.engine, desk.model, desk.policy.tokenizer, asked, desk.scorer, sampling, progress.status)
             rerank = reranker(options, desk, settings, progress.status)
+            for line in untold_rerank(options):
+                progress.note(line)
             if rerank is None:
                 found = evaluate_tasks(*using)
             else:

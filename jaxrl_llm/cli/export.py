@@ -77,11 +77,25 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
 
 
 def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
-    """Write the whole model as a directory; an adapter is merged."""
-    from jaxrl_llm.models import save_pretrained
+    """Write the whole model as a directory; an adapter is merged.
 
-    write(name, trained, target, load_trained, lambda *found: save_pretrained(*found, target, card))
-    scores = isinstance(trained.run, configs.RewardModel)
+    That of a reward model says what it was taught, and its tokenizer writes chats with the template of that.
+    """
+    from jaxrl_llm.models import save_pretrained
+    from jaxrl_llm.stages.taught import taught_by
+    from jaxrl_llm.tasks.template import with_template
+
+    run = trained.run
+    scores = isinstance(run, configs.RewardModel)
+
+    def save(model: Any, tokenizer: Any) -> None:
+        told = None
+        if scores:
+            told = taught_by(run, tokenizer).to_json()
+            tokenizer = with_template(tokenizer, configs.wording(run).template)
+        save_pretrained(model, tokenizer, target, card, told)
+
+    write(name, trained, target, load_trained, save)
     use = " as AutoModelForSequenceClassification." if scores else ". Try next:"
     print(f"{name}, step {trained.step}, is written to {target}; transformers loads it{use}")
     if not scores:

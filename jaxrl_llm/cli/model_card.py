@@ -6,6 +6,7 @@ from typing import Any
 
 import jaxrl_llm
 from jaxrl_llm import config as configs
+from jaxrl_llm.tasks import Steps
 from jaxrl_llm.telemetry.columns import shown
 from jaxrl_llm.telemetry.rows import read_rows
 from jaxrl_llm.trained import Trained
@@ -20,7 +21,7 @@ tags: [{tags}]
 
 {method} from `{base}`, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`.
 
-{evaluations}## Commands
+{evaluations}{scoring}## Commands
 
 ```
 {commands}
@@ -55,8 +56,56 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         steps=run.steps,
         data=data,
         evaluations=table(rows),
+        scoring=how_to_score(run, out) if isinstance(run, configs.RewardModel) else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )
+
+
+SCORING = """## How to score
+
+```python
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({out!r})
+model = AutoModelForSequenceClassification.from_pretrained({out!r})
+{ids}
+score = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+```
+
+{place}
+
+"""
+WRITTEN = "ids = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)"
+ASKED = "ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)"
+FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
+
+
+def how_to_score(run: configs.RewardModel, out: str) -> str:
+    """Markdown: from a prompt and an answer to the score that the model was taught to give; ``out`` is its folder."""
+    wording = configs.wording(run)
+    plain = wording.template == "plain"
+    steps = isinstance(run.data, Steps)
+    whole = not (plain or steps or run.score_at == "stop")
+    asked = f'"..."{f" + {wording.suffix!r}" if wording.suffix else ""}'
+    system = [] if wording.system is None else [str({"role": "system", "content": wording.system})]
+    messages = ", ".join([*system, f'{{"role": "user", "content": {asked}}}'])
+    lines = [f"prompt = {asked if plain else f'[{messages}]'}"]
+    if whole:
+        lines += ['answer = {"role": "assistant", "content": "..."}', WRITTEN]
+    else:
+        lines += ['answer = "..."', "ids = tokenizer(prompt)['input_ids']" if plain else ASKED]
+        lines += [FOLLOWS.format(text="answer" if steps else "answer + tokenizer.eos_token")]
+    place = "The score is read at the token that ends the answer; of one that was cut off, at its last token."
+    if steps:
+        place = (
+            "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability; "
+        )
+        place += f"steps end with {run.data.separator!r}."
+    elif whole:
+        place = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
+        place += "its own last token."
+    return SCORING.format(out=out, ids="\n".join(lines), place=place)
 
 
 def about(run: configs.Configuration) -> tuple[str, str]:

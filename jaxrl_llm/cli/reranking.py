@@ -8,9 +8,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import Desk, as_asked
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import Pairs, Steps
-from jaxrl_llm.trained import find_run
+from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, Reader, taught
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
@@ -43,16 +41,19 @@ def check_rerank(options: Any) -> None:
         by_steps or not options.give_up_after,
         f"--give_up_after {options.give_up_after} reads the scores of steps: set --rerank_by product, minimum or last",
     )
-    data = _learned_from(options.rerank)
-    if data is not None and by_steps != isinstance(data, Steps):
-        raise InputError(
-            f"--rerank {options.rerank} learned to score "
-            + (
-                "whole answers: set --rerank_by score"
-                if by_steps
-                else "steps: set --rerank_by product, minimum or last"
-            )
-        )
+    reader_of(options).check(options.rerank)
+
+
+def reader_of(options: Any) -> Reader:
+    """What ``--rerank_by`` takes the reward model for."""
+    if options.rerank_by == "score":
+        return Reader("--rerank", "ranking", "set --rerank_by product, minimum or last")
+    return Reader("--rerank", "steps", "set --rerank_by score")
+
+
+def untold_rerank(options: Any) -> list[str]:
+    """A line where the reward model does not say what it was taught; none without one."""
+    return [] if options.rerank is None else reader_of(options).untold(options.rerank)
 
 
 def check_verified(options: Any, problems: Sequence[Problem]) -> None:
@@ -118,19 +119,6 @@ def reranker(options: Any, desk: Desk, settings: configs.Run, status: Callable[[
     asked = as_asked(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
     prompts = {options.task.label: desk.prompts}
     model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, prompts, status)
-    separator = getattr(_learned_from(options.rerank), "separator", "\n")
+    known = taught(options.rerank)
+    separator = (known and known.separator) or DEFAULT_SEPARATOR
     return Reranker(model, options.rerank_by, options.give_up_after, separator, policy.tokenizer)
-
-
-def _learned_from(name: str) -> Pairs | Steps | None:
-    """The data of a reward model's run; None for a directory.
-
-    Raises:
-      InputError: there is nothing of this name.
-    """
-    try:
-        trained = find_run(name)
-    except InputError as error:
-        raise InputError(f"--rerank: {error}") from None
-    run = trained and trained.run
-    return run.data if isinstance(run, configs.RewardModel) and isinstance(run.data, Pairs | Steps) else None

@@ -39,7 +39,16 @@ from jaxrl_llm.config.saved import (
     whole,
 )
 from jaxrl_llm.config.scored import JUDGED, asked, bases, of_steps, refusals, watched
-from jaxrl_llm.config.texts import Answering, BatchSize, Preference, RewardModel, Supervised, wording
+from jaxrl_llm.config.texts import (
+    Answering,
+    AtStart,
+    BatchSize,
+    Preference,
+    RewardModel,
+    Supervised,
+    as_started,
+    wording,
+)
 from jaxrl_llm.config.validation import (
     longest_row,
     require,
@@ -54,6 +63,7 @@ __all__ = [
     "KINDS",
     "MAX_SEED",
     "Answering",
+    "AtStart",
     "BatchSize",
     "Mixture",
     "Part",
@@ -71,6 +81,7 @@ __all__ = [
     "Start",
     "Unsaveable",
     "as_read",
+    "as_started",
     "asked",
     "bases",
     "changes",

@@ -48,6 +48,11 @@ def _check_data(run: FromData) -> None:
             f"centre {run.centre} is of pairs and rankings, and data is Steps, whose scores are held by their labels: "
             "leave it out",
         )
+        require(
+            run.score_at is None or isinstance(run.data, Pairs),
+            f"score_at {run.score_at} is of pairs and rankings, and data is Steps, whose scores are read where steps "
+            "end: leave it out",
+        )
     source = run.data.source
     if not isinstance(source, Collected):
         return

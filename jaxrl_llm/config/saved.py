@@ -12,12 +12,14 @@ from jaxrl_llm.config.kinds import KINDS
 from jaxrl_llm.config.origin import Origin, origin_of
 from jaxrl_llm.config.parts import parts_of
 from jaxrl_llm.config.run import Configuration, Run
+from jaxrl_llm.config.texts import RewardModel
 from jaxrl_llm.config.validation import require
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rewards.functions import Local, Lost
 from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.tasks.memory import MISSING, Memory
+from jaxrl_llm.tasks.texts import Pairs
 
 FREE_TO_CHANGE = (
     "steps",
@@ -174,6 +176,8 @@ def rebuilt(data: Any, origin: Origin | None) -> Any:
 
 def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     """Fields that a class has got since the file was written, where the old meaning is not the new default."""
+    if kind is RewardModel and isinstance(fields.get("data"), Pairs):
+        return {"score_at": "stop"}
     return {"overlong_weight": 1.0} if kind is Recipe and fields.get("overlong_share") else {}
 
 

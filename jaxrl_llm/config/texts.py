@@ -1,9 +1,10 @@
 """What decides a run that learns from data: supervised fine-tuning, preferences, reward models."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.config.parts import dated
 from jaxrl_llm.config.run import MOVED, Evaluation, Output
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.moved import taking_old_names
@@ -117,16 +118,35 @@ class RewardModel(FromData):
     """A run that teaches a model with a scalar head to score answers.
 
     Attributes:
-      model: as in ``FromData``; of a language model the head begins at 0.
+      model: as in ``FromData``; the head of a language model is drawn by the seed, normal with a deviation of 0.02.
       data: pairs or rankings (Bradley-Terry), or solutions with labelled steps (a process reward model); either may be
         collected from ``model``, which is a language model then.
       evaluation: when it is tested on the data that is held out (``every``, ``limit``).
       batch, learner, mesh, answering, output, steps, seed: as in ``FromData``.
       centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
+      score_at: of pairs and rankings: where an answer's score is read: "template", at the last token that the chat
+        template writes after it, as by transformers and TRL, or "stop", at the token that ends it. An answer that was
+        cut off is read at its last token. None is "template" for a new run; an older one goes on with its own.
+      bootstrap: learn from as many rows as there are, drawn from them with replacement by the seed: about 63 % of them,
+        others in each model of an ensemble.
     """
 
     data: Pairs | Steps
     centre: float = 0.0
+    score_at: Literal["template", "stop"] | None = None
+    bootstrap: bool = False
+
+
+AtStart = tuple[str, Literal["template", "stop"]]
+"""What the start of a run decides where its settings leave it open: the day that it is, and where scores are read."""
+
+
+def as_started(run: Any, at_start: AtStart) -> Any:
+    """The run with what its start decides; see ``dated`` and ``RewardModel.score_at``."""
+    day, place = at_start
+    run = dated(run, day)
+    left_open = isinstance(run, RewardModel) and isinstance(run.data, Pairs) and run.score_at is None
+    return dataclasses.replace(run, score_at=place) if left_open else run
 
 
 def wording(run: Any) -> Task | None:

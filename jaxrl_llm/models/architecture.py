@@ -8,6 +8,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.pretrained import check_name, looks_like_hub_id
+from jaxrl_llm.models.weights import read_json
 
 
 def architecture(name: str) -> tuple[ModelConfig, str]:
@@ -27,6 +28,19 @@ def architecture(name: str) -> tuple[ModelConfig, str]:
     if not looks_like_hub_id(name):
         return _builtin(name), "built in"
     return read_config(_fetched(name)), "the hub's config.json"
+
+
+def attributes_of(name: str) -> dict[str, Any]:
+    """What config.json says of a directory or a hub id; nothing of what has none.
+
+    Raises:
+      InputError: nothing of that name.
+    """
+    check_name(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return read_json(path / "config.json")
+    return _fetched(name) if looks_like_hub_id(name) and not name.endswith(".gguf") else {}
 
 
 def _builtin(name: str) -> ModelConfig:

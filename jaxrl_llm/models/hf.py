@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig, TokenIds
-from jaxrl_llm.models.hf_config import gives_scores, read_config, read_token_ids, write_config, write_token_ids
+from jaxrl_llm.models.hf_config import OURS, gives_scores, read_config, read_token_ids, write_config, write_token_ids
 from jaxrl_llm.models.tokenizer import load_tokenizer, padded_with, save_tokenizer, special_ids
 from jaxrl_llm.models.weights import (
     StoredTensor,
@@ -62,16 +62,23 @@ def read_directory(
     return config, read_parameters(config, stored, dtype, mesh, gives_scores(attributes)), tokenizer
 
 
-def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathLike, card: str | None = None) -> None:
+def save_pretrained(
+    model: Any,
+    tokenizer: Any | None,
+    directory: str | os.PathLike,
+    card: str | None = None,
+    taught: Mapping[str, str] | None = None,
+) -> None:
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
     A ``ScalarModel`` becomes a sequence classifier with one label, for ``AutoModelForSequenceClassification``. It reads
     the score at the last token that is not padding, so config and tokenizer name a padding that ends no text
     (``padding_id``), which may be another than the language model's.
 
-    ``card`` is the text of its README.md, if it is to have one. Weights above 5 GB are sharded. The directory appears
-    whole or not at all; InputError where it exists and is not empty. The model's arrays must be addressable by this
-    process.
+    ``card`` is the text of its README.md, if it is to have one; ``taught`` what a reward model was taught, which
+    config.json holds as ``jaxrl_llm`` (``stages.taught.Taught.to_json``). Weights above 5 GB are sharded. The directory
+    appears whole or not at all; InputError where it exists and is not empty. The model's arrays must be addressable by
+    this process.
     """
     from jaxrl_llm.models.decoder import to_parameters
     from jaxrl_llm.models.heads import split
@@ -84,6 +91,7 @@ def save_pretrained(model: Any, tokenizer: Any | None, directory: str | os.PathL
         parameters["scalar"] = scalar
         attributes["pad_token_id"] = padding_id(config, tokenizer)
         tokenizer = None if tokenizer is None else padded_with(tokenizer, attributes["pad_token_id"])
+        attributes |= {} if taught is None else {OURS: dict(taught)}
     with new_directory(directory) as folder:
         write_directory(folder, attributes, to_stored(config, parameters), tokenizer)
         write_card(folder, card)

@@ -8,8 +8,11 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm, TokenIds
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, Family, Mark, family_of
 
+OURS = "jaxrl_llm"
+"""An attribute of reward models that this package has written: what they were taught."""
 HARMLESS = frozenset(
     """
+    jaxrl_llm
     architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path auto_map use_cache
     initializer_range attention_dropout bos_token_id eos_token_id pad_token_id rope_theta rope_scaling rope_parameters
     rope_local_base_freq pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act

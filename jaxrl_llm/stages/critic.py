@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Run, require
+from jaxrl_llm.config import Run, require, tasks_in
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Learner, Training, ValueLoss, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
@@ -20,6 +20,8 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, initialise
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import platform_of
+from jaxrl_llm.stages.taught import check_template, taught
+from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.trained import config_of, load_model
 
 Architectures = Callable[[str], ModelConfig]
@@ -97,7 +99,7 @@ def loaded(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
     """The model that a critic begins as, in ``learner.dtype`` on the mesh.
 
     Raises:
-      InputError: it cannot be read, or its tokens are not the policy's.
+      InputError: it cannot be read, its tokens are not the policy's, or it was taught with another chat template.
     """
     model, own = load_model(name, run.learner.dtype, mesh)
     require(
@@ -105,6 +107,8 @@ def loaded(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
         f"the tokens of recipe.critic.model {name} are not those of {run.model}: give a critic that reads the policy's "
         "tokens",
     )
+    prompts = {task.label: Prompts(task, tokenizer) for task in tasks_in(run.task)}
+    check_template(taught(name, own or tokenizer), f"recipe.critic.model {name}", prompts, tokenizer)
     return scored(model)
 
 

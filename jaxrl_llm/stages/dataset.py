@@ -122,7 +122,8 @@ def read(
     exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
     data = gathered(run, exam, problems, model, resources, progress.status)
     progress.status(f"reading {data.label}")
-    loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens)
+    closes = isinstance(run, configs.RewardModel) and run.score_at != "stop"
+    loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens, closes)
     length, where = tasks.longest((*loaded.train, *loaded.held_out))
     configs.require(
         length <= run.batch.max_tokens,

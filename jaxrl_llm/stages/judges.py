@@ -21,8 +21,10 @@ from jaxrl_llm.rewards.models import ON_DEVICE, ModelReward, StepReward
 from jaxrl_llm.rewards.steps import last_token
 from jaxrl_llm.sharding import batch_parts, platform_of
 from jaxrl_llm.stages.reading import scored, scored_sample
+from jaxrl_llm.stages.taught import check_readers, check_template, closings, taught
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import check_tokenizer
+from jaxrl_llm.tasks.turns import closed
 from jaxrl_llm.trained import load_model
 from jaxrl_llm.types import Completion, Problem
 
@@ -38,17 +40,23 @@ class DeviceModel:
       forward: how it is run.
       prompts: of each task, by its label.
       status: hears what is going on.
+      closings: what ends a completion of each task where its score is read, by label; see ``tasks.turns.closed``.
     """
 
     model: ScalarModel
     forward: Forward
     prompts: Mapping[str, Prompts]
     status: Callable[[str], None]
+    closings: Mapping[str, Sequence[int] | None]
 
     def values(self, items: Sequence[Item]) -> list[np.ndarray]:
-        """For each completion float32[t + 1]: at place t the value of the state before token t, last that after all."""
+        """For each completion float32[t + 1]: at place t the value of the state before token t, last that after all.
+
+        Where the model reads on to the end of what the chat template writes, its tokens t are among them.
+        """
         samples = [
-            scored_sample(self.prompts[problem.task][problem], completion.tokens, {}) for problem, completion in items
+            scored_sample(self.prompts[problem.task][problem], closed(completion, self.closings.get(problem.task)), {})
+            for problem, completion in items
         ]
         with jax.set_mesh(self.forward.mesh):  # of this thread
             return scored(self.forward, self.model, samples, "values", self.status)
@@ -61,7 +69,8 @@ def judges_of(
     prompts: Mapping[str, Prompts],
     status: Callable[[str], None],
 ) -> dict[Any, Callable[[Sequence[Item]], Any]]:
-    """What computes the rewards that models give, by those rewards; nothing for a run without any.
+    """What computes the rewards that models give, by those rewards: ``together``, or ``by_step``; nothing for a run
+    without any.
 
     Args:
       run: with its settings resolved.
@@ -71,8 +80,10 @@ def judges_of(
       status: hears what is going on.
 
     Raises:
-      InputError: a model that is not there, is no reward model, or has other tokens than the policy.
+      InputError: a model that is not there, is no reward model, was taught something else, or has other tokens than
+        the policy.
     """
+    check_readers(run)
     loaded: dict[str, DeviceModel] = {}
 
     def model_at(path: str, name: str) -> DeviceModel:
@@ -84,7 +95,7 @@ def judges_of(
     for base in configs.bases(run):
         if isinstance(base, ModelReward):
             models = [model_at(path, base.name) for path in base.paths]
-            found[base] = functools.partial(together, base, models)
+            found[base] = functools.partial(together, models)
         elif isinstance(base, StepReward):
             found[base] = functools.partial(by_step, base, model_at(base.path, base.name), tokenizer)
     return found
@@ -123,24 +134,31 @@ def load_judge(
             f"{field}: the tokens of {path} are not those of {run.model}: give a reward model that reads the policy's "
             "tokens"
         )
-    longest = run.rollout.max_length
+    known = taught(path, own)
+    check_template(known, f"{field}: {path}", prompts, tokenizer)
+    ends = closings(known, prompts, tokenizer)
+    more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
+    longest = run.rollout.max_length + more
     positions = model.config.attention.max_positions
     configs.require(
         longest <= positions,
         f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
         "max_new_tokens or max_prompt_tokens, or give another reward model",
     )
-    return DeviceModel(model, forward_of(run, model.config, where), prompts, status)
+    return DeviceModel(model, forward_of(run, model.config, where, more), prompts, status, ends)
 
 
-def forward_of(run: Run, config: ModelConfig, where: Any) -> Forward:
-    """How a reward model of this architecture is run on the mesh that samples."""
-    longest = run.rollout.max_length + 1
+def forward_of(run: Run, config: ModelConfig, where: Any, more: int = 0) -> Forward:
+    """How a reward model of this architecture is run on the mesh that samples.
+
+    ``more``: tokens that it reads after a completion.
+    """
+    longest = run.rollout.max_length + more + 1
     parts = batch_parts(where)
     rows = -(-run.learner.microbatch_rows // parts) * parts
     settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
     compute = compute_for(settings, config, platform_of(where))
-    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + 1, where, config)
+    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + more + 1, where, config)
     return Forward(layout, compute, 1.0, where)
 
 
@@ -153,13 +171,10 @@ def paths_of(run: Run) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def together(reward: ModelReward, models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:
-    """One score of each completion, float64[n], of one or several models."""
-    scores = np.asarray([[float(values[-1]) for values in one.values(items)] for one in models], np.float64)
-    if reward.of == "minimum":
-        return scores.min(axis=0)
-    mean = scores.mean(axis=0)
-    return mean - reward.spread * scores.std(axis=0) if reward.of == "conservative" else mean
+def together(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.ndarray:
+    """The score of each completion by each of some models, float64[n, m]."""
+    scores = [[float(values[-1]) for values in one.values(items)] for one in models]
+    return np.asarray(scores, np.float64).T
 
 
 def by_step(reward: StepReward, model: DeviceModel, tokenizer: Any, items: Sequence[Item]) -> np.ndarray:

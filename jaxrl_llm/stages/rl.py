@@ -54,6 +54,7 @@ from jaxrl_llm.stages.problems import (
 )
 from jaxrl_llm.stages.programs import build_programs, moved_by_rules
 from jaxrl_llm.stages.stage import Stage
+from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.pieces import pieces
 from jaxrl_llm.telemetry.progress import Progress
@@ -252,7 +253,14 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *dropped, *thoughts_judged(prompts, read), *sizes_of(run, read), *configs.notes(run)],
+        notes=[
+            *read.notes,
+            *dropped,
+            *thoughts_judged(prompts, read),
+            *sizes_of(run, read),
+            *untold(run),
+            *configs.notes(run),
+        ],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
