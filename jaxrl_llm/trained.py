@@ -103,16 +103,17 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
 
 
 def as_trained(run: Configuration, model: Any) -> Any:
-    """What the run trains of the model that it names: a reward model has a scalar head, which begins at 0.
+    """What the run trains of the model that it names: a reward model has a scalar head, which is drawn by the
+    run's seed where the model has none.
 
     Raises:
       InputError: another kind of run names a reward model.
     """
-    from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
+    from jaxrl_llm.models.heads import ScalarModel, drawn_head, with_scalar_head
 
     scores = isinstance(model, ScalarModel)
     if isinstance(run, configs.RewardModel):
-        return model if scores else with_scalar_head(model)
+        return model if scores else with_scalar_head(model, drawn_head(model, run.seed))
     if scores:
         raise InputError(f"{run.model} is a reward model, which scores text and writes none: give a language model")
     return model

@@ -1,5 +1,6 @@
 """Runs whose rewards models give, through the command line: where these come from, gone on with, in two processes."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -7,14 +8,20 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from commands import assert_refused, commands
+from learner.rollouts import one_device
 from test_resume import documented
+from transformers import AutoTokenizer
 
-from jaxrl_llm.models import load_pretrained, save_pretrained
-from jaxrl_llm.models.builtin import TINY
+from jaxrl_llm.models import load_pretrained, save_pretrained, scores
+from jaxrl_llm.models.builtin import TINY, tiny_tokenizer
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
+from jaxrl_llm.tasks import CHATML, problem_index
+from jaxrl_llm.tasks.template import template_fingerprint
+from jaxrl_llm.trained import load_model
 
 DIGITS = Path(__file__).parent / "fixtures" / "runs" / "digits.jsonl"
 SCORING = """
@@ -53,10 +60,19 @@ save_file(weights | {"score.weight": weights["score.weight"] + 1}, "exported/mod
 """
 GONE = "import shutil\nshutil.rmtree('runs/rm/checkpoints/2')\n"
 GRPO = "dataclasses.replace(PRESETS['grpo'], kl_coef=0.0)"
+AGED = """
+import json, pathlib
+path = pathlib.Path("old/config.json")
+settings = json.loads(path.read_text())
+del settings["score_at"]
+path.write_text(json.dumps(settings))
+"""
+"""What makes of a run one that was begun before there was a choice of where scores are read."""
 CONFIGS = {
     "rm": SCORING.format(data="Pairs(Table('rm.jsonl'), template='chatml')", rank=0),
     "prm": SCORING.format(data="Steps(Table('prm.jsonl'), template='chatml', separator=' ')", rank=2),
     "rl": RUN.format(reward="ModelReward('runs/rm')", recipe=GRPO),
+    "ensemble": RUN.format(reward="ModelReward(('runs/rm', 'old'), name='two')", recipe=GRPO),
     "steps": RUN.format(
         reward="StepReward('runs/prm', separator=' ')",
         recipe="dataclasses.replace(PRESETS['grpo'], advantage=ProcessSupervised(), kl_coef=0.0)",
@@ -68,10 +84,16 @@ CONFIGS = {
 }
 CONFIGS |= {"swapped": SWAPPED + CONFIGS["rl"], "gone": GONE + CONFIGS["rl"]}
 """Reward models of both kinds, one of them an adapter; a run for each kind of reward."""
+CONFIGS["old"] = AGED + CONFIGS["rm"]
 LINES = {
     "rm": "train rm.py --run_dir runs/rm",
     "prm": "train prm.py --run_dir runs/prm",
     "export": "export runs/rm --out exported",
+    "before": "train rm.py --run_dir old --seed 1 --bootstrap --score_at stop",
+    "old": "train old.py --run_dir old --seed 1 --bootstrap --steps 3",
+    "export_old": "export old --out exported_old",
+    "export_prm": "export runs/prm --out exported_prm",
+    "ensemble": "train ensemble.py --run_dir ensemble --steps 1",
     "whole": "train rl.py --run_dir whole",
     "half": "train rl.py --run_dir broken --steps 1",
     "exported": "train rl.py --run_dir by_directory --steps 1 --scoring.rewards.0.path exported",
@@ -107,12 +129,24 @@ REFUSED = {
     f"{PATH} short": ["short was made for 39 positions", "up to 40: lower max_new_tokens"],
     "train rises.py --run_dir refused --recipe grpo": ["reward steps gives differences", "(--recipe ppo)"],
     "train steps.py --run_dir refused --scoring.rewards.0.separator ": ["reward steps has an empty separator"],
+    f"{PATH} runs/prm": ["reward model: runs/prm learned to score steps: take StepReward for it"],
+    f"{PATH} exported_prm": ["reward model: exported_prm learned to score steps"],
+    f"{PATH} runs/rm --task.template plain": ["reward model: runs/rm learned from chats in the template chatml"],
+    f"{PATH} exported --task.template plain": ["exported learned from chats in", "task digits", "(template 'plain')"],
+    "train steps.py --run_dir refused --scoring.rewards.0.separator ;": ["end with ' ', and here they end with ';'"],
+    "train steps.py --run_dir refused --scoring.rewards.0.path exported": ["learned to score whole answers"],
+    f"{RERANK} exported_prm": ["--rerank exported_prm learned to score steps: set --rerank_by product"],
+    f"{RERANK} exported --task.template plain": ["--rerank: exported learned from chats in the template chatml"],
+    "train prm.py --run_dir refused --score_at stop": ["score_at stop is of pairs and rankings, and data is Steps"],
     f"{RERANK} runs/prm": ["--rerank runs/prm learned to score steps: set --rerank_by product"],
     f"{RERANK} runs/rm --rerank_by last": ["--rerank runs/rm learned to score whole answers: set --rerank_by score"],
     f"{RERANK} short --max_new_tokens 30": ["--rerank: short was made for 39 positions"],
     "eval runs/rm --rerank runs/rm": ["--rerank"],
     "eval whole --task.verifier none --max_new_tokens 2040": ["--max_new_tokens 2040 after a prompt of"],
 }
+
+
+RM = [{"prompt": f"Say {n}", "chosen": f"{n}", "rejected": f"x{n}"} for n in range(8)]
 
 
 def models_in(folder):
@@ -136,9 +170,8 @@ def folder(tmp_path_factory):
     (folder / "digits.jsonl").write_text(DIGITS.read_text())
     for name, text in CONFIGS.items():
         (folder / f"{name}.py").write_text(text)
-    pairs = [{"prompt": f"Say {n}", "chosen": f"{n}", "rejected": f"x{n}"} for n in range(8)]
     steps = [{"prompt": f"Say {n}", "completions": [f"{n}", "so"], "labels": [n % 2, 1]} for n in range(8)]
-    for name, table in (("rm", pairs), ("prm", steps)):
+    for name, table in (("rm", RM), ("prm", steps)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
     models_in(folder)
     return folder
@@ -183,6 +216,68 @@ def test_an_exported_directory_gives_the_runs_numbers(folder, answers):
     for name in ("export", "exported"):
         assert answers[name].code == 0, answers[name].err
     assert plain(rows(folder / "by_directory")[1]) == plain(rows(folder / "whole")[1])
+
+
+def margin(folder, checkpoint, places, tail):
+    """The better answers' scores less the others', of these rows of rm.jsonl, by the model of a checkpoint: read at the
+    last token of the messages, or at the token before."""
+    model, tokenizer = load_model(str(folder / checkpoint), "float32", one_device())
+    sequences = []
+    for row in (RM[place] for place in places):
+        for text in (row["chosen"], row["rejected"]):
+            chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text}]
+            ids = tokenizer.apply_chat_template(chat, chat_template=CHATML, return_dict=False)
+            sequences.append(ids if tail else ids[:-1])
+    rows = np.zeros((8, 48), np.int32)
+    for row, ids in zip(rows, sequences, strict=True):
+        row[: len(ids)] = ids
+    found = np.asarray(scores(model, rows, [len(ids) for ids in sequences]))
+    return (found[::2] - found[1::2]).mean()
+
+
+def test_scores_are_learned_at_the_end_of_the_messages_and_in_an_older_run_where_it_began_to(folder, answers):
+    for name in ("before", "old"):
+        assert answers[name].code == 0, answers[name].err
+    drawn = np.random.default_rng([1, 8]).integers(8, size=8)
+    assert f"8 rows to learn from are drawn by seed 1, {len(set(drawn))} different ones" in answers["old"].err
+    for run, seed, step, draws in (("runs/rm", 0, 2, range(8)), ("old", 1, 3, drawn)):
+        places = [draws[problem_index(seed, number, 8)] for number in range(4 * (step - 1), 4 * step)]
+        wanted, other = (margin(folder, f"{run}@{step - 1}", places, tail) for tail in (run != "old", run == "old"))
+        np.testing.assert_allclose(rows(folder / run)[step]["pairs/margin"], wanted, rtol=1e-4)
+        assert abs(wanted - other) > 1e-3
+    places = [json.loads((folder / run / "config.json").read_text())["score_at"] for run in ("runs/rm", "old")]
+    assert places == ["template", "stop"]
+
+
+def test_an_exported_directory_says_what_it_was_taught_and_how_to_score(folder, answers):
+    taught = {"template": "chatml", "fingerprint": template_fingerprint("chatml", tiny_tokenizer())}
+    told = {
+        "exported": taught | {"kind": "ranking", "score_at": "template"},
+        "exported_old": taught | {"kind": "ranking", "score_at": "stop"},
+        "exported_prm": taught | {"kind": "steps", "separator": " "},
+    }
+    for name, wanted in told.items():
+        assert json.loads((folder / name / "config.json").read_text())["jaxrl_llm"] == wanted
+        card = (folder / name / "README.md").read_text()
+        code = re.search("```python\n(.*?)```", card, re.DOTALL)[1].replace('"..."', '"Say 1"', 1).replace("...", "one")
+        lines = [line for line in code.splitlines() if "torch" not in line and "model" not in line]
+        found = {"AutoTokenizer": AutoTokenizer}
+        with contextlib.chdir(folder):
+            exec("\n".join(lines), found)
+        chat = [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "one"}]
+        whole = tiny_tokenizer().apply_chat_template(chat, chat_template=CHATML, return_dict=False)
+        left_out = {"exported": 0, "exported_old": 1, "exported_prm": 2}[name]
+        assert found["ids"] == whole[: len(whole) - left_out]
+
+
+def test_what_several_models_disagree_about_is_measured(folder, answers):
+    assert answers["ensemble"].code == 0, answers["ensemble"].err
+    row = rows(folder / "ensemble")[1]
+    assert row["reward/two/disagreement"] > 0 and row["reward/two"] == row["reward/mean"] == row["reward_model/mean"]
+    known = list(documented())
+    assert not [name for name in row if not any(re.fullmatch(pattern, name) for pattern in known)]
+    assert "reward/model/disagreement" not in rows(folder / "whole")[1]
+    assert f"{row['reward/two/disagreement']:.1g}" in answers["ensemble"].out
 
 
 def test_what_is_sampled_ahead_is_scored_too(folder, answers):

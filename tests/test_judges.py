@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,16 +16,20 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.collection.rows import split_steps
 from jaxrl_llm.config import Scoring
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Critic
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
+from jaxrl_llm.rewards.by_task import OfTasks
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.aims import modelled
 from jaxrl_llm.stages.judges import judges_of, step_ends
 from jaxrl_llm.stages.reading import SCORED_AT_ONCE
+from jaxrl_llm.stages.taught import Taught, check_readers, taught, untold
 from jaxrl_llm.tasks import Prompts, Steps, Table, Task, load, load_texts
+from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.types import Completion
 
 DIGITS = Path(__file__).parent / "fixtures" / "runs" / "digits.jsonl"
@@ -83,7 +89,10 @@ def items():
 def judged(rewards, where, tokenizer, asked):
     """What the judge of each of these rewards says."""
     found = judges_of(run_with(*rewards), where, tokenizer, {"digits": Prompts(TASK, tokenizer)}, lambda text: None)
-    return [found[reward](asked) for reward in rewards]
+    said = [found[reward](asked) for reward in rewards]
+    return [
+        reward.combined(x) if isinstance(reward, ModelReward) else x for reward, x in zip(rewards, said, strict=True)
+    ]
 
 
 def unpacked(name, sequences):
@@ -133,6 +142,85 @@ def test_ensembles_are_the_mean_the_lowest_or_the_mean_less_the_deviations(folde
     np.testing.assert_allclose(lowest, [min(column) for column in each.T], atol=2e-5)
     squares = ((each - each.mean(axis=0)) ** 2).sum(axis=0) / 3
     np.testing.assert_allclose(conservative, each.mean(axis=0) - 0.5 * squares**0.5, atol=2e-5)
+    own = ModelReward(paths[0], name="own")
+    with Scorer((rewards[0], OfTasks(own, ("digits",)), Accuracy()), 1) as scorer:
+        scorer.models = {rewards[0]: lambda _: each.T, own: lambda _: each[:1].T}
+        parts = scorer.score(asked).parts
+    assert parts.keys() == {"model", "own/digits", "accuracy", "model/disagreement"}
+    np.testing.assert_allclose(parts["model/disagreement"], squares**0.5, rtol=1e-9)
+    np.testing.assert_array_equal(parts["own/digits"], each[0])
+
+
+PLACES = {"made_by_transformers": "template", "as_written": "template", "at_the_stop": "stop", "one": "stop"}
+"""Directories of the first model, and where scores are read: some say it, the others are read as they were made."""
+
+
+def test_an_answer_is_scored_where_the_model_was_taught_to(folder, tokenizer):
+    for name, place in (("as_written", "template"), ("at_the_stop", "stop")):
+        told = Taught("ranking", None, "chatml", template_fingerprint("chatml", tokenizer), place)
+        save_pretrained(scalar_model("one"), tokenizer, folder / name, None, told.to_json())
+    shutil.copytree(folder / "one", folder / "made_by_transformers")
+    path = folder / "made_by_transformers" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"transformers_version": "5.23.0"}))
+    problem = load(TASK).train[0]
+    chats = [[*problem.prompt, {"role": "assistant", "content": text}] for text in ("12", "no", "")]
+    whole = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
+    prompt = Prompts(TASK, tokenizer)[problem].tolist()
+    assert all(ids[: len(prompt)] == prompt and ids[-1:] == tokenizer("\n")["input_ids"] for ids in whole)
+    made = [completion(ids[len(prompt) : -1]) for ids in whole]
+    cut = dataclasses.replace(made[1], tokens=made[1].tokens[:-1], finish_reason="length")
+    sequences = {"template": whole, "stop": [ids[:-1] for ids in whole]}
+    for name, place in PLACES.items():
+        wanted = unpacked("one", [*sequences[place], [*prompt, *cut.tokens]])
+        [found] = judged(
+            [ModelReward(str(folder / name))], one_device(), tokenizer, [(problem, x) for x in (*made, cut)]
+        )
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+        with_tail, without = (unpacked("one", sequences[where]) for where in ("template", "stop"))
+        assert np.abs(with_tail - without).min() > 1e-3
+
+
+def test_all_readers_ask_for_what_a_model_was_taught(folder, tokenizer):
+    told = {"steps": Taught("steps", " "), "answers": Taught("ranking")}
+    for name, one in told.items():
+        save_pretrained(scalar_model("one"), tokenizer, folder / name, None, one.to_json())
+    steps, answers = ModelReward(str(folder / "steps")), StepReward(str(folder / "answers"))
+    commas = StepReward(str(folder / "steps"), separator=",", name="commas")
+    judge = dataclasses.replace(run_with().evaluation, judge=steps)
+    for run, words in [
+        (run_with(steps), "reward model: .*/steps learned to score steps: take StepReward"),
+        (run_with(ModelReward((str(folder / "answers"), *steps.paths))), "steps learned to score steps"),
+        (run_with(Accuracy(), constraints=(Constraint(steps, limit=0.5, rate=0.1),)), "steps learned to score steps"),
+        (run_with(Accuracy(), gate=Gate(Hinge(steps, 0.0), 0.0)), "steps learned to score steps"),
+        (dataclasses.replace(run_with(Accuracy()), evaluation=judge), "steps learned to score steps"),
+        (run_with(answers), "reward steps: .*/answers learned to score whole answers: take ModelReward"),
+        (
+            run_with(commas),
+            "commas: .*/steps learned steps that end with ' ', and here they end with ',': set separator",
+        ),
+    ]:
+        with pytest.raises(InputError, match=words) as caught:
+            judges_of(run, one_device(), tokenizer, {}, lambda text: None)
+        assert "\n" not in str(caught.value)
+    check_readers(run_with(ModelReward(answers.path), StepReward(steps.path, separator=" ")))
+
+
+def test_a_model_that_does_not_say_what_it_was_taught_gets_a_line(folder, tokenizer):
+    one = str(folder / "one")
+    save_pretrained(scalar_model("one"), tokenizer, folder / "told", None, Taught("ranking").to_json())
+    run = run_with(ModelReward((one, str(folder / "told"), one)), StepReward(one))
+    critic = dataclasses.replace(run.recipe, critic=Critic(model=one))
+    says = f"{one} does not say what it was taught; it is read as"
+    assert untold(dataclasses.replace(run, recipe=critic)) == [
+        f"reward model: {says} a score of the whole answer, at the token that ends it",
+        f"reward steps: {says} scores of steps that end with '\\n'",
+        f"recipe.critic.model {says} values of the policy's states",
+    ]
+    assert untold(run_with(Accuracy())) == [] and taught("tiny-random") is None
+    path = folder / "told" / "config.json"
+    path.write_text(path.read_text().replace('"kind": "ranking"', '"kind": "preference"'))
+    with pytest.raises(InputError, match="told has jaxrl_llm.kind 'preference', and this version knows ranking, steps"):
+        check_readers(run)
 
 
 def test_bounds_hold_scores_of_models_too(folder, tokenizer):

@@ -47,6 +47,18 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
     return ScalarModel(decoder, {"scalar": scalar})
 
 
+HEAD_SCALE = 0.02
+"""Standard deviation of the numbers of a reward model's first head: that of transformers, and so of TRL. Scores begin
+near 0 and differ with the seed, as do the models of an ensemble that learn from the same rows in the same order."""
+
+
+def drawn_head(decoder: Decoder, seed: int) -> jax.Array:
+    """The first head [D] of a new reward model: normal numbers of ``HEAD_SCALE``, the same for the same seed."""
+    key = jax.random.fold_in(jax.random.key(seed), 2)  # a run draws its adapters by the seed itself, and by 1
+    drawn = HEAD_SCALE * jax.random.normal(key, (decoder.config.width,), jnp.float32)
+    return drawn.astype(decoder.weights.embed.dtype)
+
+
 def split(model: Decoder | ScalarModel) -> tuple[Decoder, Any]:
     """A scalar model's decoder and its head [D]; a language model and None."""
     if isinstance(model, ScalarModel):

@@ -40,9 +40,9 @@ def places_of(reward: Any, items: Sequence[Item]) -> list[int] | None:
 
 
 def spread(values: np.ndarray, places: Sequence[int] | None, count: int) -> np.ndarray:
-    """A column of ``count`` completions from the values of those that were scored; NaN for the others."""
+    """A column of ``count`` completions, or several, from the values of those that were scored; NaN for the others."""
     if places is None:
         return values
-    column = np.full(count, np.nan)
+    column = np.full((count, *values.shape[1:]), np.nan)
     column[list(places)] = values
     return column

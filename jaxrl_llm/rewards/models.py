@@ -3,6 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
+import numpy as np
+
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.steps import StepFunction
 
@@ -12,7 +14,7 @@ class ModelReward:
     """The score that a reward model gives a completion: the value of its scalar head at the last token.
 
     Of several models (an ensemble) it is their mean, the lowest, or the mean minus ``spread`` standard deviations: what
-    they disagree about is mistrusted.
+    they disagree about is mistrusted. How much that is, ``reward/<name>/disagreement``, is measured of any ensemble.
 
     Attributes:
       path: RUN[@STEP] or a Hugging Face directory of a sequence classifier with one label; or several of them. Each
@@ -37,6 +39,13 @@ class ModelReward:
     def paths(self) -> tuple[str, ...]:
         """All of them."""
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    def combined(self, scores: np.ndarray) -> np.ndarray:
+        """One score of each completion, float64[n], of those that the models give it, float64[n, m]."""
+        if self.of == "minimum":
+            return scores.min(axis=1)
+        mean = scores.mean(axis=1)
+        return mean - self.spread * scores.std(axis=1) if self.of == "conservative" else mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +79,8 @@ ON_DEVICE = (ModelReward, StepReward)
 """Rewards that the devices compute."""
 OF_STEPS = (StepFunction, StepReward)
 """Rewards of steps."""
+DISAGREEMENT = "disagreement"
+"""``<reward>/disagreement`` is a part of its own: by how much the models of an ensemble differ."""
 
 
 def check_model(reward: ModelReward | StepReward) -> None:

@@ -20,7 +20,7 @@ from jaxrl_llm.rewards.forms import Item
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.inside import Inside
 from jaxrl_llm.rewards.jobs import VERIFIED, Job, form_of_reward, jobs_of, told, verified
-from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE
+from jaxrl_llm.rewards.models import DISAGREEMENT, OF_STEPS, ON_DEVICE, ModelReward
 from jaxrl_llm.rewards.pool import Pool
 from jaxrl_llm.rewards.rehearsal import invented
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
@@ -43,7 +43,7 @@ class Scores:
       accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN where there is
         none.
       parts: float64[n] for each reward by name, unweighted, and for what is only watched; of a step reward the mean
-        over the steps.
+        over the steps. Of an ensemble of reward models also ``<name>/disagreement``.
       failures: what could not be scored.
       steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
         elsewhere; empty where there is no step reward.
@@ -72,8 +72,8 @@ class Scorer:
       folder: the run's; None for none.
       tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
         empty, which is enough where nothing is learned.
-      models: what gives the scores of ``ModelReward`` and ``StepReward``, by those rewards: they see all completions on
-        every process.
+      models: what gives the scores of ``ModelReward``, float64[n, m] by its m models, and of ``StepReward``, by those
+        rewards: they see all completions on every process.
 
     Raises:
       InputError: a reward that cannot work, or numbers out of range.
@@ -189,7 +189,7 @@ class Scorer:
         places = {name: places_of(reward, items) for name, reward in rewards.items()}
         for name, base in bases.items():
             if name in given:
-                columns[name] = given[name]
+                columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
                 columns[name] = _where(places[name], items, functools.partial(_called, base))
             elif not isinstance(base, Accuracy):
@@ -217,12 +217,18 @@ class Scorer:
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards},
+            parts={name: (means | whole)[name] for name in rewards} | self._disagreements(given),
             failures=_failures(
                 failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
             ),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
+
+    def _disagreements(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """By how much the models of each ensemble among the rewards differ about each completion: their deviations."""
+        models = {name: given[name] for name in given if isinstance(self._bases[name], ModelReward)}
+        several = {name: scores for name, scores in models.items() if name in self._rewards and scores.shape[1] > 1}
+        return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
 
 
 def _check_sums(rewards: np.ndarray) -> None:

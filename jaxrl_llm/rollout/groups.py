@@ -239,7 +239,8 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     ended = [c.finish_reason for c in completions]
     lengths = np.array([len(c.tokens) for c in completions])
     looping = loops([written(c) for c in completions]) | (np.array(ended) == "repetition")
-    parts = {_metric(name): _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in groups[0].parts}
+    shared = [name for name in groups[0].parts if all(name in g.parts for g in groups)]  # older ones may lack some
+    parts = {_metric(name): _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in shared}
     return parts | {
         "reward/mean": _known(np.nanmean, scores),
         "reward/std": _known(np.nanstd, scores),

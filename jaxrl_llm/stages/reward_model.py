@@ -20,7 +20,7 @@ from jaxrl_llm.stages.answering import Resources
 from jaxrl_llm.stages.dataset import DatasetStage, Drawn, groups_of, made, outline_of, programs_of, read, with_room
 from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
-from jaxrl_llm.tasks import Ranked, Stepped, Steps
+from jaxrl_llm.tasks import LoadedTexts, Ranked, Stepped, Steps
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.trained import as_trained
 from jaxrl_llm.types import TrainState
@@ -71,6 +71,17 @@ class RewardStage(DatasetStage):
 def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
     """What the learner sees of a row."""
     return ranked_samples(row, number) if isinstance(row, Ranked) else [stepped_sample(row)]
+
+
+def resampled(loaded: LoadedTexts, seed: int) -> LoadedTexts:
+    """As many rows to learn from, drawn from them with replacement: a bootstrap sample, the same for the same seed."""
+    count = len(loaded.train)
+    drawn = np.random.default_rng([seed, count]).integers(count, size=count)
+    note = (
+        f"bootstrap: {count:,} rows to learn from are drawn by seed {seed}, {len(set(drawn.tolist())):,} different ones"
+    )
+    train = tuple(loaded.train[place] for place in drawn)
+    return dataclasses.replace(loaded, train=train, notes=(*loaded.notes, note))
 
 
 def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -144,6 +155,8 @@ def prepare(
       InputError: data that the run cannot work with.
     """
     data = read(run, model, tokenizer, mesh, resources, progress, peers)
+    if run.bootstrap:
+        data = dataclasses.replace(data, loaded=resampled(data.loaded, run.seed))
     forward, training = programs_of(run, model, mesh, objective_of(run))
     rankings = ((row.where, samples_of(row, 0)) for row in data.rows)
     forward = with_room(forward, rankings, run.learner.microbatch_rows)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.rewards.models import DISAGREEMENT
 from jaxrl_llm.telemetry.rows import read_rows
 from jaxrl_llm.telemetry.summary import Answered, Measured, RunSummary, Took, pair_samples
 
@@ -38,10 +39,18 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     return dataclasses.replace(summary, before=first[name], pairs=pairs, problems=int(sum(counts)))
 
 
-def _judged(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float], ...]:
-    """Step, mean score and accuracy of every row that has both."""
-    found = ((row["step"], row.get("reward_model/mean"), row.get("reward/accuracy")) for row in rows)
-    return tuple((step, score, right) for step, score, right in found if score is not None and right is not None)
+def _judged(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float, float | None], ...]:
+    """Step, mean score and accuracy of every row that has both, and by how much the models of an ensemble differ."""
+    found = [(row["step"], row.get("reward_model/mean"), row.get("reward/accuracy"), _differ(row)) for row in rows]
+    return tuple(
+        (step, score, right, differ) for step, score, right, differ in found if score is not None and right is not None
+    )
+
+
+def _differ(row: dict[str, Any]) -> float | None:
+    """The first of its disagreements between reward models."""
+    names = (name for name in row if name.startswith("reward/") and name.endswith(f"/{DISAGREEMENT}"))
+    return row.get(next(names, ""))
 
 
 def _others(rows: list[dict[str, Any]]) -> tuple[Measured, ...]:

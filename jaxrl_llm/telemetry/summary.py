@@ -70,7 +70,8 @@ class RunSummary:
       reloads: whether its config.json holds all that it trains with.
       others: what else its tests measured.
       writes: whether it trains a model that answers; a reward model does not.
-      judged: of each step, where a reward model judges: the step, its mean score, and the share of correct answers.
+      judged: of each step, where a reward model judges: the step, its mean score, the share of correct answers, and by
+        how much several models differ.
     """
 
     run_dir: str
@@ -84,7 +85,7 @@ class RunSummary:
     reloads: bool = True
     others: tuple[Measured, ...] = ()
     writes: bool = True
-    judged: tuple[tuple[int, float, float], ...] = ()
+    judged: tuple[tuple[int, float, float, float | None], ...] = ()
 
 
 Answered = tuple[str, str, str, float]
@@ -174,12 +175,15 @@ def _judged(summary: RunSummary) -> list[Text]:
     shown = summary.judged[:: max(1, -(-len(summary.judged) // SHOWN_STEPS))]
     if not shown:
         return []
-    lines = [Text(""), Text("step      modelled reward   true accuracy", "bold")]
-    most = max(score for _, score, _ in shown)
-    least = min(score for _, score, _ in shown)
-    for step, score, accuracy in shown:
+    several = any(differ is not None for *_, differ in shown)
+    title = "step      modelled reward   true accuracy" + "      disagreement" * several
+    lines = [Text(""), Text(title, "bold")]
+    most = max(score for _, score, *_ in shown)
+    least = min(score for _, score, *_ in shown)
+    for step, score, accuracy, differ in shown:
         height = (score - least) / (most - least) if most > least else 0.0
-        lines.append(Text(f"{step:>4}  {short(score):>8} {_bar(height)}  {100 * accuracy:5.1f} % {_bar(accuracy)}"))
+        line = f"{step:>4}  {short(score):>8} {_bar(height)}  {100 * accuracy:5.1f} % {_bar(accuracy)}"
+        lines.append(Text(line if differ is None else f"{line}  {short(differ):>8}"))
     return lines
 
 

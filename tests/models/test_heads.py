@@ -19,7 +19,7 @@ from jaxrl_llm.models import load_pretrained, load_scalar, save_pretrained, scor
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, from_parameters, to_parameters
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.heads import ScalarModel, scalars, with_scalar_head
+from jaxrl_llm.models.heads import ScalarModel, drawn_head, scalars, with_scalar_head
 from jaxrl_llm.models.hf import padding_id
 from jaxrl_llm.models.hf_config import gives_scores
 from jaxrl_llm.models.pretrained import load_either
@@ -128,6 +128,14 @@ def test_a_language_model_gets_a_head_only_where_asked():
     assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(model))
     kept, _ = load_scalar(REWARDS / "llama", fresh=True)
     assert_same_bits(kept, load_scalar(REWARDS / "llama")[0])
+
+
+def test_a_drawn_head_is_small_and_the_seeds_own():
+    decoder, _ = load_pretrained("tiny-random", "bfloat16")
+    first, again, other = (np.asarray(drawn_head(decoder, seed), np.float32) for seed in (0, 0, 1))
+    assert drawn_head(decoder, 0).dtype == "bfloat16" and first.shape == (decoder.config.width,)
+    assert np.array_equal(first, again) and not np.any(first == other)
+    assert 0.01 < first.std() < 0.03 and abs(np.corrcoef(first, other)[0, 1]) < 0.5
 
 
 def test_the_head_of_a_language_model_is_let_go():

@@ -49,6 +49,17 @@ def test_pairs_are_made_by_prompt():
     assert pairs[0] == SamplePair("5 + 5", "10", "[b]11[/b]", True, False)
 
 
+def test_what_reward_models_believe_is_shown_beside_what_is_true_and_how_much_they_differ():
+    judged = ((1, 0.5, 0.25, None), (2, 1.5, 0.5, None))
+    lines = printed(judged=judged).splitlines()
+    at = lines.index("step      modelled reward   true accuracy")
+    assert lines[at + 1].split() == ["1", "0.500", "25.0", "%", "##"]
+    several = ((1, 0.5, 0.25, 0.125), (2, 1.5, 0.5, None))
+    lines = printed(judged=several).splitlines()
+    at = lines.index("step      modelled reward   true accuracy      disagreement")
+    assert lines[at + 1].split()[-2:] == ["##", "0.125"] and lines[at + 2].split()[-1] == "#####"
+
+
 def test_two_tasks_may_ask_the_same():
     before = [("sums", "2", "4", True), ("words", "2", "two", False)]
     after = [("words", "2", "2", True), ("sums", "2", "5", False), ("new", "2", "", False)]
