@@ -11,7 +11,7 @@ from test_resume import rows
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config import BatchSize, Evaluation, Preference, RewardModel, Supervised
+from jaxrl_llm.config import BatchSize, Evaluation, Preference, RewardModel, Run, Supervised
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.tasks import Collected, Pairs, Steps, Table, Task, Texts
@@ -142,6 +142,7 @@ def test_little_data_is_enough(answers, line):
     found = rows(folder / line.split("--run_dir ")[1].split()[0])
     assert [row["step"] for row in found] == list(range(2 + ("sft" in line)))
     assert found[-1]["updates"] == 1 and found[-1]["loss"] > 0
+    assert found[-1]["lr"] == pytest.approx(2e-5 if "sft" in line else 1e-6)
     assert ("eval/text/loss" in found[-1]) == ("sft" in line)
 
 
@@ -169,6 +170,28 @@ RUNS = (
     RewardModel("m", Pairs(Table("a.jsonl")), 0.01, learner=Learner(Optimiser(warmup=2), lora=Lora(4))),
     RewardModel("m", Steps(Table("a.jsonl"), separator="\n\n"), run_dir="there"),
 )
+
+
+RATES = {Supervised: (Texts, 2e-5), Preference: (Pairs, 1e-6), RewardModel: (Pairs, 1e-4)}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_a_kind_of_run_has_a_learning_rate_of_its_own_unless_one_is_named(kind):
+    data, usual = RATES[kind]
+    run = kind("m", data(Table("a.jsonl")))
+
+    def rate(run):
+        return run.learner.optimiser.learning_rate
+
+    others = Learner(Optimiser(warmup=2), microbatch_rows=4)
+    assert rate(run) == rate(dataclasses.replace(run, learner=others)) == usual
+    for named in (1e-6, 3e-3):
+        assert rate(dataclasses.replace(run, learner=Learner(Optimiser(learning_rate=named)))) == named
+    assert rate(Run("m", Task(Table("b.jsonl")), learner=run.learner)) == rate(Run("m", Task(Table("b.jsonl")))) == 1e-6
+    saved = json.loads(json.dumps(configs.to_json(run)))
+    assert configs.from_json(saved) == run
+    saved["learner"]["optimiser"]["learning_rate"] = 1e-6
+    assert rate(configs.from_json(saved)) == 1e-6, "as an earlier version has written it"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: type(run).__name__)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.mixture import Mixture, Part, parts_of_task
-from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
 from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of
@@ -146,6 +146,9 @@ class Run:
     steps: int = 100
     seed: int = 0
     rules: Rules = Rules()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "learner", at_usual_rate(self.learner, RL_RATE))
 
     @property
     def run_dir(self) -> str | None:

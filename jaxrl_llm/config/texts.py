@@ -1,12 +1,12 @@
 """What decides a run that learns from data: supervised fine-tuning, preferences, reward models."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
 from jaxrl_llm.config.parts import dated
 from jaxrl_llm.config.run import MOVED, Evaluation, Output
-from jaxrl_llm.learner.settings import Learner
+from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.tasks.collected import Collected
@@ -21,7 +21,7 @@ class BatchSize:
 
     Attributes:
       rows: of the data: texts, pairs, rankings or solutions.
-      max_tokens: of a prompt with its completion; a longer one is refused.
+      max_tokens: of a prompt with its completion; ``overlong`` of the data says what becomes of a longer one.
     """
 
     rows: int = 32
@@ -76,6 +76,11 @@ class FromData:
     output: Output = Output()
     steps: int = 100
     seed: int = 0
+    usual_rate: ClassVar[Usual]
+    """The learning rate of this kind of run where its optimiser names none; those of TRL 1.16."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
 
     @property
     def run_dir(self) -> str | None:
@@ -94,6 +99,7 @@ class Supervised(FromData):
     """
 
     data: Texts
+    usual_rate: ClassVar[Usual] = Usual(2e-5)
 
 
 @taking_old_names("output", Output, MOVED)
@@ -110,6 +116,7 @@ class Preference(FromData):
 
     data: Pairs
     loss: DPO | IPO = DPO()
+    usual_rate: ClassVar[Usual] = RL_RATE
 
 
 @taking_old_names("output", Output, MOVED)
@@ -135,6 +142,7 @@ class RewardModel(FromData):
     centre: float = 0.0
     score_at: Literal["template", "stop"] | None = None
     bootstrap: bool = False
+    usual_rate: ClassVar[Usual] = Usual(1e-4)
 
 
 AtStart = tuple[str, Literal["template", "stop"]]

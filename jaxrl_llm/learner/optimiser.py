@@ -25,7 +25,7 @@ class Offloaded(NamedTuple):
 
 def learning_rate(config: Optimiser) -> optax.Schedule:
     """Learning rate as a function of the optimiser updates done so far."""
-    peak = config.learning_rate
+    peak = float(config.learning_rate)  # JAX takes no class of its own
     warmup = config.warmup
     begin = max(config.decay[0], warmup)
     end = config.decay[1]

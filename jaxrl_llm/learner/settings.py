@@ -8,6 +8,14 @@ MUON_RMS = 0.2
 """Root mean square of Muon's steps: AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
 
 
+class Usual(float):
+    """A learning rate that nobody has named: a run takes what is usual for its kind."""
+
+
+RL_RATE = Usual(1e-6)
+"""Of reinforcement learning, and where no run says what is learned."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
     """How gradients become steps.
@@ -16,7 +24,8 @@ class Optimiser:
       name: "adamw" (arXiv 1711.05101), "adafactor" (its second moments take next to no memory, arXiv 1804.04235) or
         "muon" (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW; takes AdamW's
         learning rates).
-      learning_rate: after the warm-up.
+      learning_rate: after the warm-up. Where it is left out it is what is usual for the kind of run: 1e-6 for
+        reinforcement learning and preferences, 2e-5 for texts, 1e-4 for reward models.
       warmup: optimiser updates over which it rises linearly from 1/warmup of itself.
       schedule: "constant", or how it falls to 0 over ``decay``: "cosine" or "linear".
       decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv
@@ -32,7 +41,7 @@ class Optimiser:
     """
 
     name: str = "adamw"
-    learning_rate: float = 1e-6
+    learning_rate: float = RL_RATE
     warmup: int = 0
     schedule: str = "constant"
     decay: tuple[int, int] = (0, 0)
@@ -114,3 +123,12 @@ class Learner:
     def updates(self) -> int:
         """Optimiser updates of each batch."""
         return self.epochs * self.minibatches
+
+
+def at_usual_rate(learner: Learner, rate: float) -> Learner:
+    """The learner with this learning rate where none is named."""
+    optimiser = getattr(learner, "optimiser", None)  # a run that is read may lack what its file could not hold
+    named = getattr(optimiser, "learning_rate", None)
+    if not isinstance(optimiser, Optimiser) or not isinstance(named, Usual) or named is rate:
+        return learner
+    return dataclasses.replace(learner, optimiser=dataclasses.replace(optimiser, learning_rate=rate))
