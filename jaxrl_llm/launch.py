@@ -203,9 +203,9 @@ def other_settings(
     """
     today = datetime.date.today().isoformat()
     if not (directory / "config.json").exists() or not _began(directory):
-        return [], (today, "template")
+        return [], configs.AtStart(today)
     old = configs.read(directory / "config.json").run
-    at_start = (configs.day_of(old) or today, getattr(old, "score_at", None) or "template")
+    at_start = configs.decided_by(old, today)
     if configs.is_whole(old):  # an older version may have left open what this one fills in
         old = configs.as_started(configs.resolved(old), at_start)
     found = configs.changes(old, configs.as_read(configs.as_started(settings, at_start)))

@@ -14,10 +14,13 @@ from commands import environment
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.collection.ledger import COLLECTED
-from jaxrl_llm.config import Found, Origin, Start
+from jaxrl_llm.config import Found, Origin, Start, Supervised
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import InUse, alone
-from jaxrl_llm.launch import choose_directory, claimed, first_weights
+from jaxrl_llm.launch import begin, choose_directory, claimed, first_weights
+from jaxrl_llm.learner import Learner, Optimiser
+from jaxrl_llm.sharding.distributed import ALONE
+from jaxrl_llm.tasks import Table, Texts
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.folders import alone\n" \
@@ -99,6 +102,23 @@ def test_answers_that_were_collected_are_not_removed(tmp_path, name):
     assert sorted(path.name for path in directory.iterdir()) == [name, "config.json"]
     with pytest.raises(InputError, match=r"was begun with other settings \(seed: 0 -> 3\)"):
         choose_directory(found(directory, seed=3).run, "new", fresh=False)
+
+
+def test_a_run_of_texts_from_when_all_kinds_had_one_rate_goes_on_at_it(tmp_path):
+    def begins(rate=None):
+        optimiser = Optimiser() if rate is None else Optimiser(learning_rate=rate)
+        run = Supervised("m", Texts(Table("a.jsonl")), learner=Learner(optimiser), run_dir=str(tmp_path / "x"))
+        return Found("x", run, Origin(str(tmp_path)))
+
+    def rate_of_begun(one):
+        return begin(ALONE, one, False, None)[1].run.learner.optimiser.learning_rate
+
+    with claimed(tmp_path / "x", begins(1e-6)):
+        assert rate_of_begun(begins()) == 2e-5, "nothing has come of it yet"
+        (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1}\n')
+        assert rate_of_begun(begins()) == rate_of_begun(begins(1e-6)) == 1e-6
+        with pytest.raises(InputError, match=r"learner.optimiser.learning_rate: 1e-06 -> 2e-05"):
+            rate_of_begun(begins(2e-5))
 
 
 def test_another_runs_weights_begin_a_run_of_their_own(tmp_path):

@@ -18,7 +18,7 @@ from jaxrl_llm.config.mixture import Mixture, Part, holds_out, limits_of, parts_
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.numbers import MAX_SEED, check_seed
 from jaxrl_llm.config.origin import Origin, Pin, Start, located, pinned, split_step
-from jaxrl_llm.config.parts import dated, day_of
+from jaxrl_llm.config.parts import dated
 from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached
 from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, keeps_reference, resolved
 from jaxrl_llm.config.saved import (
@@ -47,6 +47,7 @@ from jaxrl_llm.config.texts import (
     RewardModel,
     Supervised,
     as_started,
+    decided_by,
     wording,
 )
 from jaxrl_llm.config.validation import (
@@ -92,7 +93,7 @@ __all__ = [
     "config_folder",
     "config_names",
     "dated",
-    "day_of",
+    "decided_by",
     "evaluation_key",
     "find_config",
     "find_start",

@@ -1,10 +1,10 @@
 """What decides a run that learns from data: supervised fine-tuning, preferences, reward models."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config.parts import dated
+from jaxrl_llm.config.parts import dated, day_of
 from jaxrl_llm.config.run import MOVED, Evaluation, Output
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.moved import taking_old_names
@@ -145,14 +145,36 @@ class RewardModel(FromData):
     usual_rate: ClassVar[Usual] = Usual(1e-4)
 
 
-AtStart = tuple[str, Literal["template", "stop"]]
-"""What the start of a run decides where its settings leave it open: the day that it is, and where scores are read."""
+class AtStart(NamedTuple):
+    """What the first start of a run decides where its settings leave it open.
+
+    Attributes:
+      day: of that start; see ``dated``.
+      score_at: see ``RewardModel``.
+      rate: the learning rate; None for what is usual for the kind of run.
+    """
+
+    day: str
+    score_at: Literal["template", "stop"] = "template"
+    rate: float | None = None
+
+
+def decided_by(begun: Any, today: str) -> AtStart:
+    """What the start of this run has decided; ``today`` where it has no day.
+
+    Before kinds of runs had learning rates of their own, that of reinforcement learning was usual for all.
+    """
+    optimiser = getattr(begun.learner, "optimiser", None)
+    rate = float(RL_RATE) if getattr(optimiser, "learning_rate", None) == RL_RATE else None
+    return AtStart(day_of(begun) or today, getattr(begun, "score_at", None) or "template", rate)
 
 
 def as_started(run: Any, at_start: AtStart) -> Any:
-    """The run with what its start decides; see ``dated`` and ``RewardModel.score_at``."""
-    day, place = at_start
+    """The run with what its first start has decided in place of what it leaves open."""
+    day, place, rate = at_start
     run = dated(run, day)
+    if rate is not None:
+        run = dataclasses.replace(run, learner=at_usual_rate(run.learner, rate))
     left_open = isinstance(run, RewardModel) and isinstance(run.data, Pairs) and run.score_at is None
     return dataclasses.replace(run, score_at=place) if left_open else run
 
