@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.signals import farewell
@@ -81,7 +81,11 @@ def check_file(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Generator[Path]:
-    """A file beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
+    """A file beside ``target`` that takes its name when the block ends well, and vanishes otherwise.
+
+    The folder may be another person's: what is there under the name of the part, left behind by a killed process or
+    laid as a link to somewhere else, is removed, and never written through.
+    """
     part = target.with_name(f".{target.name}.part")
 
     def remove(*reason: object) -> None:
@@ -89,10 +93,29 @@ def new_file(target: Path) -> Generator[Path]:
 
     try:
         with farewell(remove):
+            remove()
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
             yield part
             os.replace(part, target)
     finally:
         remove()
+
+
+def appended(path: Path, mode: str = "ab", encoding: str | None = None) -> IO[Any]:
+    """A file of a run's directory, opened to append to it.
+
+    Raises:
+      InputError: a symbolic link lies there, which may lead to any file.
+    """
+
+    def direct(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return open(path, mode, encoding=encoding, opener=direct)
+    except OSError as error:
+        require(error.errno != errno.ELOOP, f"{path} is a symbolic link, and nothing is written through one: remove it")
+        raise
 
 
 @contextlib.contextmanager
@@ -123,7 +146,7 @@ def alone(directory: Path, remedy: str) -> Generator[Path]:
 def _locked(path: Path, remedy: str) -> IO[str]:
     """The file, open and locked."""
     while True:
-        file = open(path, "a+")
+        file = appended(path, "a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -68,9 +68,24 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     if not saved.run.learner.lora.rank:  # its base gives no more than shapes: those of any step
         run = dataclasses.replace(run, model=saved.run.model)
     run = configs.located(run, saved.origin, directory)
+    _check_ancestors(run.model, directory)
     if configs.rules_of_run(run).phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
+
+
+def _check_ancestors(name: str, directory: Path) -> None:
+    """Refuse a run that begins as itself, by way of others perhaps; ``name``: the model that it begins as."""
+    seen = [directory.resolve()]
+    while configs.is_run((place := configs.split_step(name)[0]) / "config.json"):
+        configs.require(
+            place.resolve() not in seen,
+            f"{place} begins as its own model, at once or by way of other runs: set model in its config.json to what "
+            "it was trained from",
+        )
+        seen.append(place.resolve())
+        saved = configs.read(place / "config.json", own=False)
+        name = configs.whole(configs.located(saved.run, saved.origin, place).model, f"{place}/config.json")
 
 
 def _check_name(name: str, directory: Path) -> None:

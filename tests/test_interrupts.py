@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a lost terminal at any moment: one line at once, the terminal in order, no process left behind."""
+"""Ctrl-C, SIGTERM and a lost terminal at any moment: one line at once, the terminal in order, nothing left behind."""
 
 import os
 import queue

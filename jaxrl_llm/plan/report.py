@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.folders import new_file
 from jaxrl_llm.plan.memory import Memory
 from jaxrl_llm.plan.movement import Loop
 from jaxrl_llm.plan.network import by_kind
@@ -209,4 +210,5 @@ def loop_json(loop: Loop) -> dict[str, Any]:
 def write(path: Path, plans: list[tuple[Plan, str]]) -> None:
     """The plans as JSON; one alone as an object."""
     values = [to_json(*one) for one in plans]
-    path.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=1))
+    with new_file(path) as part:
+        part.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=1))

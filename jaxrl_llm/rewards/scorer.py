@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import new_file
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, shaped
 from jaxrl_llm.rewards.by_task import places_of, spread
@@ -180,7 +181,8 @@ class Scorer:
         if self._errors is None or not failures.trace:
             return scores
         if self._writes:
-            self._errors.write_text(failures.trace, encoding="utf-8", errors="backslashreplace")
+            with new_file(self._errors) as part:
+                part.write_text(failures.trace, encoding="utf-8", errors="backslashreplace")
         return dataclasses.replace(scores, failures=failures.explained_in(self._errors))
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:

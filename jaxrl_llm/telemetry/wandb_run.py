@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import new_file
 from jaxrl_llm.telemetry.rows import jsonable
 
 COLUMNS = ("step", "kind", "prompt", "completion", "reward")
@@ -30,7 +31,8 @@ class WandbRun:
         self._table = wandb.Table
         run_id = run_dir / "wandb_id.txt"
         if not run_id.exists():
-            run_id.write_text(uuid.uuid4().hex)
+            with new_file(run_id) as part:
+                part.write_text(uuid.uuid4().hex)
         try:
             self._run = wandb.init(
                 project=project, name=run_dir.name, dir=str(run_dir), config=jsonable(config),

@@ -1,0 +1,89 @@
+"""Places that are no folder of one's own: addresses, folders that another person has made, runs that begin as each
+other."""
+
+import json
+
+import pytest
+from commands import assert_refused, commands
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.folders import appended, new_file
+
+REFUSED = {
+    "train smoke --run_dir gs://bucket/x": ["run_dir gs://bucket/x is an address", "a local or mounted folder"],
+    "train smoke --output.run_dir=s3://bucket/x": ["run_dir s3://bucket/x is an address"],
+    "train smoke --model gs://bucket/model": ["gs://bucket/model is an address", "a local or mounted folder"],
+    "train smoke --from gs://bucket/x@3": ["--from gs://bucket/x@3 is an address"],
+    "train gs://bucket/run.py": ["gs://bucket/run.py is an address"],
+    "eval gs://bucket/x": ["gs://bucket/x is an address, and nothing is read from one"],
+    "eval tiny-random --kl_to gs://bucket/x": ["gs://bucket/x is an address"],
+    "eval tiny-random --out gs://bucket/a.jsonl": ["--out gs://bucket/a.jsonl is an address"],
+    "collect tiny-random --out gs://bucket/a.jsonl": ["--out gs://bucket/a.jsonl is an address"],
+    "generate gs://bucket/x": ["gs://bucket/x is an address"],
+    "export itself --out gs://bucket/x": ["--out gs://bucket/x is an address"],
+    "report itself gs://bucket/x": ["gs://bucket/x is an address"],
+    "train smoke --model itself": ["itself begins as its own model, at once or by way of other runs: set model in"],
+    "eval itself": ["itself begins as its own model"],
+    "generate hen --prompt a": ["hen begins as its own model"],
+    "export egg@4 --out x": ["egg begins as its own model"],
+    "train smoke --model chick": ["egg begins as its own model"],
+    "train smoke --run_dir linked": ["linked/lock is a symbolic link, and nothing is written through one: remove it"],
+}
+LINKS = (".report.html.part", ".config.json.part", "lock", "samples.jsonl", "log.txt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs that begin as each other, and one with links to a file that matters."""
+    folder = tmp_path_factory.mktemp("foreign")
+    saved = configs.to_json(configs.load_config("smoke")[1])
+    for name, model in {"itself": "itself", "hen": "egg", "egg": "hen@2", "chick": "egg"}.items():
+        (folder / name / "checkpoints/4").mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(saved | {"model": model}))
+    (folder / "mine").write_text("precious")
+    (folder / "linked").mkdir()
+    for name in LINKS:
+        (folder / "linked" / name).symlink_to(folder / "mine")
+    (folder / "linked/metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    """What was there before, and the answers: of the report and of what is refused."""
+    before = sorted(folder.rglob("*"))
+    return before, *commands(["report linked", *REFUSED], folder)
+
+
+def test_each_is_one_line_that_names_the_place_and_leaves_nothing_behind(folder, answers):
+    before, _, *refused = answers
+    for answer, words in zip(refused, REFUSED.values(), strict=True):
+        assert_refused(answer, *words)
+    made, gone = set(folder.rglob("*")) - set(before), set(before) - set(folder.rglob("*"))
+    assert made == {folder / "linked/report.html"} and gone == {folder / "linked/.report.html.part"}
+
+
+def test_nothing_is_written_through_a_link(folder, answers):
+    linked = folder / "linked"
+    assert answers[1].code == 0 and not (linked / "report.html").is_symlink()
+    assert "<html" in (linked / "report.html").read_text()
+    with new_file(linked / "config.json") as part:
+        part.write_text("whole")
+    for name in ("samples.jsonl", "log.txt"):
+        with pytest.raises(InputError, match=f"{name} is a symbolic link"):
+            appended(linked / name)
+    assert (linked / "config.json").read_text() == "whole" and (folder / "mine").read_text() == "precious"
+
+
+def test_what_a_killed_process_left_behind_is_in_nobodys_way(tmp_path):
+    (tmp_path / ".config.json.part").write_text("half of it, and more")
+    with new_file(tmp_path / "config.json") as part:
+        part.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "whole"
+    with appended(tmp_path / "rows") as file:
+        file.write(b"a")
+    with appended(tmp_path / "rows") as file:
+        file.write(b"b")
+    assert (tmp_path / "rows").read_bytes() == b"ab"
