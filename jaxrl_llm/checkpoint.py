@@ -1,12 +1,15 @@
 """Everything that a run needs to continue, written by Orbax in the background.
 
 A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of what lives on
-the host: data cursor, surplus and unfinished groups, evaluations so far. Random numbers need no state: they are
+the host: data cursor, surplus and unfinished groups, evaluations so far; its arrays, of stored answers say, lie in a
+file beside it. Random numbers need no state: they are
 functions of the run's seed and of counters.
 """
 
 import dataclasses
+import json
 import shutil
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import integrity
+from jaxrl_llm import codec, integrity
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.sharding import abstract, replicated, shardings
@@ -80,6 +83,8 @@ class _Newest:
         return [step in kept for step in steps]
 
 
+ARRAYS = "arrays.zlib"
+"""The arrays of what lives on the host, one after the other, beside its JSON."""
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 """Folders of steps that are being written, or that a kill has left behind."""
 
@@ -109,14 +114,17 @@ class Checkpoints:
         # Without its handlers a manager that has saved nothing yet cannot say what a step holds.
         handlers = {"state": ocp.StandardCheckpointHandler(), "host": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+        self._arrays: dict[int, bytes] = {}  # of the host, by step, until they are written
 
     def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
         """Begin to write; the arrays are copied off the device before this returns, so the state may be donated.
 
+        ``host``: JSON values and arrays.
         What is there of this step already was saved by a run that has gone on from before it since: it is replaced.
         """
         if step in self._manager.all_steps():
             self._manager.delete(step)
+        host, self._arrays[step] = codec.apart(host)
         items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
         self._manager.save(step, args=items, force=True)
 
@@ -148,12 +156,16 @@ class Checkpoints:
         if like.policy.base is not None:
             refuse_other_base(loaded["state"], base)
             state = state.with_role("policy", base=jax.device_put(base, layout.policy.base))
-        return state, loaded["host"]
+        return state, codec.together(loaded["host"], _host_arrays(self._directory / str(step)))
 
     def _seal(self) -> None:
-        """In the thread that writes, once all of a step is there but its name: no step stands without its checksums."""
+        """In the thread that writes, once all of a step is there but its name and the host's arrays: no step stands
+        without these and its checksums."""
         if jax.process_index() == 0:
             for step in self._directory.glob(UNFINISHED):
+                arrays = self._arrays.pop(int(step.name.partition(".")[0]), b"")
+                if arrays:
+                    (step / "host" / ARRAYS).write_bytes(zlib.compress(arrays, 1))
                 integrity.seal(step)
 
     def close(self) -> None:
@@ -285,6 +297,16 @@ def _refuse_other(saved: dict[str, tuple[int, ...]], target: dict[str, Any], rem
 def host_file(step_directory: Path) -> Path:
     """The JSON of what lived on the host, of one complete step: readable without JAX or Orbax."""
     return step_directory / "host" / "metadata"
+
+
+def read_host(step_directory: Path) -> Any:
+    """What lived on the host, of one complete step: JSON values, and arrays where they were written as such."""
+    return codec.together(json.loads(host_file(step_directory).read_text()), _host_arrays(step_directory))
+
+
+def _host_arrays(step_directory: Path) -> bytes:
+    path = host_file(step_directory).with_name(ARRAYS)
+    return zlib.decompress(path.read_bytes()) if path.exists() else b""
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import datetime
 import decimal
+import math
 import uuid
 import zlib
 import zoneinfo
@@ -18,6 +19,7 @@ import numpy as np
 
 _JSON = (type(None), bool, int, float, str)
 _SIGN = "$"
+_ARRAY = "$array"
 
 
 class _Kind(NamedTuple):
@@ -29,7 +31,7 @@ class _Kind(NamedTuple):
     read: Callable[[Any], Any]
 
 
-def to_json(value: Any, records: Sequence[type] = ()) -> Any:
+def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> Any:
     """The value as JSON values.
 
     Lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too), bytes, dates and times with their
@@ -42,6 +44,7 @@ def to_json(value: Any, records: Sequence[type] = ()) -> Any:
       value: what is to be written.
       records: dataclasses whose values it may hold. They are known by their names alone, and a field that was not there
         yet when a value was written gets its default.
+      packed: whether arrays become JSON as all else does. If not, those of numbers stay, for ``apart``.
 
     Raises:
       TypeError: it holds something else; the message names its type.
@@ -50,19 +53,21 @@ def to_json(value: Any, records: Sequence[type] = ()) -> Any:
     if kind in _JSON:
         return value
     if kind is list:
-        return [to_json(item, records) for item in value]
+        return [to_json(item, records, packed) for item in value]
     if kind is dict and _is_json_object(value):
-        return {key: to_json(item, records) for key, item in value.items()}
+        return {key: to_json(item, records, packed) for key, item in value.items()}
     if kind in records:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {_SIGN + kind.__name__: to_json(fields, records)}
+        return {_SIGN + kind.__name__: to_json(fields, records, packed)}
+    if kind is np.ndarray and not packed and value.dtype.kind in "biuf":
+        return value
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
         return {f"{_SIGN}timestamp": _write_timestamp(value)}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject:
         raise TypeError(f"{kind.__name__} of {value.dtype}")
     for known in _KINDS:
         if kind is known.type or (known.type is np.generic and isinstance(value, np.generic)):
-            return {_SIGN + known.name: to_json(known.write(value), records)}
+            return {_SIGN + known.name: to_json(known.write(value), records, packed)}
     raise TypeError(kind.__name__)
 
 
@@ -89,6 +94,38 @@ def from_json(data: Any, records: Sequence[type] = ()) -> Any:
         if name == _SIGN + known.name:
             return known.read(content)
     raise ValueError(f"{name} is no kind of value that this version knows")
+
+
+def apart(value: Any) -> tuple[Any, bytes]:
+    """What ``to_json`` leaves with its arrays in it, as JSON values that say where each of them is, and the arrays."""
+    arrays: list[bytes] = []
+    size = 0
+
+    def walk(item: Any) -> Any:
+        nonlocal size
+        if isinstance(item, np.ndarray):
+            about = {"dtype": str(item.dtype), "shape": list(item.shape), "at": size}
+            arrays.append(np.ascontiguousarray(item).tobytes())
+            size += item.nbytes
+            return {_ARRAY: about}
+        if isinstance(item, dict):
+            return {key: walk(inner) for key, inner in item.items()}
+        return [walk(inner) for inner in item] if isinstance(item, list) else item
+
+    return walk(value), b"".join(arrays)
+
+
+def together(value: Any, arrays: bytes) -> Any:
+    """The inverse of ``apart``; what was packed stays so."""
+    if isinstance(value, list):
+        return [together(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    about = value.get(_ARRAY)
+    if len(value) != 1 or not isinstance(about, dict) or "at" not in about:
+        return {key: together(item, arrays) for key, item in value.items()}
+    count = math.prod(about["shape"])
+    return np.frombuffer(arrays, about["dtype"], count, about["at"]).reshape(about["shape"]).copy()
 
 
 def pack(array: np.ndarray) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def make_steps(place: Place, settings: Configuration, at: At) -> None:
         if moved:
             place.due.moved.add(step)
         if place.due(step) or decision.stop is not None or asked:
-            save(place.store, step, at.state, at.host.to_json(records), told.progress)
+            save(place.store, step, at.state, at.host.to_json(records, packed=False), told.progress)
         at.code, at.last_words = ending(decision, asked and step < run.steps, step, directory)
         if at.last_words or decision.next_phase:
             at.goes_on = not at.last_words and step < run.steps

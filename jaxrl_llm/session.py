@@ -99,7 +99,7 @@ def due_of(schedule: Schedule, directory: Path, start: int | None, peers: Peers)
     """The same, of a run that goes on from the checkpoint of this step; None where it is new."""
 
     def moved() -> list[int]:
-        rows = read_rows(directory / "metrics.jsonl") if start else ()
+        rows = read_rows(directory / "metrics.jsonl", (PHASE, ROLLED_BACK)) if start else ()
         return [row["step"] for row in rows if (PHASE in row or ROLLED_BACK in row) and row["step"] <= start]
 
     return Due(schedule, set(peers.first(moved)))

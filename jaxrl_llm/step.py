@@ -49,9 +49,9 @@ class LoopState:
     problems: Fingerprints = dataclasses.field(default_factory=dict)
     phase: int = 0
 
-    def to_json(self, records: Sequence[type]) -> dict[str, Any]:
-        """Plain values; exact. ``records``: the kinds of dataclasses in it."""
-        return codec.to_json(vars(self), records)
+    def to_json(self, records: Sequence[type], packed: bool = True) -> dict[str, Any]:
+        """Plain values; exact. ``records``: the kinds of dataclasses in it; ``packed``: as ``codec.to_json`` has it."""
+        return codec.to_json(vars(self), records, packed)
 
     @classmethod
     def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":

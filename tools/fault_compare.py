@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.checkpoint import host_file, steps_in
+from jaxrl_llm import codec
+from jaxrl_llm.checkpoint import read_host, steps_in
 from jaxrl_llm.recovery import ARRAY
 from jaxrl_llm.snapshots import CHECKPOINTS, SNAPSHOTS
 from jaxrl_llm.telemetry.rows import read_rows
@@ -67,7 +68,7 @@ def _ends(steps: list[int]) -> str:
 def of_steps(step: Path, other: Path) -> Iterator[str]:
     """What differs in two checkpoints or snapshots: of the host first, then arrays by name."""
     name = f"{step.parent.name}/{step.name}"
-    hosts = [json.loads(host_file(place).read_text()) for place in (step, other)]
+    hosts = [codec.to_json(read_host(place)) for place in (step, other)]
     yield from of_values(*hosts, f"{name}, host")
     arrays, others = arrays_of(step), arrays_of(other)
     for key in sorted(arrays.keys() | others.keys()):

@@ -76,19 +76,20 @@ class Records:
     def __init__(self, run_dir: Path, log: Path):
         self._run_dir, self._log = run_dir, log
         self._metrics = run_dir / "metrics.jsonl"
-        self._before = self._inode()
+        self._before = self._written()
         self._size = -1
         self._rows: list[dict[str, Any]] = []
 
-    def _inode(self) -> int:
+    def _written(self) -> int:
+        """When the file was last cut or written to, nanoseconds; 0 where there is none."""
         try:
-            return os.stat(self._metrics).st_ino
+            return os.stat(self._metrics).st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl, once this start has opened it; none before."""
-        if self._inode() in (0, self._before):
+        if self._written() in (0, self._before):
             return []
         if (size := os.path.getsize(self._metrics)) != self._size:
             self._size = size

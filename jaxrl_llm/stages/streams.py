@@ -1,13 +1,12 @@
 """The order of a run's problems: of its curriculum, which may begin with what another run has counted."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import codec, tasks
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import host_file
+from jaxrl_llm.checkpoint import read_host
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.snapshots import kept
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
@@ -48,7 +47,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
       InputError: there is no such run, it had no curriculum, or other problems, or these for several other tasks.
     """
     start = configs.find_start(name)
-    saved = json.loads(host_file(kept(Path(start.run))[start.step]).read_text())
+    saved = read_host(kept(Path(start.run))[start.step])
     found = list(_memories(saved))
     if not found:
         raise InputError(

@@ -133,7 +133,7 @@ class Scheduled:
         hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
         since = memory.get("since", 0)
         number = 0 if since == NONE else number - since
-        return easy(hard, left, number, permutation(self.seed, 0, len(self.problems)))
+        return easy(hard, left, number, self._shuffled)
 
     @functools.cached_property
     def first(self) -> Memory:
@@ -156,6 +156,10 @@ class Scheduled:
         for place in range(begun, number):
             last[problem_index(self.seed, place, size)] = place
         return {COUNTED: last, "begun": begun, "asked": number}
+
+    @functools.cached_property
+    def _shuffled(self) -> np.ndarray:
+        return permutation(self.seed, 0, len(self.problems))
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:

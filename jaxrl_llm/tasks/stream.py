@@ -50,8 +50,16 @@ class Shuffled:
         """The problem at that position of the stream."""
         if self.counting is not None and COUNTED in memory:
             return self.counting.next(number, memory)
-        place = number - memory.get(OTHERS, 0)
-        return self.problems[problem_index(self.seed, place, len(self.problems))], memory
+        epoch, position = _place(self.seed, number - memory.get(OTHERS, 0), len(self.problems))
+        if epoch not in self._order:
+            self._order.clear()
+            self._order[epoch] = permutation(self.seed, epoch, len(self.problems))
+        return self.problems[int(self._order[epoch][position])], memory
+
+    @functools.cached_property
+    def _order(self) -> dict[int, np.ndarray]:
+        """The permutation of the epoch that is asked now: a stream of its own does not depend on how many there are."""
+        return {}
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """The same, but for what is counted since a phase before."""
@@ -71,10 +79,15 @@ def problem_index(seed: int, cursor: int, size: int) -> int:
     Raises:
       InputError: size is 0, or seed or cursor is negative.
     """
+    epoch, position = _place(seed, cursor, size)
+    return int(permutation(seed, epoch, size)[position])
+
+
+def _place(seed: int, cursor: int, size: int) -> tuple[int, int]:
+    """The epoch, and the position in it."""
     if size < 1 or seed < 0 or cursor < 0:
         raise InputError(f"no problem at seed {seed}, cursor {cursor}, size {size}; size starts at 1, the others at 0")
-    epoch, position = divmod(cursor, size)
-    return int(permutation(seed, epoch, size)[position])
+    return divmod(cursor, size)
 
 
 @functools.lru_cache(maxsize=8)

@@ -11,6 +11,9 @@ from typing import Any, BinaryIO
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import new_file
 
+BLOCK = 1 << 16
+"""Bytes that are read at one time from the end of a file."""
+
 
 def jsonable(value: Any) -> Any:
     """``value`` as JSON can hold it: NumPy and JAX scalars and arrays become Python's, NaN and infinity become None."""
@@ -44,8 +47,10 @@ def append_rows(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
     os.fsync(file.fileno())
 
 
-def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: str | Path, having: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """The rows of a JSON-lines file in order; none if there is no such file.
+
+    With ``having`` those that hold one of these words at least, as a name perhaps: the others are not parsed.
 
     A last line without an end is what a killed process leaves behind: it is passed over.
 
@@ -55,7 +60,10 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
     if not Path(path).exists():
         return
     with open(path, "rb") as file:
+        words = [word.encode() for word in having]
         for number, line in enumerate(file, start=1):
+            if words and not any(word in line for word in words):
+                continue
             row = _parse(line)
             if row is not None:
                 yield row
@@ -72,11 +80,58 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def cut_after(path: str | Path, step: int) -> None:
-    """Keep only rows whose ``step`` is at most the given one; the file is replaced in one move, or left as it is."""
+    """Keep only rows whose ``step`` is at most the given one; steps rise from row to row.
+
+    What is cut off is read from the end on, and nothing before it: a long run goes on as soon as a short one.
+
+    Raises:
+      InputError: a line on the way is no JSON object; the file is left as it is.
+    """
     path = Path(path)
     if not path.exists():
         return
-    write_rows(path, (row for row in read_rows(path) if row["step"] <= step))
+    with open(path, "r+b") as file:
+        keep, whole = 0, True
+        for start, line in _backwards(file) if step >= 0 else ():
+            row = _parse(line)
+            if row is None and line.endswith(b"\n"):
+                file.seek(0)
+                number = file.read(start).count(b"\n") + 1
+                raise InputError(f"{path}: line {number} is no JSON object; remove that line and run again")
+            if row is not None and row["step"] <= step:
+                keep, whole = start + len(line), line.endswith(b"\n")
+                break
+        file.truncate(keep)
+        if not whole:
+            file.seek(keep)
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def last_row(path: str | Path) -> dict[str, Any] | None:
+    """The last whole row of a file; None where there is none, or no such file."""
+    if not Path(path).exists():
+        return None
+    with open(path, "rb") as file:
+        return next((row for _, line in _backwards(file) if (row := _parse(line)) is not None), None)
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, the last one first, each with where it begins."""
+    begin = file.seek(0, os.SEEK_END)
+    text = b""
+    while begin:
+        size = min(BLOCK, begin)
+        begin = begin - size
+        file.seek(begin)
+        text = file.read(size) + text
+        # The first of these lines may begin further up.
+        while (found := text.rfind(b"\n", 0, len(text) - 1)) >= 0:
+            yield begin + found + 1, text[found + 1 :]
+            text = text[: found + 1]
+    if text:
+        yield 0, text
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

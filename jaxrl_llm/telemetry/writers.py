@@ -9,7 +9,7 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.folders import appended
 from jaxrl_llm.telemetry.reporter import Reporter
-from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, read_rows
+from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, last_row
 from jaxrl_llm.telemetry.wandb_run import WandbRun
 
 Scalar = float | int | bool | str | None
@@ -46,7 +46,7 @@ class RunWriter:
         metrics = self._run_dir / "metrics.jsonl"
         samples = self._run_dir / "samples.jsonl"
         _prepare(metrics, samples, resumed_at)
-        self._last_step = max((row["step"] for row in read_rows(metrics)), default=-1)
+        self._last_step = (last_row(metrics) or {"step": -1})["step"]
         self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
         self._metrics = appended(metrics)
         self._samples = appended(samples)

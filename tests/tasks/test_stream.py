@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import problem_index
+from jaxrl_llm.tasks import Shuffled, problem_index
+from jaxrl_llm.tasks.stream import permutation
 
 seeds, epochs, sizes = st.integers(0, 2**64), st.integers(0, 10**9), st.integers(1, 200)
 
@@ -49,3 +50,11 @@ def test_impossible_positions_are_refused(arguments):
     named = "no problem at seed {}, cursor {}, size {}; size starts at 1".format(*arguments)
     with pytest.raises(InputError, match=named):
         problem_index(*arguments)
+
+
+def test_an_order_is_made_once_for_each_epoch_of_a_stream_however_many_streams_there_are():
+    streams = [Shuffled(range(5), seed) for seed in range(40)]
+    before = permutation.cache_info().misses
+    asked = [[stream.next(number, {})[0] for stream in streams] for number in range(10)]
+    assert permutation.cache_info().misses == before + 2 * len(streams)
+    assert asked == [[problem_index(seed, number, 5) for seed in range(40)] for number in range(10)]

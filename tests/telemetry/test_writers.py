@@ -88,6 +88,19 @@ def test_a_broken_line_inside_is_refused_and_the_file_left_alone(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("size", [10, 40_000, 200_000])
+def test_a_resumed_run_reads_no_more_than_what_it_cuts_off(tmp_path, size):
+    """Earlier rows stay as they were written, whole or not: nobody looks."""
+    samples = tmp_path / "samples.jsonl"
+    rows = [json.dumps({"step": step, "text": "\u00e4" * size}, ensure_ascii=False) for step in (0, 0, 1, 2, 2, 2, 3)]
+    samples.write_text("\n".join(["no row", *rows, rows[-1][:-4]]))
+    before = samples.stat().st_ino
+    RunWriter(tmp_path, 2).close()
+    assert samples.read_text() == "\n".join(["no row", *rows[:-1]]) + "\n" and samples.stat().st_ino == before
+    RunWriter(tmp_path, -1).close()
+    assert samples.read_bytes() == b""
+
+
 def test_a_new_run_does_not_write_into_an_old_one(tmp_path):
     write_steps(tmp_path, [0])
     with pytest.raises(InputError, match="already holds a run"):
