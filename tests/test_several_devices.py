@@ -5,6 +5,7 @@ import json
 
 import jax
 import pytest
+from learner.rollouts import one_device
 from tiny import KINDS
 
 from jaxrl_llm import train
@@ -28,6 +29,15 @@ def test_a_shipped_configuration_is_divided_over_eight_devices(name):
     for layout in layouts:
         assert layout.parts == batch_parts(mesh) and layout.rows >= layout.parts
         assert layout.rows % layout.parts == 0 == layout.row_tokens % mesh.shape["tensor"]
+
+
+@pytest.mark.parametrize("name", [name for name in config_names() if name.endswith("quickstart")])
+def test_on_one_cpu_a_microbatch_of_a_quickstart_is_a_row(name):
+    run = resolved(load_config(name)[1])
+    model = abstract_model(KINDS["plain"], run.learner.dtype)
+    found, _ = architectures(run, KINDS["plain"])
+    outline = planned_stage(run).outline(run, model, one_device(), one_device(), found)
+    assert {one.layout.rows for one in outline.forwards.values()} == {1}
 
 
 def test_a_run_from_data_makes_its_step_on_eight_devices_and_saves_no_choice(tmp_path):
