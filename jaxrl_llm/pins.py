@@ -72,9 +72,8 @@ def _base_of(run: configs.Configuration, start: Start | None) -> dict[str, Pin]:
     """The pin of the model that the first weights, where they are an adapter, were trained beside."""
     if start is None or not run.learner.lora.rank:
         return {}
-    other = configs.read(Path(start.run) / "config.json", own=False)
-    same = other.run.model == run.model
-    return {name: pin for name, pin in (other.origin.models or {}).items() if same and name == run.model}
+    pins = configs.read(Path(start.run) / "config.json", own=False).origin.models or {}
+    return {name: pin for name, pin in pins.items() if name == run.model}
 
 
 def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:

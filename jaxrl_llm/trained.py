@@ -64,10 +64,7 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
     place = kept(directory)[start.step]
-    run = configs.pinned(saved.run, saved.origin)
-    if not saved.run.learner.lora.rank:  # its base gives no more than shapes: those of any step
-        run = dataclasses.replace(run, model=saved.run.model)
-    run = configs.located(run, saved.origin, directory)
+    run = configs.located(configs.pinned(saved.run, saved.origin), saved.origin, directory)
     _check_ancestors(run.model, directory)
     if configs.rules_of_run(run).phases:
         run = configs.in_phase(run, phase_of(place))
@@ -140,8 +137,7 @@ def config_of(name: str) -> ModelConfig:
     Raises:
       InputError: nothing of that name, or an architecture that is not known here.
     """
-    directory, step = configs.split_step(name)
-    trained = find_run(name if step is None else str(directory))  # a role that goes on needs its step no more
+    trained = find_run(configs.without_step(name))  # a role that goes on needs its step no more
     return architecture(name)[0] if trained is None else config_of(trained.run.model)
 
 
@@ -158,7 +154,8 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 
     check_whole(trained.directory)
     run = trained.run
-    model, tokenizer = _base(trained, mesh)
+    model, tokenizer = load_base(trained, mesh, bool(run.learner.lora.rank))
+    model = as_trained(run, model)
     if run.learner.lora.rank:
         base, policy = _with_adapter(trained, model, mesh)
         found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
@@ -174,20 +171,23 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
     """(base, adapter) of a run's checkpoint, which has one."""
     check_whole(trained.directory)
-    return _with_adapter(trained, _base(trained, mesh)[0], mesh)
+    model, _ = load_base(trained, mesh, True)
+    return _with_adapter(trained, as_trained(trained.run, model), mesh)
 
 
-def _base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
+def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None]:
     """(model, tokenizer or None) of what the run was trained from.
+
+    ``exact``: with just those weights; else of a run those of any step will do, for their shapes.
 
     Raises:
       InputError: it is not there any more; the line names the run.
     """
+    name = trained.run.model if exact else configs.without_step(trained.run.model)
     try:
-        model, tokenizer = load_model(trained.run.model, trained.run.learner.dtype, mesh)
+        return load_model(name, trained.run.learner.dtype, mesh)
     except InputError as error:
         raise InputError(f"the model that {trained.directory.parents[1]} was trained from: {error}") from None
-    return as_trained(trained.run, model), tokenizer
 
 
 def _with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:

@@ -81,7 +81,7 @@ def tested(trained: Trained, directory: Path) -> dict[str, float]:
     from jaxrl_llm.stages import stage_of
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
-    from jaxrl_llm.trained import load_model, load_trained
+    from jaxrl_llm.trained import load_base, load_trained
 
     run: Any = trained.run
     mesh = make_mesh(run.mesh)
@@ -93,7 +93,8 @@ def tested(trained: Trained, directory: Path) -> dict[str, float]:
         farewell(lambda *reason: resources.close()),
     ):
         progress.status(f"loading {run.model}")
-        model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+        compares = isinstance(run, configs.Preference)  # with the model as it was at the start
+        model, tokenizer = load_base(trained, mesh, compares or run.learner.lora.rank > 0)
         stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         del model
         progress.status(f"loading {directory}")

@@ -17,7 +17,7 @@ from jaxrl_llm.config.kinds import KINDS, validate
 from jaxrl_llm.config.mixture import Mixture, Part, holds_out, limits_of, parts_of_task, tasks_in
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.numbers import MAX_SEED, check_seed
-from jaxrl_llm.config.origin import Origin, Pin, Start, located, pinned, split_step
+from jaxrl_llm.config.origin import Origin, Pin, Start, located, pinned, split_step, without_step
 from jaxrl_llm.config.parts import dated
 from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached
 from jaxrl_llm.config.run import Configuration, Evaluation, Output, Run, Scoring, keeps_reference, resolved
@@ -136,5 +136,6 @@ __all__ = [
     "watched",
     "whole",
     "with_recipe",
+    "without_step",
     "wording",
 ]

@@ -108,6 +108,12 @@ def split_step(name: str) -> tuple[Path, int | None]:
     return (Path(run), int(step)) if run and step.isdecimal() and not Path(name).exists() else (Path(name), None)
 
 
+def without_step(name: str) -> str:
+    """``RUN`` for ``RUN@STEP``; any other name as it is."""
+    directory, step = split_step(name)
+    return name if step is None else str(directory)
+
+
 def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
     """The run with relative paths of data and models that are not found from the current folder written out.
 

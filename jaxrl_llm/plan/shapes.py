@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config import Configuration, Run, split_step
+from jaxrl_llm.config import Configuration, Run, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.architecture import architecture
@@ -30,7 +30,7 @@ def model_config(name: str) -> tuple[ModelConfig, str]:
     trained = find_run(name)
     if trained is None:
         return architecture(name)
-    config, source = model_config(trained.run.model)
+    config, source = model_config(without_step(trained.run.model))
     return config, f"of run {name}: {source}"
 
 
