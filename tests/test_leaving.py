@@ -86,6 +86,9 @@ def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
     kept = stream_left(memory, 13, before, other)
     assert kept == {"asked": {"digits": 7}, "before": {"digits": 7}, "streams": {"digits": {"tries": 1}}}
     assert stream_left(memory, 13, before, dataclasses.replace(before, task=new)) == {"others": 13}
+    boxed = [dataclasses.replace(task, extractor="boxed") for task in (letters, digits)]
+    judged = stream_left(memory, 13, before, dataclasses.replace(before, task=Mixture(boxed)))
+    assert judged["asked"] == memory["asked"] and judged["streams"] == {"letters": {}, "digits": {}}
 
 
 def of_task(task, curriculum):
@@ -137,6 +140,7 @@ PLAIN, COUNTS = None, Curriculum()
 WAYS = {
     "into a mixture and back": ((LARGE, PLAIN), (Mixture((LARGE, SMALL)), PLAIN), (LARGE, PLAIN)),
     "after another one": ((SMALL, PLAIN), (LARGE, PLAIN), (Mixture((SMALL, LARGE)), PLAIN)),
+    "counted after another one": ((SMALL, COUNTS), (LARGE, COUNTS), (Mixture((SMALL, LARGE)), COUNTS)),
     "by another name": ((LARGE, COUNTS), (Mixture((CALLED, SMALL)), COUNTS), (LARGE, COUNTS)),
     "judged otherwise": ((LARGE, COUNTS), (BOXED, COUNTS), (Mixture((BOXED, SMALL)), COUNTS)),
     "with a curriculum in between": ((LARGE, PLAIN), (LARGE, COUNTS), (LARGE, PLAIN)),

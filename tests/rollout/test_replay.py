@@ -121,7 +121,7 @@ def test_where_there_is_no_room_the_problem_that_was_solved_best_gives_way():
     names = lambda store: {name.removeprefix("toy/") for name in store}
     assert names(kept(*made, settings=Replay(8, 3))[0]) == {"hard", "half", "late"}
     assert names(kept(*made, settings=Replay(8, 2))[0]) == {"hard", "late"}
-    partly = [group([1, 0.75, 0.75], "nearly"), group([1, 0.5, 0], "half")]
+    partly = [group([1, 0.5, 0], "half"), group([1, 0.75, 0.75], "nearly")]
     assert names(kept(*partly, settings=Replay(8, 1))[0]) == {"half"}, "a large part of an answer counts, too"
     fallen = [*made[:2], group([0, 0, 0], "easy"), *made[2:]]
     assert names(kept(*fallen, settings=Replay(8, 2))[0]) == {"hard", "easy"}, "by its latest group"
