@@ -287,11 +287,9 @@ def test_a_date_stands_where_none_is_given():
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
-    configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 8), 8)
-    configs.validate_on_devices(RUN, 8)
-    with pytest.raises(
-        InputError, match="microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8: make it a multiple of 8, or"
-    ):
+    for rows in (0, 8):
+        configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", rows), 8)
+    with pytest.raises(InputError, match="rows 2 does not divide over mesh .* = 1 x 8: make it a multiple of 8, or 0"):
         configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 2), 8)
 
 

@@ -15,7 +15,7 @@ from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import Carryover, GroupSource, describe, informative, request_seed, share_correct, whole
 from jaxrl_llm.rollout.loops import loops, written
-from jaxrl_llm.tasks import Prompts, Shuffled, Table, Task, load
+from jaxrl_llm.tasks import Curriculum, Dropping, Prompts, Scheduled, Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
 LONGEST = 5
@@ -37,6 +37,15 @@ def test_accuracies_that_differ_teach_and_equal_ones_do_not():
     assert informative(group([0.5, 0.75, 0.25, 0.5])) and informative(group([0.5, 0.0], rewards=[1, 1]))
     assert not informative(group([0.5] * 4, rewards=[1, 2, 3, 4]))
     assert not informative(group([0.1 + 0.2, 0.3])), "in the precision that advantages are computed in"
+
+
+def test_a_curriculum_counts_an_answer_for_as_much_of_it_as_is_right():
+    groups = [group(accuracy) for accuracy in ([0.5, 0.75, 0.25, 0.5], [1.0, 1.5], [0.0, -1.0], [0.5, 0.5])]
+    groups = [dataclasses.replace(g, problem=dataclasses.replace(g.problem, id=str(n))) for n, g in enumerate(groups)]
+    stream = Scheduled(Curriculum(drop=Dropping(1, 1), strength=0), [g.problem for g in groups], 0)
+    memory = stream.told({}, groups)
+    assert stream.success(memory).tolist() == [0.5, 1, 0, 0.5]
+    assert memory["streak"].tolist() == [0, 1, -1, 0], "what is right in part is neither solved nor unsolved"
 
 
 def test_a_filter_of_the_reward_takes_whatever_the_estimator_can_tell_apart():

@@ -1,11 +1,16 @@
 """When phases end, from rows alone."""
 
+import dataclasses
 import math
 
 import pytest
 
-from jaxrl_llm.rules import PHASE, Decision, Phase, PhaseEnds, Reaches, Stalls, decide
+from jaxrl_llm import config as configs
+from jaxrl_llm.rules import PHASE, Decision, OnStall, Phase, PhaseEnds, Reaches, Stalls, decide
 from jaxrl_llm.rules.phases import WAITS
+from jaxrl_llm.stages.rl import rules_for
+
+SMOKE = configs.load_config("smoke")[1]
 
 
 def ends_at(phase, rows, every=2):
@@ -80,3 +85,27 @@ def test_a_phase_that_a_guard_stops_is_still_to_end():
     rules = {"phase": PhaseEnds(Phase("a", 2), Phase("next"), 0), "guard": Stops()}
     decision, memory = decide(rules, {"step": 2}, {"phase": {"steps": 1}})
     assert decision.stop == 3 and not decision.next_phase and memory["phase"] == {"steps": 1}
+
+
+def test_the_best_of_another_test_is_nothing_to_beat():
+    other = dataclasses.replace(SMOKE.task, name="other")
+    changed = [
+        dataclasses.replace(SMOKE.evaluation, **change)
+        for change in ({"task": other}, {"limit": 3}, {"samples": 2}, {"temperature": 0.5}, {"top_p": 0.5})
+    ]
+    runs = [dataclasses.replace(SMOKE, evaluation=one) for one in (SMOKE.evaluation, *changed)]
+    tests = [rules_for(configs.with_recipe(run, "prorl_v1"))["stall"].test for run in runs]
+    assert len(set(tests)) == len(tests)
+    often = dataclasses.replace(SMOKE.evaluation, every=7, judge=None)
+    assert configs.evaluation_key(dataclasses.replace(SMOKE, evaluation=often)) == tests[0]
+    easy, hard = OnStall(1, 1, False, test=tests[0]), OnStall(1, 1, False, test=tests[1])
+    row = lambda step, result: {"step": step, "eval/x/pass@1": result}
+    _, own = easy(row(0, 0.9), {})
+    first, own = hard(row(1, 0.2), own)
+    assert not first.reset_reference and own["best"] == 0.2, "it begins anew"
+    assert not hard(row(2, 0.3), own)[0].reset_reference and hard(row(2, 0.2), own)[0].reset_reference
+    assert easy(row(1, 0.8), {"best": 0.9, "stalled": 0})[0].reset_reference, "what was saved before tests had a name"
+    phase = Phase("a", until=Stalls(1))
+    ends = [PhaseEnds(phase, Phase("b"), 1, test) for test in tests[:2]]
+    _, own = ends[0](row(1, 0.9), {})
+    assert ends[0](row(2, 0.2), own)[0].next_phase and not ends[1](row(2, 0.2), own)[0].next_phase

@@ -187,16 +187,6 @@ def test_the_parts_go_together():
     np.testing.assert_allclose(drawn[3:7] / 4000, wanted / wanted.sum(), atol=0.03)
 
 
-def test_an_answer_counts_for_as_much_of_it_as_is_right():
-    stream = Scheduled(Curriculum(drop=Dropping(1, 1), strength=0), problems(4), 0)
-    part = lambda index, *accuracy: dataclasses.replace(
-        answered(stream.problems[index], 0), accuracy=np.array(accuracy)
-    )
-    memory = stream.told({}, [part(0, 0.5, 0.75, 0.25, 0.5), part(1, 1.0, 1.5), part(2, 0.0, -1.0), part(3, 0.5, 0.5)])
-    assert stream.success(memory).tolist() == [0.5, 1, 0, 0.5]
-    assert memory["streak"].tolist() == [0, 1, -1, 0], "what is right in part is neither solved nor unsolved"
-
-
 def test_answers_that_nobody_could_verify_are_no_visit():
     stream = Scheduled(Curriculum(drop=Dropping(1, 1)), problems(3), 0)
     memory = told(stream, (0, None))
