@@ -124,7 +124,9 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             self._manager.delete(step)
-        host, self._arrays[step] = codec.apart(host)
+        host, arrays = codec.apart(host)
+        if jax.process_index() == 0:
+            self._arrays[step] = arrays
         items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
         self._manager.save(step, args=items, force=True)
 
