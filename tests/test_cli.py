@@ -23,17 +23,6 @@ def test_the_process_itself_exits_with_code_2_and_one_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_that_the_mesh_does_not_divide_is_refused(tmp_path):
-    arguments = ("train", "smoke", "--learner.microbatch_rows", "2")
-    answer = command(*arguments, folder=tmp_path, JAX_NUM_CPU_DEVICES="8")
-    assert_refused(
-        answer,
-        "learner.microbatch_rows 2 does not divide over mesh data x fsdp = 1 x 8",
-        "make it a multiple of 8, or 0",
-    )
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "line", ["train smoke --stpes 3", "train smoke --steps x", "train smok", "eval nowhere", "train smoke --help"]
 )

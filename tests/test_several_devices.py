@@ -10,6 +10,7 @@ from tiny import KINDS
 
 from jaxrl_llm import train
 from jaxrl_llm.config import config_names, load_config, resolved, validate_on_devices
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.plan.arrays import abstract_model, meshes
 from jaxrl_llm.plan.lowering import planned_stage
 from jaxrl_llm.plan.shapes import architectures
@@ -40,13 +41,24 @@ def test_on_one_cpu_a_microbatch_of_a_quickstart_is_a_row(name):
     assert {one.layout.rows for one in outline.forwards.values()} == {1}
 
 
+def run_in(folder, name, **changes):
+    """A shipped configuration, changed, in a folder of its own."""
+    shipped = load_config(name)[1]
+    output = dataclasses.replace(shipped.output, run_dir=str(folder / "run"), tensorboard=False)
+    return dataclasses.replace(shipped, model="tiny-random", output=output, **changes)
+
+
 def test_a_run_from_data_makes_its_step_on_eight_devices_and_saves_no_choice(tmp_path):
     """``smoke`` does in test_phases.py."""
-    shipped = load_config("sft_quickstart")[1]
     texts = Texts([{"text": f"{number} + 1 = {number + 1}"} for number in range(40)])
-    run = dataclasses.replace(shipped, model="tiny-random", data=texts, steps=1)
-    run = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir=str(tmp_path / "run")))
-    assert jax.device_count() == 8 and train(run) == 0
+    assert jax.device_count() == 8 and train(run_in(tmp_path, "sft_quickstart", data=texts, steps=1)) == 0
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert row["step"] == 1 and row["grad_norm"] > 0
     assert json.loads((tmp_path / "run/config.json").read_text())["learner"]["microbatch_rows"] == 0
+
+
+def test_a_number_that_the_mesh_does_not_divide_is_refused_and_leaves_nothing(tmp_path):
+    learner = dataclasses.replace(load_config("smoke")[1].learner, microbatch_rows=2)
+    with pytest.raises(InputError, match="rows 2 does not divide over .* = 1 x 8: make it a multiple of 8, or 0 to"):
+        train(run_in(tmp_path, "smoke", learner=learner))
+    assert not list(tmp_path.iterdir())
