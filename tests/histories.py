@@ -86,6 +86,10 @@ def sick(kind, steps, began, shape="step", noise=0.0, seed=0):
             columns["sampler/logp_abs_diff_mean"] = factor(0.002, 0.4) * times(2)
         case "gradient_spikes":
             columns["grad_norm"][began - 1 :: max((steps - began) // 5, 2)] *= 30
+        case "overfitting":
+            by_heart = np.clip((np.arange(1, steps + 1) - began) / (steps - began), 0, 1)
+            columns["reward/accuracy"] = np.clip(0.4 + 0.55 * by_heart + added(), 0, 1)
+            tested = np.full(steps, 0.4)
         case "repetition":
             columns["completions/repetition_fraction"] = np.clip(to(0.01, 0.5) + added(), 0, 1)
     return columns, tested

@@ -54,8 +54,20 @@ def held_out_only(steps, noise, seed):
     return healthy(steps, noise, seed) | {"reward/mean": np.full(steps, 0.5)}, rise(steps)
 
 
+def heavy_tailed(steps, noise, seed):
+    """Gradients with Student's t of 2 degrees of freedom: some are far above most, and none stands apart."""
+    tails = np.abs(np.random.default_rng([seed, steps]).standard_t(2, size=steps))
+    return {"grad_norm": 0.4 * (1 + tails), "reward/mean": rise(steps)}, rise(steps)
+
+
+def behind(steps, noise, seed):
+    """What is held out rises more slowly than what is trained on."""
+    right = rise(steps) + noise * np.random.default_rng([seed, steps]).normal(size=steps)
+    return {"reward/mean": right, "reward/accuracy": right}, rise(steps, 0.15, 0.65)
+
+
 HEALTHY = (learning, sure_of_itself, converged, perfect, changing_lengths(0.2), changing_lengths(8.0), unsteady,
-           held_out_only)  # fmt: skip
+           held_out_only, heavy_tailed, behind)  # fmt: skip
 
 
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__qualname__.split(".")[0])
@@ -65,6 +77,18 @@ def test_healthy_runs_are_left_alone(make, steps):
         for seed in range(3):
             columns, tested = make(steps, noise, seed)
             assert diagnose(rows(columns, tested, (1, 10, 50)[seed], noise, seed)) == [], f"noise {noise}, seed {seed}"
+
+
+def test_gradients_with_heavy_tails_are_no_spikes_and_spikes_among_them_are_found():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        steps = (60, 200, 800)[seed % 3]
+        assert diagnose(rows({"grad_norm": 0.4 * (1 + rng.pareto(2.0, size=steps))})) == [], f"seed {seed}"
+        for heights in (0.12 * rng.standard_t(3, size=steps), 0.5 * rng.normal(size=steps)):
+            gradients = 0.4 * np.exp(heights)
+            assert diagnose(rows({"grad_norm": gradients})) == [], f"seed {seed}"
+            gradients[steps // 2 :: steps // 10] = 400 * np.exp(0.3 * rng.normal(size=5))
+            assert kinds(diagnose(rows({"grad_norm": gradients}))) == {"gradient_spikes"}, f"seed {seed}"
 
 
 @pytest.mark.parametrize("make", [learning, sure_of_itself, converged, perfect, changing_lengths(0.2)])

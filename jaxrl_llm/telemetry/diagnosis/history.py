@@ -13,9 +13,11 @@ from jaxrl_llm.telemetry.rows import number
 MEASURED = (
     "reward/mean", "reward/zero_std_fraction", "completions/mean_length", "completions/truncated_fraction",
     "completions/repetition_fraction", "entropy", "kl", "clip_fraction/low", "clip_fraction/high",
-    "sampler/logp_abs_diff_mean", "sampler/logp_abs_diff_max", "grad_norm", "loss",
+    "sampler/logp_abs_diff_mean", "sampler/logp_abs_diff_max", "grad_norm", "loss", "reward/accuracy",
+    "reward_model/mean", "pairs/accuracy", "steps/accuracy", "eval/pairs/accuracy", "eval/steps/accuracy",
+    "eval/text/loss",
 )  # fmt: skip
-"""What is read of a training step."""
+"""What is read of a row, but for evaluations of tasks."""
 ROLLED_BACK = "rollback/to_step"
 """The metric of a step after which the run went back: to which step's checkpoint."""
 LARGEST = 1e100

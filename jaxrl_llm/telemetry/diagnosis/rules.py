@@ -16,10 +16,14 @@ from jaxrl_llm.telemetry.diagnosis.departure import Departure, Limit, departure,
 from jaxrl_llm.telemetry.diagnosis.finding import Finding
 from jaxrl_llm.telemetry.diagnosis.history import History, Series, history, total
 from jaxrl_llm.telemetry.diagnosis.learning import fallen, improved, learned, recent, risen
+from jaxrl_llm.telemetry.diagnosis.overfitting import overfitted
 from jaxrl_llm.telemetry.diagnosis.words import percent
 
 SMALL = 0.1
 """Gradients below are no spikes: a run that has converged has next to none."""
+APART, FEWEST_BELOW, LEAST_SPACING = 16.0, 10, 0.03
+"""How many times the mean spacing of the heights below them, so many at least, spikes are away; no mean counts as less.
+"""
 SHORT = 200
 """Gradients up to which two spikes are many; one now and then is no trouble."""
 
@@ -112,7 +116,7 @@ def repetition(run: History) -> Finding | None:
 
 
 def reward_hacking(run: History) -> Finding | None:
-    """The training reward rises, evaluation falls."""
+    """The training reward rises, or a reward model's; evaluation falls, or the accuracy in training."""
     found = stalls.parting(run)
     if found is None:
         return None
@@ -122,6 +126,7 @@ def reward_hacking(run: History) -> Finding | None:
         task=found.task,
         best=percent(found.best),
         now=percent(found.now),
+        reward=found.reward,
         reward_then=short(found.reward_then),
         reward_now=short(found.reward_now),
     )
@@ -181,7 +186,8 @@ def gradient_spikes(run: History) -> Finding | None:
     spread = (np.quantile(heights, 0.35) - np.quantile(heights, 0.1)) / 0.9
     spikes = np.flatnonzero((heights > max(np.log(4.0), 6 * spread)) & (values > SMALL))
     high = len(values) <= SHORT and heights[spikes].max(initial=0.0) > np.log(10.0)
-    spikes = _crowded(spikes, 2 if high else 3, max(SHORT // 2, len(values) // 4))
+    fewest = 2 if high else 3
+    spikes = _crowded(_apart(heights, spikes, fewest), fewest, max(SHORT // 2, len(values) // 4))
     if not len(spikes):
         return None
     times = float(np.max(values[spikes] / np.maximum(usual[spikes], 1e-12)))
@@ -202,9 +208,24 @@ def stalled(run: History) -> Finding | None:
     return words.finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
 
 
+def overfitting(run: History) -> Finding | None:
+    """What is trained on is answered ever better, and what is held out is not; a task that falls is hacking."""
+    found = overfitted(run)
+    if found is None or stalls.parting(run) is not None:
+        return None
+    return words.finding(
+        "overfitting",
+        found.step,
+        tested=found.tested,
+        then=percent(found.training_then),
+        training=percent(found.training_now),
+        now=percent(found.now),
+    )
+
+
 RULES = (
     entropy_collapse, entropy_explosion, length_collapse, length_explosion, truncation, reward_hacking, no_signal,
-    kl_runaway, clip_saturation, sampler_mismatch, gradient_spikes, stalled, repetition,
+    kl_runaway, clip_saturation, sampler_mismatch, gradient_spikes, stalled, repetition, overfitting,
 )  # fmt: skip
 
 
@@ -241,6 +262,26 @@ def _always(run: History, name: str, high: float) -> Departure | None:
 def _tells(run: History, found: Departure, gross: bool) -> bool:
     """Whether a change of lengths is gross, or has lasted in a run of which it is known whether it learns."""
     return gross or (_scored(run) and _lasts(found, run["completions/mean_length"]))
+
+
+def _apart(heights: np.ndarray, spikes: np.ndarray, fewest: int) -> np.ndarray:
+    """As many of the spikes, the highest ones, as stand apart from all lower heights; none where fewer than ``fewest``
+    do.
+
+    Heavy tails have high values without a gap below them: the gaps between sorted heights, the j-th from the top times
+    j, are all of one size where the tail is exponential (Renyi, 1953), as that of logarithms commonly is.
+    """
+    if len(spikes) < fewest:
+        return spikes[:0]
+    order = np.argsort(-heights, kind="stable")
+    gaps = -np.diff(heights[order])
+    spacings = gaps * np.arange(1, len(heights))
+    # Some of those that stand apart may be too low for spikes.
+    for count in range(int(np.sum(heights > heights[spikes].min() / 2)), fewest - 1, -1):
+        below = float(np.mean(spacings[count : count + max(2 * count, FEWEST_BELOW)]))
+        if spacings[count - 1] > APART * max(below, LEAST_SPACING):
+            return np.sort(order[: min(count, len(spikes))])
+    return spikes[:0]
 
 
 def _crowded(spikes: np.ndarray, fewest: int, width: int) -> np.ndarray:

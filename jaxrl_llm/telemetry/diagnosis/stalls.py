@@ -153,10 +153,11 @@ class Parting:
 
     Attributes:
       step: of the best evaluation.
-      task: the one that was evaluated.
+      task: the one that was evaluated, or the accuracy in training.
       best: the share of right answers there.
       now: the last one.
-      reward_then: the training reward about that step.
+      reward: which one rises.
+      reward_then: that reward about that step.
       reward_now: the last.
     """
 
@@ -164,27 +165,48 @@ class Parting:
     task: str
     best: float
     now: float
+    reward: str
     reward_then: float
     reward_now: float
 
 
 def parting(run: History) -> Parting | None:
-    """Where an evaluation falls while the training reward rises, or stays where it rose to; and no other one rises."""
-    rewards = run["reward/mean"]
-    for task, test in run.evaluations.items():
+    """Where an evaluation falls, or the accuracy in training, while the training reward or the reward model's rises, or
+    stays where it rose to; and no other evaluation rises."""
+    rewards = {"training reward": run["reward/mean"], "reward model's score": run["reward_model/mean"]}
+    for task, test in (run.evaluations | {"the accuracy in training": _in_blocks(run["reward/accuracy"])}).items():
         at = _peak(test)
         if at is None:
             continue
         step = int(test.steps[at])
-        others = (other for name, other in run.evaluations.items() if name != task)
-        stays = len(rewards) > 0 and risen(rewards, int(rewards.steps[0])) and not fallen(rewards, step + 1)
-        if not (stays or risen(rewards, step + 1)) or any(risen(other, step + 1) for other in others):
+        if any(risen(other, step + 1) for name, other in run.evaluations.items() if name != task):
             continue
-        before = rewards.before(step + 1).values
-        width = recent(len(rewards))
-        then = float(np.mean(before[-width:] if len(before) else rewards.values[:width]))
-        return Parting(step, task, float(test.values[at]), level(test), then, level(rewards))
+        for name, series in rewards.items():
+            if _holds(series, step):
+                before = series.before(step + 1).values
+                width = recent(len(series))
+                then = float(np.mean(before[-width:] if len(before) else series.values[:width]))
+                return Parting(step, task, float(test.values[at]), level(test), name, then, level(series))
     return None
+
+
+def _holds(rewards: Series, step: int) -> bool:
+    """Whether a reward has risen since a step, or has risen before and stays there."""
+    if not len(rewards):
+        return False
+    stays = risen(rewards, int(rewards.steps[0])) and not fallen(rewards, step + 1)
+    return stays or risen(rewards, step + 1)
+
+
+def _in_blocks(series: Series) -> Series:
+    """The means of up to 20 stretches of a series, each of 5 measurements at least, at their last steps; empty where
+    it is shorter than four of those."""
+    count = min(len(series) // 5, 20)
+    if count < 4:
+        return Series(series.steps[:0], series.values[:0])
+    parts = np.array_split(np.arange(len(series)), count)
+    ends = [part[-1] for part in parts]
+    return Series(series.steps[ends], np.array([series.values[part].mean() for part in parts]))
 
 
 def _peak(test: Series) -> int | None:

@@ -65,7 +65,7 @@ WORDS = {
         f"among scoring.rewards punishes them; a lower {RATE}, a higher --rollout.temperature",
     ),
     "reward_hacking": Words(
-        "the training reward rose from {reward_then} to {reward_now} while {task} fell from {best} to {now}",
+        "the {reward} rose from {reward_then} to {reward_now} while {task} fell from {best} to {now}",
         "The policy has found answers that the reward likes and the evaluation does not: a gap in the reward, or "
         "training problems learned by heart.",
         "read the best rewarded answers in samples.jsonl and mend scoring.rewards; hold the policy back with "
@@ -110,6 +110,13 @@ WORDS = {
         "What the policy still fails at it never gets right by chance, or its updates are too small to matter.",
         f"a larger --rollout.group or easier problems (task.source), --recipe.filter_groups reward; a higher {RATE}; "
         "--recipe.resets.on_stall 3 where there is a KL",
+    ),
+    "overfitting": Words(
+        "training rose from {then} to {training} since step {step}, and {tested} stays at {now}",
+        "The policy learns its training rows by heart: there are too few of them for so many passes, or what is held "
+        "out asks for something else.",
+        f"more training rows (task.source), or fewer passes over them; a lower {RATE}, or a larger "
+        "--recipe.algorithm.kl_coef; --from RUN@STEP takes a checkpoint of that time",
     ),
 }
 LOST = Words(
