@@ -119,6 +119,11 @@ def test_a_run_of_texts_from_when_all_kinds_had_one_rate_goes_on_at_it(tmp_path)
         assert rate_of_begun(begins()) == rate_of_begun(begins(1e-6)) == 1e-6
         with pytest.raises(InputError, match=r"learner.optimiser.learning_rate: 1e-06 -> 2e-05"):
             rate_of_begun(begins(2e-5))
+    with (
+        claimed(tmp_path / "x", begins(3e-6)),
+        pytest.raises(InputError, match=r"learner.optimiser.learning_rate: 3e-06 -> 2e-05"),
+    ):
+        rate_of_begun(begins())
 
 
 def test_another_runs_weights_begin_a_run_of_their_own(tmp_path):

@@ -40,7 +40,10 @@ def test_overlong_rows_are_dropped_or_lose_their_ends(kind):
     if kind is Pairs:
         assert TINY.decode(row.completions[1]) == "bbbbbc", "only its end is cut off"
     if kind is Steps:
-        assert (row.ends.tolist(), row.labels.tolist()) == ([1], [1.0])
+        assert (row.ends.tolist(), row.labels.tolist(), row.length) == ([1], [1.0], 3)
+        assert plain(fitted(kind, rows[1:], 3, overlong="truncate").train[0]) == plain(row)
+        with pytest.raises(InputError, match="1 overlong dropped"):
+            fitted(kind, rows[1:], 2, overlong="truncate")
     assert difference(fingerprint(whole.train), fingerprint(cut.train)) == EDITED
     # a prompt that fills the row leaves nothing to learn, and so do completions that are equal up to the limit
     filled = fitted(kind, [GOOD[kind], LONG[kind] | {"prompt": "q" * 7}], 7, overlong="truncate")
