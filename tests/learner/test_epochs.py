@@ -22,7 +22,7 @@ from learner.rollouts import (
 from tiny import Compilations, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, Optimiser, PolicyGradient, Training, ValueLoss, create_state, learn
+from jaxrl_llm.learner import Layout, Learner, Optimiser, PolicyGradient, Training, create_state, learn
 from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
@@ -63,10 +63,10 @@ def advantages_of(packed):
     return found[found != 0].tolist()
 
 
-def run(settings, update, held=False, seed=3, samples=None, algorithm=PRESETS["dapo"], others=(), **given):
-    """Learn from the rollout; ``held``: the state has a reference; ``others``: how roles beside the policy learn."""
+def run(settings, update, held=False, seed=3, samples=None, algorithm=PRESETS["dapo"], **given):
+    """Learn from the rollout; ``held``: the state has a reference."""
     state = create_state(tiny("windows"), build(settings.optimiser), held, MESH)
-    training = (Training((PolicyGradient(algorithm, settings.updates > 1),), update), *others)
+    training = (Training((PolicyGradient(algorithm, settings.updates > 1),), update),)
     return learn(state, groups(samples or rollout()), settings, FORWARD, training, {}, seed, **given)
 
 
@@ -91,13 +91,6 @@ def test_epochs_go_over_the_whole_batch_again_and_again():
     run(Learner(epochs=4, minibatches=3), again)
     run(Learner(epochs=4, minibatches=3), other, seed=4)
     assert again.advantages() == record.advantages() != other.advantages()
-
-
-def test_a_role_with_more_epochs_than_the_policy_makes_the_last_ones_alone():
-    policy, critic = Record(), Record()
-    _, metrics = run(Learner(epochs=2, minibatches=3), policy, others=[Training((ValueLoss(None),), critic, epochs=5)])
-    assert len(policy.seen) == 6 == metrics["updates"] and len(critic.seen) == 15 == metrics["critic/updates"]
-    assert critic.advantages()[:6] == policy.advantages()
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 3])
