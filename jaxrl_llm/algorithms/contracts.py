@@ -1,6 +1,10 @@
-"""What every function here asks of its arrays; wrong rank, shape or dtype is refused with the name of the argument."""
+"""What every function here asks of its arrays; wrong rank, shape or dtype is refused with the name of the argument.
+
+chex compares ranks and shapes, of traced arrays too; ``chex.disable_asserts()`` turns that off.
+"""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +18,12 @@ def ranked(rank: int, **arrays: Any) -> None:
     Raises:
       ValueError: names it.
     """
+    import chex  # here, like its use below: what only reads settings needs none of it
+
     for name, x in arrays.items():
         if x is None:
             raise ValueError(f"{name} must be given")
-        if np.ndim(x) != rank:
-            raise ValueError(f"{name} must have {rank} axes, got shape {np.shape(x)}")
+        _holds(chex.assert_rank, x, rank, f"{name} must have {rank} axes, got shape {np.shape(x)}")
 
 
 def listed(**arrays: Any) -> None:
@@ -38,9 +43,19 @@ def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
     Raises:
       ValueError: names it.
     """
+    import chex
+
     for name, x in arrays.items():
-        if x is not None and np.shape(x) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {np.shape(x)}")
+        if x is not None:
+            _holds(chex.assert_shape, x, shape, f"{name} must have shape {shape}, got {np.shape(x)}")
+
+
+def _holds(assertion: Callable[..., None], x: Any, wanted: Any, otherwise: str) -> None:
+    """Have chex assert something of one array, in our words, which name it: its own are of "input 0"."""
+    try:
+        assertion([x if hasattr(x, "shape") else np.asarray(x)], wanted)
+    except AssertionError:
+        raise ValueError(otherwise) from None
 
 
 def array(x: Any, name: str) -> jax.Array:
