@@ -52,6 +52,8 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
         place = place_of(name, found.origin, found.directory)
         if name in BUILTIN and not Path(place).is_dir():
             continue
+        if pin is None and began and name == found.run.model and found.run.learner.lora.rank:
+            continue  # an earlier version's checkpoints say which one their adapter was trained beside
         if pin is None:
             pin = _at_hand(place)
             new.append(name if pin.step is None else f"{place}, step {pin.step}")
@@ -62,7 +64,7 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
                 since = Path(start.run) if start is not None and not began else directory
                 raise refusal(found.run, since, field, place, change) from None
         pins[name] = pin
-    if known is None and pins:
+    if known is None and new:
         told = f"{directory}: an earlier version has not written down which weights its models have; from here on"
         print(f"jaxrl-llm: {told} they are those of now: {'; '.join(new)}", file=sys.stderr)
     return pins

@@ -136,3 +136,5 @@ def test_a_run_of_an_earlier_version_takes_what_is_there_and_says_so(at, capsys)
     assert decided(at)["rm"] == Pin(3, decided(at, began=False)["rm"].weights)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{at / 'rm'}, step 3; {at / 'other'}@3, step 3" in said
+    lora = dataclasses.replace(SMOKE, model="rm", learner=dataclasses.replace(SMOKE.learner, lora=Lora(2)))
+    assert decided(at, lora) == {} and not capsys.readouterr().err, "an adapter's checkpoint knows its model"
