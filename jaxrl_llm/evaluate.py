@@ -14,7 +14,7 @@ from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.completions import Status, Watch, drain
 from jaxrl_llm.rollout.groups import request_seed
-from jaxrl_llm.tasks import Prompts, extract, normalised
+from jaxrl_llm.tasks import Prompts, answer_of
 from jaxrl_llm.types import MEAN_OF_TASKS, Completion, Problem
 
 SEED_SPACE = 1 << 39
@@ -286,8 +286,7 @@ def majority(
 
     With ``weights``, float[k], the one for which they add up to most. What was ended early has no answer.
     """
-    found = [extract(c.text, problem.extractor) if is_whole(c) else None for c in completions]
-    answers = [None if answer is None else normalised(answer) for answer in found]
+    answers = [answer_of(c.text, problem.extractor) if is_whole(c) else None for c in completions]
     sums: dict[str, float] = collections.defaultdict(float)
     for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
         if answer is not None:

@@ -217,6 +217,13 @@ def policy_loss(
     return loss, jax.lax.stop_gradient({"loss": loss} | means)
 
 
+def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
+    """Where the gradient is cut at the lower bound, and at the upper one: bool[B, T] each, False at padding."""
+    at = clean_tokens(jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
+    low, high = algorithm.surrogate.clipped(jnp.exp(algorithm.ratio(at)), at.advantages)
+    return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
+
+
 def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
     """The surrogate, weighted, and what to log of it; [B, T] or [B, 1] each."""
     loss = algorithm.surrogate(at)

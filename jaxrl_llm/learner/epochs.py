@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm.learner.batch import Packed, Sample
 from jaxrl_llm.learner.forward import Forward
-from jaxrl_llm.learner.objectives import BEFORE, Objective, divergence, names_of
+from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence, names_of
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
@@ -210,6 +210,11 @@ def _summary(rows: list[Row], settings: Learner) -> Row:
     applied = [row for row in rows if _applied(row)]
     names = [name for name in rows[0] if not name.startswith("refused/")]
     means = {name: float(np.mean([row[name] for row in applied])) if applied else math.nan for name in names}
+    # The updates measure shares of all tokens, of which the mean over those that are clipped is made here.
+    for side in ("low", "high"):
+        if (name := f"{CLIPPED}/{side}") in means:
+            share = means[f"clip_fraction/{side}"]
+            means[name] = means[name] / share if share else math.nan
     first = {name: value for name, value in applied[0].items() if name.startswith("sampler/")} if applied else {}
     counts = {"updates": float(len(applied)), "updates/not_finite": sum(row["refused/not_finite"] for row in rows)}
     if settings.target_kl is not None and "refused/far" in rows[-1]:

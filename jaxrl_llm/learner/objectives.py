@@ -12,12 +12,17 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
+from jaxrl_llm.algorithms.loss import clipped_tokens
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
 
 Metrics = dict[str, jax.Array]
+
+
+CLIPPED = "clip_probability"
+"""What the names of metrics begin with that say how likely the clipped tokens are."""
 
 
 class Before(NamedTuple):
@@ -126,6 +131,9 @@ class PolicyGradient(Objective):
         entropy_coef = coefficients["entropy_coef"] if self.entropy_moves else None
         totals = counts.tokens, counts.sequences
         loss, metrics = policy_loss(self.algorithm, logp, inputs, *totals, outputs["entropy"], kl_coef, entropy_coef)
+        for side, cut in zip(("low", "high"), clipped_tokens(self.algorithm, logp, inputs), strict=True):
+            chance = jnp.sum(jnp.where(cut, jnp.exp(logp), 0.0))
+            metrics[f"{CLIPPED}/{side}"] = chance / jnp.maximum(counts.tokens, 1)
         gap = jnp.abs(logp - given["sampler_logp"])
         fresh = (batch.mask & given["fresh"]).astype(jnp.float32)
         moved = jnp.where(batch.mask, logp - old, 0.0)

@@ -13,7 +13,7 @@ from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rewards.refusals import REFUSED
 from jaxrl_llm.rollout.loops import loops, written
 from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
-from jaxrl_llm.tasks import Prompts, PromptStream
+from jaxrl_llm.tasks import Prompts, PromptStream, answer_of
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -225,6 +225,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 MEASURED = (
     "reward/mean", "reward/std", "reward/zero_std_fraction", "reward/accuracy",
     "completions/mean_length", "completions/truncated_fraction", "completions/repetition_fraction",
+    "completions/distinct_fraction",
     *(f"reward/{name}" for name in QUANTILES), *(f"completions/length_{name}" for name in QUANTILES),
 )  # fmt: skip
 """What ``describe`` says of any groups; where there is none it is NaN."""
@@ -249,9 +250,18 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "completions/mean_length": float(lengths.mean()),
         "completions/truncated_fraction": ended.count("length") / len(ended),
         "completions/repetition_fraction": float(looping.mean()),
+        "completions/distinct_fraction": _known(np.nanmean, np.array([_distinct(group) for group in groups])),
         **_quantiles("reward/", scores[~np.isnan(scores)]),
         **_quantiles("completions/length_", lengths),
     }
+
+
+def _distinct(group: Group) -> float:
+    """How many different answers a group has, over its completions; what holds no answer counts as one. NaN of one
+    completion. Where nothing is verified the answers are the texts."""
+    extractor = "whole" if group.problem.verifier == "none" else group.problem.extractor
+    answers = [answer_of(completion.text, extractor) for completion in group.completions]
+    return len(set(answers)) / len(answers) if len(answers) > 1 else math.nan
 
 
 OF_A_TASK = {

@@ -2,7 +2,7 @@
 
 from jaxrl_llm.tasks.collected import Collected, check_collected
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, check_curriculum
-from jaxrl_llm.tasks.extract import extract, integer, normalised, number
+from jaxrl_llm.tasks.extract import answer_of, extract, integer, normalised, number
 from jaxrl_llm.tasks.fingerprint import Fingerprint, difference, fingerprint
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.interleaved import Interleaved, of_tasks
@@ -46,6 +46,7 @@ __all__ = [
     "Task",
     "Text",
     "Texts",
+    "answer_of",
     "begun",
     "check",
     "check_collected",

@@ -18,6 +18,7 @@ _CURRENCY = "$€£"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _OTHER_VALUES = ("<super>", "<sub>", "<fraction>", "<square>")
 """Kinds of characters that NFKC would turn into other numbers: 5² into 52, 3½ into 31/2, 25㎡ into 25m2."""
+_FEW = 32
 _INTEGER_DIGITS = 1000
 
 
@@ -54,6 +55,12 @@ def extract(text: str, extractor: str) -> str | None:
     raise InputError(f"extractor {extractor!r} is unknown; choose one of {', '.join(EXTRACTORS)}")
 
 
+def answer_of(text: str, extractor: str) -> str | None:
+    """What ``extract`` finds, as answers are told apart: ``normalised``."""
+    found = extract(text, extractor)
+    return None if found is None else normalised(found)
+
+
 def normalised(text: str) -> str:
     """The text in the characters that answers are compared in: full-width, half-width and mathematical letters, digits
     and signs become plain ones, and so does the minus sign. Characters that this would turn into another number stay.
@@ -63,7 +70,15 @@ def normalised(text: str) -> str:
     >>> normalised("－１，２３４．５ m²")
     '-1,234.5 m²'
     """
-    return text if text.isascii() else unicodedata.normalize("NFC", "".join(map(_normal_character, text)))
+    if text.isascii():
+        return text
+    others = [character for character in set(text) if _normal_character(character) != character]
+    if len(others) > _FEW:
+        text = "".join(map(_normal_character, text))
+    else:  # in a long text this is much faster
+        for character in others:
+            text = text.replace(character, _normal_character(character))
+    return unicodedata.normalize("NFC", text)
 
 
 @functools.lru_cache(maxsize=4096)

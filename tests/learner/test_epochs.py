@@ -312,6 +312,8 @@ def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():
     assert seen[0]["policy_kl"] < 1e-9 and seen[1]["policy_kl"] > 1e-6
     assert seen[1]["loss"] < seen[0]["loss"] and int(state.policy.updates) == 3 == metrics["updates"]
     assert largest_difference(state.policy.params, tiny("windows")) > 1e-3
+    rare, cut = (sum(one[f"{name}/high"] for one in seen) for name in ("clip_probability", "clip_fraction"))
+    assert 0 < metrics["clip_probability/high"] < 1 and abs(metrics["clip_probability/high"] - rare / cut) < 1e-6
     # Each target is passed by the update after those that it lets through.
     for target, applied in ((1e-12, 1), ((seen[1]["policy_kl"] + seen[2]["policy_kl"]) / 2, 2)):
         with Compilations() as compilations:

@@ -85,6 +85,24 @@ def test_packing_and_microbatches_change_nothing_but_rounding(algorithm, layouts
             np.testing.assert_allclose(others[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
+def test_the_probability_of_clipped_tokens_is_that_of_the_policy():
+    logp, old = (np.asarray(unpacked_logp(model, rollout())) for model in (MODEL, OLD))
+    packed = pack(rollout(), LAYOUTS["two rows"][0])
+    packed = packed.with_tokens(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
+    _, metrics = packed_gradient(MODEL, packed, PRESETS["grpo"], LAYOUTS["two rows"][1])
+    sums = {"low": 0.0, "high": 0.0}
+    for row, sample in enumerate(rollout()):
+        advantage = sample.scalars["advantages"]
+        for t in np.flatnonzero(sample.mask):
+            ratio = np.exp(logp[row, t] - old[row, t])
+            sums["high"] += np.exp(logp[row, t]) * (advantage > 0 and ratio > 1.2)
+            sums["low"] += np.exp(logp[row, t]) * (advantage < 0 and ratio < 0.8)
+    assert sum(sums.values()) > 0.01
+    for side, total in sums.items():
+        tokens = sum(int(np.sum(sample.mask)) for sample in rollout())
+        np.testing.assert_allclose(metrics[f"clip_probability/{side}"], total / tokens, rtol=1e-4)
+
+
 def test_the_layouts_above_really_differ():
     packed = [pack(rollout(), layout) for layout, _ in LAYOUTS.values()]
     one, two, four, parts = (int(p.totals.microbatches) for p in packed)

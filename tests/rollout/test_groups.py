@@ -108,6 +108,18 @@ def test_groups_of_equal_rewards_are_those_that_no_estimator_can_tell_apart():
     assert describe([*groups, unscored])["reward/zero_std_fraction"] == 0.75, "what has no reward does not count"
 
 
+def test_different_answers_are_counted_in_whatever_words_they_are_given():
+    def share(*texts, **changes):
+        made = ended(*["stop"] * len(texts))
+        said = tuple(dataclasses.replace(c, text=text) for c, text in zip(made.completions, texts, strict=True))
+        return dataclasses.replace(made, completions=said, problem=dataclasses.replace(made.problem, **changes))
+
+    of = lambda *groups: describe(groups)["completions/distinct_fraction"]
+    assert of(share("so 3", "it is ３.", "4", "I do not know")) == 0.75
+    assert of(share("3", "3"), share("3", "4")) == 0.75
+    assert of(share("a 3", "b 3", verifier="none")) == 1.0 and np.isnan(of(share("3")))
+
+
 def completed(*rows, reason="length"):
     """A group of completions of these tokens; its rewards are 0, 1, 2, ..."""
     arrays = [np.array(row, np.int32) for row in rows]
