@@ -199,6 +199,7 @@ REFUSED = {
     "train smoke --from older": ["older/config.json", "'shiny'", "take the version of jaxrl_llm that wrote it"],
     "train older": ["older/config.json does not describe a run of this version", "or begin a new run"],
     "train torn": ["torn/config.json is no whole JSON", "put the file back as the run wrote it"],
+    "train gspo_qwen3_30b_a3b": ["Qwen3-30B-A3B-Base is a mixture of experts (30B-A3B in its name)", "Qwen3-1.7B-Base"],
     "train odd": ["odd/config.json", "steps is 'x': give a whole number"],
     "eval torn": ["torn/config.json is no whole JSON"],
     "eval smoke": ["no such model: smoke", "give a directory, a .gguf file or OWNER/MODEL"],

@@ -9,6 +9,8 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import BUILTIN, Builtin
 
+_EXPERTS = re.compile(r"(?i:(?<![a-z0-9])\d+(?:\.\d+)?[BT]-A\d+(?:\.\d+)?[BM](?![a-z0-9])|\d+x\d+B|Mixtral)|MoE")
+"""How models of the hub are named that are mixtures of experts: 30B-A3B, 8x7B."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -73,6 +75,7 @@ def _found(path_or_name: str | os.PathLike, dtype: str) -> Path | Builtin:
     if path.exists():
         raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
     if looks_like_hub_id(name):
+        _check_hub_id(name)
         return _fetch(name)
     raise InputError(_unknown(name))
 
@@ -110,14 +113,29 @@ def check_name(name: str) -> None:
             raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
     elif name.endswith(".gguf"):
         raise InputError(f"no such file: {name}")
-    elif name not in BUILTIN and not looks_like_hub_id(name):
-        raise InputError(_unknown(name))
+    elif name not in BUILTIN:
+        if not looks_like_hub_id(name):
+            raise InputError(_unknown(name))
+        _check_hub_id(name)
 
 
 def looks_like_hub_id(name: str) -> bool:
     """Whether a name that is no file here reads as OWNER/MODEL rather than as a path."""
     match = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", name)
     return match is not None and not Path(match[1]).is_dir()
+
+
+def _check_hub_id(name: str) -> None:
+    """Refuse what no family could load, before anything waits for a network.
+
+    Raises:
+      InputError: it is a mixture of experts, by its name.
+    """
+    if found := _EXPERTS.search(name):
+        raise InputError(
+            f"{name} is a mixture of experts ({found[0]} in its name), which cannot be loaded yet: give a dense model, "
+            "such as --model Qwen/Qwen3-1.7B-Base"
+        )
 
 
 def _unknown(name: str) -> str:
@@ -131,11 +149,20 @@ def _unknown(name: str) -> str:
 
 
 def _fetch(name: str) -> Path:
-    """The local snapshot of a hub repository: configuration, safetensors and tokenizer, never code or pickles."""
-    from huggingface_hub import snapshot_download
+    """The local snapshot of a hub repository: configuration, safetensors and tokenizer, never code or pickles.
+
+    The configuration comes first: what cannot be loaded is refused before its weights are fetched.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    from jaxrl_llm.models.hf_config import read_config
+    from jaxrl_llm.models.weights import read_json
 
     try:
+        read_config(read_json(Path(hf_hub_download(name, "config.json"))))
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except InputError:
+        raise
     except Exception as error:  # connection, permission, unknown repository: each library version has its own classes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(

@@ -42,19 +42,28 @@ def test_hub_ids_are_told_from_paths(tmp_path):
         assert not looks_like_hub_id("runs/missing"), "the first part is a folder here"
 
 
-def test_an_unreachable_hub_gives_one_line():
+def test_an_unreachable_hub_gives_one_line_and_a_family_that_is_not_known_is_refused_before_its_weights(tmp_path):
+    kept = tmp_path / "hub/models--owner--odd"
+    (kept / "snapshots/1").mkdir(parents=True)
+    (kept / "snapshots/1/config.json").write_text('{"model_type": "mamba"}')
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text("1")
     code = (
         "from jaxrl_llm.errors import InputError\n"
         "from jaxrl_llm.models import load_pretrained\n"
-        "try: load_pretrained('owner/no-such-model')\n"
-        "except InputError as error: print(error)\n"
+        "for name in ('no-such-model', 'odd', 'Some-8x7B', 'OLMoE-1B-7B', 'dense-7B-A'):\n"
+        "    try: load_pretrained(f'owner/{name}')\n"
+        "    except InputError as error: print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"HF_HUB_OFFLINE": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        [sys.executable, "-c", code],
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.count("\n") == 1
-    assert "cannot fetch owner/no-such-model" in done.stdout and "--model PATH" in done.stdout
+    absent, odd, mixture, other, dense = done.stdout.splitlines()
+    assert "cannot fetch owner/no-such-model" in absent and "--model PATH" in absent
+    assert odd.startswith("model_type 'mamba' is not supported") and dense.startswith("cannot fetch owner/dense-7B-A")
+    assert "is a mixture of experts (8x7B in its name)" in mixture and "(MoE in its name)" in other
 
 
 def test_importing_the_room_is_cheap():
