@@ -18,6 +18,7 @@ COMMANDS = {
         f"{ACTOR}clip_ratio_high",
         "write it whole",
     ],
+    "train smoke --recipe.controller AdaptiveKL": ["no option --recipe.controller: a controller is set in the config"],
     "train smoke --beta 0.1 --stpes 3": ["no option --stpes", "did you mean --steps?"],
     f"train smoke {ACTOR}clip_ratio_hihg=0.3": ["did you mean", f"{ACTOR}clip_ratio_high?"],
     "train smoke actor_rollout_ref.model.path=x": ["no translation of actor_rollout_ref.model.path"],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rollout.simulation import ToyEngine
 
+from jaxrl_llm.cli.eval import Options, of_task
 from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, Questions, evaluate, majority, pass_at, reranked
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Format, Scorer
@@ -144,3 +145,16 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
     assert len({c.tokens.tobytes() for row in first.completions for c in row}) == 12
     assert first.accuracy == first.metrics()["eval/digits/pass@1"] == first.correct.mean()
     assert all(line.startswith("evaluating: sampling ") for line in heard) and heard
+
+
+def test_what_could_not_be_scored_leaves_the_error_a_number():
+    nan = float("nan")
+    told = lambda *rewards: of_task(
+        "m",
+        Options(Task([{"prompt": "1 + 1?", "answer": "2"}]), samples=2),
+        Evaluated("t", (PROBLEM,) * 3, ((completion("2"),) * 2,) * 3, None, None, np.array(rewards)),
+    )
+    lines = told([1.0, nan], [0.5, 0.5], [nan, nan])
+    assert lines[1:3] == ["  reward             0.667  +- 0.250", "  not scored           3 of 6 answers"]
+    assert not any("scored" in line for line in told([1, 0], [1, 1], [0, 0]))
+    assert any("nan  +- 0.000" in line for line in told(*[[nan, nan]] * 3))

@@ -107,6 +107,12 @@ def test_the_line_says_what_the_paper_does():
     )
 
 
+def test_a_small_batch_is_told_what_more_updates_of_it_are_worth():
+    few = lambda **settings: [line for line in configs.notes(run_of("gspo", **settings)) if "are few for" in line]
+    assert [line.partition(":")[0] for line in few()] == ["64 completions are few for 4 updates"]
+    assert few(prompts=64) == few(prompts=1) == few(minibatches=2) == []
+
+
 @pytest.mark.parametrize(
     ("prompts", "flag"), [(1, "--learner.epochs 2"), (2, "minibatches 2"), (3, "minibatches 2"), (7, "minibatches 3")]
 )

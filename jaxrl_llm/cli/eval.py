@@ -261,7 +261,9 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
     import numpy as np
 
     scores = found.rewards if found.correct is None else found.correct
-    rate = np.asarray(scores, float).mean(axis=1)
+    known = ~np.isnan(np.asarray(scores, float))
+    # A problem of which no answer could be scored says nothing.
+    rate = np.array([row[scored].mean() for row, scored in zip(scores, known, strict=True) if scored.any()])
     error = float(rate.std(ddof=1) / len(rate) ** 0.5) if len(rate) > 1 else 0.0
     how = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_p {options.top_p:g}"
     lines = [
@@ -273,6 +275,8 @@ def of_task(name: str, options: Options, found: Any) -> list[str]:
             lines.append(f"  {f'avg@{options.samples}':<16}{100 * value:6.1f} %  +- {100 * error:.1f}")
         elif short == "reward":
             lines.append(f"  {'reward':<16}{value:8.3f}  +- {error:.3f}")
+            if not known.all():
+                lines.append(f"  {'not scored':<16}{np.sum(~known):6d} of {known.size} answers")
         elif "@" in short or short in ("given_up", "refusals"):
             lines.append(f"  {short.replace('_', ' '):<16}{100 * value:6.1f} %")
         elif short == "mean_length":

@@ -13,14 +13,16 @@ from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.models import OF_STEPS
 
 MANY_SNAPSHOTS = 20
+LEAST_COMPLETIONS = 128
+"""Of an update, in the papers' own runs."""
 USUAL_MINIBATCHES = 4
-"""What is advised where a paper does not say how many updates it makes of a batch."""
+"""What would act where a paper does not say how many updates it makes of a batch."""
 
 
 def notes(run: Run) -> list[str]:
     """Everything to be said of a run before it begins, one line each."""
     run = resolved(run)
-    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *_critic(run)]
+    return [*inert(run), *_few_completions(run), *_short_memory(run), *_rewards(run), *_steps(run), *_critic(run)]
 
 
 def inert(run: Run) -> list[str]:
@@ -59,6 +61,18 @@ def _at_ratio_one(run: Run) -> list[str]:
     return [f"one update a batch{alike}: {', '.join(idle)}; {_more_updates(run)}{_in_the_paper(run)}"]
 
 
+def _few_completions(run: Run) -> list[str]:
+    """Where more updates of a batch would act, and each would be of fewer completions than any paper's."""
+    size = run.rollout.prompts * run.rollout.group
+    updates = _minibatches(run)
+    if not _at_ratio_one(run) or run.rollout.prompts == 1 or size // updates >= LEAST_COMPLETIONS:
+        return []
+    return [
+        f"{size} completions are few for {updates} updates: papers have {LEAST_COMPLETIONS} or more in each, and of "
+        "the quickstart's 8 groups one update of all taught more than 8 of one group each (docs/learning.md)"
+    ]
+
+
 def _learns_earlier(run: Run) -> bool:
     """Whether a batch may hold tokens that an earlier policy than its own sampled: surplus, parts of
     completions, or stored successes."""
@@ -68,11 +82,15 @@ def _learns_earlier(run: Run) -> bool:
 
 
 def _more_updates(run: Run) -> str:
-    """The flag that makes several updates of a batch: the paper's count if minibatches of two groups remain."""
-    prompts = run.rollout.prompts
+    """The flag that makes several updates of a batch."""
+    return "--learner.epochs 2" if run.rollout.prompts == 1 else f"--learner.minibatches {_minibatches(run)}"
+
+
+def _minibatches(run: Run) -> int:
+    """The paper's count if minibatches of two groups remain."""
     paper = run.recipe.paper
     wanted = paper.count if paper is not None and paper.count > 1 else USUAL_MINIBATCHES
-    return "--learner.epochs 2" if prompts == 1 else f"--learner.minibatches {max(2, min(wanted, prompts // 2))}"
+    return max(2, min(wanted, run.rollout.prompts // 2))
 
 
 def _in_the_paper(run: Run) -> str:

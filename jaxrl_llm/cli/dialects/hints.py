@@ -105,6 +105,8 @@ SENTENCES: dict[str, str] = {
     "reward": "rewards are scoring.rewards of the configuration's file, functions too",
     "reward_funcs": "rewards are scoring.rewards of the configuration's file, functions too",
     "reward_weights": "each of scoring.rewards has its weight in the configuration's file",
+    "recipe.controller": "a controller is set in the configuration's file: replace(GRPO, controller=AdaptiveKL())",
+    "kl_ctrl.type": "a controller is set in the configuration's file: replace(GRPO, controller=AdaptiveKL())",
     "resume_from_checkpoint": "the same command goes on; --from RUN[@STEP] begins a new run with another's weights",
     "resume_mode": "the same command goes on; --from RUN[@STEP] begins a new run with another's weights",
 }
