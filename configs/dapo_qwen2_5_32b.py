@@ -11,14 +11,17 @@ overlong filtering 36, clip-higher 38, soft overlong punishment 41, token-level 
 From the paper: 512 prompts of 16 completions, 16 updates a step, clip 0.2 / 0.28, learning rate 1e-6 after a linear
 warm-up of 20 steps, no KL, cap 20480 of which the last 4096 are punished (the recipe's share 0.2). Rewards are 1 and 0
 where the paper's are +1 and -1: the punishment is half of what lies between them in both, so advantages are the same.
-From the authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, and overlong filtering
-off. Ours: mesh, evaluation every 10 steps, number of steps.
+From the authors' script (verl, recipe/dapo): weight decay 0.1, prompts of at most 2048 tokens, overlong filtering off,
+and a bound on dynamic sampling: up to 10 batches of 1,536 prompts for 512, which are 30 times the prompts. There each
+batch is sampled whole; here prompts are begun as they are needed. The script has a dual clip at 10 besides, which the
+paper has not and this run has not: ``--recipe.algorithm.surrogate.dual 10``. Ours: mesh, evaluation every 10 steps,
+number of steps.
 """
 
 from jaxrl_llm.config import Evaluation, Output, Run
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.recipes import DAPO
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.rollout import Collect, Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import HubDataset, Task
 
@@ -34,7 +37,15 @@ config = Run(
     model="Qwen/Qwen2.5-32B",
     task=problems("BytedTsinghua-SIA/DAPO-Math-17k"),
     recipe=DAPO,
-    rollout=Rollout(prompts=512, group=16, max_prompt_tokens=2048, max_new_tokens=20480, slots=1024, chunk=64),
+    rollout=Rollout(
+        prompts=512,
+        group=16,
+        max_prompt_tokens=2048,
+        max_new_tokens=20480,
+        slots=1024,
+        chunk=64,
+        collect=Collect(max_rounds=30),
+    ),
     learner=Learner(
         # The warm-up counts updates: 20 steps of 16.
         optimiser=Optimiser(learning_rate=1e-6, warmup=20 * UPDATES, weight_decay=0.1),

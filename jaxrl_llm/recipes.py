@@ -172,7 +172,8 @@ a run's: rollout.collect.token_budget and rollout.collect.curriculum."""
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
 """DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the
-unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates of a batch are published.
+unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates of a batch are published:
+ours are the clip at 0.2 on both sides, the KL coefficient 0.001 and the bound on unlikely failures, which is TRL's 0.5.
 Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask. Keeping routes is not here: the sampler
 is the learner's own model."""
 

@@ -185,3 +185,21 @@ def test_a_k1_in_the_loss_is_refused_since_it_pulls_nowhere():
         configs.validate(with_algorithm(kl=K1()))
     for fine in ({"kl": K1(), "kl_in": "reward"}, {"kl": K1(), "kl_coef": 0.0}, {"kl": K2()}):
         configs.validate(with_algorithm(**fine))
+
+
+def test_the_runs_of_prorl_are_reset_where_the_papers_are():
+    run = configs.load_config("prorl_v1_runs")[1]
+    phases = run.rules.phases
+    assert [number for number, phase in enumerate(phases, 1) if phase.reset] == [2, 6, 7]
+    assert all(phase.reset == phase.reset_optimiser for phase in phases)
+    shares = {part.task.label: part.weight for part in phases[2].changes["task"].parts}
+    assert shares.pop("mathematics") == 4.0 and shares.pop("instructions") == 1.0
+    assert sum(shares.values()) == pytest.approx(3.7) and set(shares) <= {part.task.label for part in run.task.parts}
+    assert {part.task.extractor for part in phases[2].changes["task"].parts} == {
+        "boxed",
+        "tag:answer",
+        "after:</think>",
+    }
+    cycles = configs.load_config("prorl_v2_cycles")[1]
+    assert cycles.rollout.max_new_tokens == 8192 and 200 <= cycles.recipe.resets.reference_every <= 500
+    assert cycles.recipe.resets.on_stall and not any(phase.reset for phase in cycles.rules.phases)

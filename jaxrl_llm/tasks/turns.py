@@ -24,6 +24,7 @@ from jaxrl_llm.tasks.columns import OPTIONS, THOUGHTS, WEIGHT, shared
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
+_MARKS = 64  # characters by which a template marks a thought, or what follows it, at most
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
 _ANSWER = {"role": "assistant", "content": "Yes."}
@@ -351,7 +352,7 @@ def _said(before: str, message: Message, whole: str) -> str | None:
         return None
     content, thought = message["content"], _thought(message)
     if thought:
-        marked = rf".{{0,{_NEAR}}}?"
+        marked = rf".{{0,{_MARKS}}}?"
         pattern = marked + re.escape(thought.strip()) + marked + re.escape(content.strip())
         found = re.compile(pattern, re.DOTALL).match(whole, len(before))
         return found and found[0]
