@@ -41,7 +41,9 @@ class ModelReward:
         return (self.path,) if isinstance(self.path, str) else self.path
 
     def combined(self, scores: np.ndarray) -> np.ndarray:
-        """One score of each completion, float64[n], of those that the models give it, float64[n, m]."""
+        """One score of each completion, float64[n], of those that the models give it, float64[n, m]; n of one model."""
+        if scores.ndim == 1:
+            return scores
         if self.of == "minimum":
             return scores.min(axis=1)
         mean = scores.mean(axis=1)

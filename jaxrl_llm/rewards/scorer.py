@@ -229,7 +229,7 @@ class Scorer:
     def _disagreements(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """By how much the models of each ensemble among the rewards differ about each completion: their deviations."""
         models = {name: given[name] for name in given if isinstance(self._bases[name], ModelReward)}
-        several = {name: scores for name, scores in models.items() if name in self._rewards and scores.shape[1] > 1}
+        several = {name: scores for name, scores in models.items() if name in self._rewards and scores.shape[1:] > (1,)}
         return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
 
 
