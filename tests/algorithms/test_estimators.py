@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,9 +89,9 @@ def test_padding_is_read_nowhere(seed, lengths, garbage):
     spoil = lambda x: np.where(context.mask, x, np.float32(garbage))
     dirty = context._replace(**{n: spoil(getattr(context, n)) for n in context._fields[1:5]})
     clean, found = by_axis(rewards, context), by_axis(rewards, dirty)
+    chex.assert_trees_all_equal(found, clean)
+    chex.assert_tree_all_finite(clean)
     for name, x in clean.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
-        assert np.all(np.isfinite(x)), name
         assert name in OUTCOME or not np.any(np.asarray(x)[~context.mask]), name
 
 
@@ -101,8 +102,8 @@ def test_a_missing_reward_is_left_out_and_gets_zero(seed, missing):
     missing = sorted(missing)
     rewards[missing] = np.nan
     found = by_ids(rewards, context)
+    chex.assert_tree_all_finite(found)
     for name, x in found.items():
-        assert np.all(np.isfinite(x)), name
         assert name == "process" or not np.any(np.asarray(x)[missing]), name
     # The others are what they are where the missing ones are a prompt of their own, whose rows hold no token.
     alone = np.where(np.isin(np.arange(B), missing), 100 + np.arange(B), GROUPS)
@@ -143,8 +144,9 @@ def test_rewards_that_cancel_leave_no_residue():
 @pytest.mark.parametrize("lengths", [(0,) * B, (1, 0, 0, 0, 0, 0), (1,) * B])
 def test_batches_of_hardly_a_token_are_finite(lengths):
     rewards, context = scored(2, lengths)
-    for name, x in by_axis(rewards, context).items():
-        assert np.all(np.isfinite(x)), name
+    found = by_axis(rewards, context)
+    chex.assert_tree_all_finite(found)
+    for name, x in found.items():
         assert name in OUTCOME or sum(lengths) or not np.any(x), name
 
 
@@ -155,8 +157,7 @@ def test_a_kl_of_impossible_tokens_leaves_rewards_finite(arrays, value):
     at = np.zeros((B, T), bool)
     at[[0, 1, 3], [1, 0, 2]] = True
     odd = context._replace(**{n: np.where(at, np.float32(value), getattr(context, n)) for n in arrays})
-    for name, x in by_axis(rewards, odd).items():
-        assert np.all(np.isfinite(x)), name
+    chex.assert_tree_all_finite(by_axis(rewards, odd))
 
 
 def test_a_coefficient_given_to_a_kl_in_the_reward_replaces_its_own():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import numpy as np
 import pytest
 from algorithms.batches import LENGTHS, NAMES, B, T, plain, presets, ragged
@@ -12,12 +13,6 @@ from jaxrl_llm.algorithms import PRESETS
 
 ARRAYS = ("logp", "old_logp", "ref_logp", "sampler_logp")
 GARBAGE = st.sampled_from([np.nan, np.inf, -np.inf, 1e30, -1e30])
-
-
-def finite(found):
-    """Names of the presets whose loss, gradient and metrics are all finite."""
-    return {name for name, ((loss, metrics), grad) in found.items()
-            if all(np.all(np.isfinite(x)) for x in (loss, grad, *metrics.values()))}  # fmt: skip
 
 
 def put(logp, batch, names, change):
@@ -39,13 +34,9 @@ def test_padding_is_read_nowhere(seed, lengths, garbage):
              for name, value in zip((*ARRAYS[1:], "advantages"), garbage[1:], strict=True)}  # fmt: skip
     clean = presets(np.where(batch.mask, logp, np.float32(0)), batch)
     dirty = presets(np.where(batch.mask, logp, np.float32(garbage[0])), batch._replace(**spoil))
-    for name in NAMES:
-        (loss, metrics), grad = clean[name]
-        np.testing.assert_array_equal(dirty[name][0][0], loss, err_msg=name)
-        np.testing.assert_array_equal(dirty[name][1], grad, err_msg=name)
+    chex.assert_trees_all_equal(dirty, clean)
+    for name, (_, grad) in clean.items():
         assert not np.any(np.asarray(grad)[~batch.mask]), name
-        for key, value in metrics.items():
-            np.testing.assert_array_equal(dirty[name][0][1][key], value, err_msg=f"{name}: {key}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,9 +47,8 @@ def test_padding_is_read_nowhere_without_a_compiler_either(name):
     dirty = put(spoil(logp), batch, ("old_logp", "ref_logp", "sampler_logp", "advantages"), spoil)
     (loss, metrics), grad = plain(PRESETS[name], *dirty)
     (wanted, _), slope = plain(PRESETS[name], np.where(batch.mask, logp, np.float32(0)), batch)
-    np.testing.assert_array_equal(loss, wanted)
-    np.testing.assert_array_equal(grad, slope)
-    assert all(np.isfinite(x) for x in metrics.values())
+    chex.assert_trees_all_equal((loss, grad), (wanted, slope))
+    chex.assert_tree_all_finite(metrics)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, -np.inf])
@@ -66,9 +56,8 @@ def test_a_row_without_a_token_may_have_any_advantage(garbage):
     logp, batch = ragged(0)
     odd = np.where(batch.mask.any(axis=1), batch.advantages, np.float32(garbage))
     clean, dirty = (presets(logp, batch._replace(advantages=a)) for a in (batch.advantages, odd))
-    for name in NAMES:
-        np.testing.assert_array_equal(dirty[name][1], clean[name][1], err_msg=name)
-        np.testing.assert_array_equal(dirty[name][0][0], clean[name][0][0], err_msg=name)
+    graded = lambda found: {name: (loss, grad) for name, ((loss, _), grad) in found.items()}
+    chex.assert_trees_all_equal(graded(dirty), graded(clean))
 
 
 @pytest.mark.parametrize("names", [s for n in range(1, 5) for s in itertools.combinations(ARRAYS, n)])
@@ -78,15 +67,15 @@ def test_impossible_tokens_leave_all_finite(names):
     impossible[[0, 0, 1, 2, 3], [0, 3, 1, 0, 2]] = True  # one row is all of it
     assert np.all(batch.mask[impossible]) and len(set(np.sign(batch.advantages[:4]))) == 2
     change = lambda x: np.where(impossible, np.float32(-np.inf), x)
-    assert finite(presets(*put(logp, batch, names, change))) == set(NAMES)
-    assert finite(presets(*put(logp, batch, names, lambda x: np.full_like(x, -np.inf)))) == set(NAMES)
+    for changed in (change, lambda x: np.full_like(x, -np.inf)):
+        chex.assert_tree_all_finite(presets(*put(logp, batch, names, changed)))
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in ARRAYS), ARRAYS[1:]])
 @pytest.mark.parametrize("gap", [-50, 50])
 def test_log_ratios_of_fifty_nats_leave_all_finite(names, gap):
     logp, batch = ragged(0, (5,) * B)
-    assert finite(presets(*put(logp, batch, names, lambda x: x + np.float32(gap)))) == set(NAMES)
+    chex.assert_tree_all_finite(presets(*put(logp, batch, names, lambda x: x + np.float32(gap))))
 
 
 @pytest.mark.parametrize("name", ARRAYS[1:])
@@ -115,7 +104,7 @@ def test_beyond_the_clamp_a_ratio_has_no_gradient():
 def test_a_batch_of_one_token():
     logp, batch = ragged(0, (0, 0, 1, 0, 0, 0))
     found = presets(logp, batch)
-    assert finite(found) == set(NAMES)
+    chex.assert_tree_all_finite(found)
     alone, _ = ragged(0, LENGTHS)
     for name in NAMES:
         assert np.count_nonzero(found[name][1]) <= 1, name

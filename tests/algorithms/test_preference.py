@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,8 +73,7 @@ def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
     spoiled = [np.where(mask, x, np.float32(garbage)) for x in (new, targets, old)]
     loss, grad = graded_values(new, targets, mask, old, 0.2)
     other, dirty = graded_values(spoiled[0], spoiled[1], mask, spoiled[2], 0.2)
-    np.testing.assert_array_equal(loss, other)
-    np.testing.assert_array_equal(grad, dirty)
+    chex.assert_trees_all_equal((loss, grad), (other, dirty))
     assert not np.any(np.asarray(grad)[~mask]) and np.any(grad)
     parts = [values.value_loss(new[i], targets[i], mask[i], old[i], 0.2, 7) for i in (slice(0, 1), slice(1, 4))]
     np.testing.assert_allclose(sum(parts), loss, rtol=1e-6)
@@ -178,7 +178,8 @@ def test_a_process_reward_model(dtype):
     loss, grad = graded(logits, labels, ENDS)
     check(loss, "PRM/loss", dtype)
     np.testing.assert_allclose(np.mean(number("PRM/ce_tokens")), number("PRM/loss"), atol=1e-7)
-    assert not np.any(np.asarray(grad)[~ENDS]) and np.all(np.isfinite(grad))
+    assert not np.any(np.asarray(grad)[~ENDS])
+    chex.assert_tree_all_finite(grad)
     assert not graded(logits, labels, np.zeros((1, 6), bool))[0]
 
 
@@ -205,6 +206,30 @@ def test_entropy_and_its_gradient(dtype):
     entropy, grad = jax.jit(jax.value_and_grad(lambda x: logprob_and_entropy(x, jnp.int32(0))[1]))(logits)
     check(entropy, "ENTROPY/H", dtype)
     check(grad, "ENTROPY/dH_dlogits", dtype)
+
+
+class Variants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_losses_of_data_are_one_number_compiled_and_not(self):
+        better, worse, scores = np.float32([1.2, -0.3]), np.float32([0.4, 0.1]), np.float32([[1.2, 0.4, -0.3]])
+        found = self.variant(
+            lambda better, worse, scores: {
+                "dpo": preference.dpo_loss(better - worse, 0.3),
+                "ipo": preference.ipo_loss(better - worse, 0.3),
+                "bradley_terry": preference.bradley_terry_loss(better, worse, 0.25),
+                "ranking": preference.ranking_loss(scores),
+            }
+        )(better, worse, scores)
+        log_loss = lambda gaps: np.mean(np.log1p(np.exp(-np.asarray(gaps, np.float64))))
+        gaps = better - worse
+        wanted = {
+            "dpo": log_loss(0.3 * gaps),
+            "ipo": np.mean((gaps - 1 / 0.6) ** 2),
+            "bradley_terry": log_loss(gaps - 0.25),
+            "ranking": log_loss([0.8, 1.5, 0.7]),
+        }
+        chex.assert_shape([*found.values()], ())
+        chex.assert_trees_all_close(found, {name: np.float32(value) for name, value in wanted.items()}, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", [preference.dpo_loss, preference.ipo_loss])

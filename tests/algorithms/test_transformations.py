@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -15,11 +16,9 @@ LENGTHS = (5, 3, 1, 4, 0, 2, 5, 2)
 ALL = tuple(ESTIMATORS)
 
 
-def same(found, wanted, exact=False):
+def same(found, wanted):
     """Two trees of results; sums over rows may be taken in another order."""
-    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-5, "atol": 1e-6}
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, **tolerance)
+    chex.assert_trees_all_close(found, wanted, rtol=2e-5, atol=1e-6)
 
 
 @functools.cache

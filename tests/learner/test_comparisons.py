@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,9 +111,7 @@ def test_eight_devices_and_one_microbatch_change_nothing(name):
     first, before = alone(name)
     assert largest_difference(found, wanted(name)[1]) < 1e-5
     assert largest_difference(found, first) < 1e-5
-    assert metrics.keys() == before.keys()
-    for key, value in before.items():
-        np.testing.assert_allclose(metrics[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    chex.assert_trees_all_close(metrics, before, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -134,7 +133,7 @@ def test_what_lies_in_padding_changes_nothing(name):
     )
     assert empty.any() and unread.any()
     found, metrics = graded(case(name).params, spoiled, case(name).objective)
-    jax.tree.map(np.testing.assert_array_equal, (found, metrics), alone(name))
+    chex.assert_trees_all_equal((found, metrics), alone(name))
 
 
 def test_minibatches_of_as_many_pairs_are_the_batch_in_parts():
@@ -149,8 +148,7 @@ def test_minibatches_of_as_many_pairs_are_the_batch_in_parts():
     )
     halves = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
     assert largest_difference(halves[0], whole[0]) < 1e-5
-    for key, value in whole[1].items():
-        np.testing.assert_allclose(halves[1][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    chex.assert_trees_all_close(halves[1], whole[1], rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_learns_from_preferences_as_beside_the_whole_model():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,7 +256,7 @@ def test_while_the_critic_warms_up_the_policy_stays():
     assert metrics["updates"] == 0 == int(state.policy.updates)
     assert metrics["critic/updates"] == 3 == int(state.roles["critic"].updates), "epochs of its own"
     assert not any(name.startswith("controller/") for name in metrics), "the policy has not moved"
-    jax.tree.map(np.testing.assert_array_equal, state.policy.params, MODEL)
+    chex.assert_trees_all_equal(state.policy.params, MODEL)
 
 
 def test_a_model_that_a_role_begins_as_is_read_once_and_never_on_resume():
@@ -274,7 +275,7 @@ def test_a_model_that_a_role_begins_as_is_read_once_and_never_on_resume():
     state = create_state(jax.tree.map(jnp.copy, MODEL), optimiser, False, one_device(), others=[begins])
     assert reads == [1]
     assert [x.shape for x in jax.tree.leaves(like)] == [x.shape for x in jax.tree.leaves(state)]
-    jax.tree.map(np.testing.assert_array_equal, state.roles["critic"].params, other)
+    chex.assert_trees_all_equal(state.roles["critic"].params, other)
 
 
 WORTH = {"start": 0.75, "right": 1.0, "wrong": 0.0}

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,7 +286,7 @@ def test_to_watch_the_kl_changes_nothing_that_is_learned(lora):
         plain, watched = states
         assert (found[1].pop("kl") > 0) == (step > 0), "0 exactly before the first update"
         assert found[0] == found[1] and found[0]["grad_norm"] > 0
-        jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(state.policy) for state in states))
+        chex.assert_trees_all_equal(*(jax.device_get(state.policy) for state in states))
     assert largest_difference(watched.policy.params, watched.reference) > 1e-3
 
 
@@ -319,7 +320,7 @@ def test_a_second_epoch_sees_ratios_that_moved_and_a_far_one_is_refused():
         with Compilations() as compilations:
             state, metrics = run(dataclasses.replace(settings, target_kl=float(target)), update)
         assert "jit(update)" not in compilations.heard
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[applied - 1])
+        chex.assert_trees_all_equal(jax.device_get(state), states[applied - 1])
         assert metrics["updates"] == applied == int(state.policy.updates) and metrics["target_kl/early_stops"] == 1
         np.testing.assert_allclose(metrics["loss"], np.mean([one["loss"] for one in seen[:applied]]), rtol=1e-6)
     assert seen[1]["policy_kl"] < seen[2]["policy_kl"]

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +121,7 @@ def test_an_update_moves_the_adapter_alone():
     for path, x in leaves(state.policy.base).items():
         assert x.tobytes() == before[path].tobytes() == leaves(MODEL)[path].tobytes(), path
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.policy.base)] == pointers, "the base was copied"
-    jax.tree.map(np.testing.assert_array_equal, leaves(state.reference), reference)
+    chex.assert_trees_all_equal(leaves(state.reference), reference)
 
 
 def test_the_reference_is_the_base():
@@ -255,7 +256,7 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(tmp_path):
         with pytest.raises(InputError, match="start over with --fresh"):
             store.restore(3, abstract_state(MODEL, build(OPTIMISER), True), mesh)
     alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, MODEL)
-    jax.tree.map(np.testing.assert_array_equal, leaves(alone), leaves(state.policy.params))
+    chex.assert_trees_all_equal(leaves(alone), leaves(state.policy.params))
     with pytest.raises(InputError, match="trained beside another model"):
         restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, other_base())
 

@@ -5,6 +5,7 @@ objectives count.
 import dataclasses
 from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,7 +196,8 @@ def test_arrays_that_prompts_have_too_lie_beside_the_tokens():
         samples.append(dataclasses.replace(s, arrays=s.arrays | {"experts": own}, prompt_arrays={"experts": prompt}))
     packed = pack(samples, Layout(4, 60, T))
     experts = packed.by_column["experts"]
-    assert experts.shape == (*packed.rows.tokens.shape, 2) and experts.dtype == np.int32
+    chex.assert_shape(experts, (*packed.rows.tokens.shape, 2))
+    chex.assert_type(experts, np.int32)
     assert "experts" not in packed.by_token
     whole = {
         (*s.prompt.tolist(), *s.tokens.tolist()): np.concatenate([s.prompt_arrays["experts"], s.arrays["experts"]])

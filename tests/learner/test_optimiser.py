@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,7 +226,7 @@ def test_a_state_is_divided_saved_and_reset(kind, lora, tmp_path):
     again = reset_optimiser(state, build(config))
     same_layout(again, mesh)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, again.policy.opt_state, fresh.policy.opt_state)
+    chex.assert_trees_all_equal(again.policy.opt_state, fresh.policy.opt_state)
     assert not all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True))
     for other in KINDS.values():
         changed = reset_optimiser(state, build(other))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +93,7 @@ def test_two_roles_learn_in_one_state(tmp_path):
     assert largest_difference(state.policy.params, MODEL) > 1e-3
     assert largest_difference(state.roles["critic"].params.decoder, MODEL) > 1e-4
     assert float(jnp.abs(state.roles["critic"].params.weights.scalar[...]).min()) > 0
-    jax.tree.map(np.testing.assert_array_equal, state.reference, MODEL)
+    chex.assert_trees_all_equal(state.reference, MODEL)
     with Checkpoints(tmp_path) as store:
         store.save(1, state, {})
     with Checkpoints(tmp_path) as store:

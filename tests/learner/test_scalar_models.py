@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,7 @@ def test_a_critic_learns_on_the_base_of_the_policy():
             before, lay = jax.tree.map(np.array, state.policy), places(state.policy.base)
             state, metrics = jax.block_until_ready(updater("critic")(state, data))
         assert places(state.policy.base) == lay, "the base was copied"
-        jax.tree.map(np.testing.assert_array_equal, state.policy, before)
+        chex.assert_trees_all_equal(state.policy, before)
         assert metrics["grad_norm"] > 0 and state.roles["critic"].base is None
         old = leaves(adapter())
         assert all(np.abs(x - old[path]).max() > 1e-3 for path, x in leaves(state.roles["critic"].params).items())
@@ -257,6 +258,6 @@ def test_a_fingerprint_is_of_the_head_too():
     mesh = make_mesh(MeshShape(2, 2, 2))
     found = leaves(fingerprint(jax.device_put(whole(), shardings(whole(), mesh))))
     wanted = leaves(fingerprint(whole()))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    chex.assert_trees_all_equal(found, wanted)
     changed = leaves(fingerprint(with_scalar_head(BASE, head().at[0].add(1e-6))))
     assert {path for path, x in changed.items() if not np.array_equal(x, wanted[path])} == {"scalar"}

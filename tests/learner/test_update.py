@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,7 +292,7 @@ def test_an_update_that_is_refused_leaves_the_state_as_it_was(change, reason):
     before = jax.device_get(jax.tree.map(np.array, state))
     new, metrics = updater(optimiser)(state, refused)
     assert {name for name in metrics if name.startswith("refused/") and metrics[name] == 1} == {reason}
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(new), before)
+    chex.assert_trees_all_equal(jax.device_get(new), before)
     after, metrics = updater(optimiser)(new, data)
     assert np.isfinite(metrics["grad_norm"]) and int(after.policy.updates) == 2
 
@@ -303,7 +304,7 @@ def test_the_reference_outlives_the_donated_policy():
     policy, lies = state.policy.params, pointers(state.reference)
     new, metrics = updater(optimiser, PRESETS["grpo"])(state, data)
     assert all(x.is_deleted() for x in jax.tree.leaves(policy))
-    jax.tree.map(np.testing.assert_array_equal, new.reference, MODEL)
+    chex.assert_trees_all_equal(new.reference, MODEL)
     assert largest_difference(new.policy.params, MODEL) > 1e-3
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
     assert pointers(new.reference) == lies, "the reference was copied"
