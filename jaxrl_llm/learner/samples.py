@@ -19,18 +19,10 @@ Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
 ``values`` of the critic."""
 
 EXPLAINED = "critic/explained_variance"
-MOMENTS = (
-    "critic/tokens",
-    "critic/returns_mean",
-    "critic/values_mean",
-    "critic/returns_variance",
-    "critic/residual_variance",
-)
-"""What a step says of its returns, and of what is left of them without the critic's values."""
+SPREAD = ("critic/tokens", "critic/returns_variance", "critic/residual_variance")
+"""What a step says of its returns, and of what the critic's values leave of them."""
 WINDOW = 5
 """Steps that the explained variance is pooled over."""
-ROUNDING = 16 * float(np.finfo(np.float32).eps)
-"""Of the largest number: returns that differ by less do not vary."""
 
 
 def to_samples(
@@ -211,53 +203,41 @@ def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dic
     """How well a critic foresaw, over the tokens that count: [B, T] each.
 
     ``critic/explained_variance``: ``1 - Var(returns - values) / Var(returns)``; NaN where the returns do not vary.
-    ``critic/tokens``, the two means and the two variances are what ``pooled`` puts together over steps.
+    ``critic/tokens`` and the two variances are what ``pooled`` adds up over steps.
     """
     returns = targets[counts].astype(np.float64)
     guesses = values[counts].astype(np.float64)
-    names = (EXPLAINED, *MOMENTS)
+    names = (EXPLAINED, "critic/returns_mean", "critic/values_mean", *SPREAD)
     if not counts.any():
         return dict.fromkeys(names, math.nan) | {"critic/tokens": 0.0}
     # A return is an advantage and a value added up in float32: what is equal may differ by their rounding.
-    varies = np.ptp(returns) > ROUNDING * max(np.abs(returns).max(), np.abs(guesses).max())
-    variance = float(np.var(returns)) if varies else 0.0
-    residual = float(np.var(returns - guesses))
-    found = (_explained(variance, residual), returns.size, returns.mean(), guesses.mean(), variance, residual)
+    noise = 16 * np.finfo(np.float32).eps * max(np.abs(returns).max(), np.abs(guesses).max())
+    variance = np.var(returns) if np.ptp(returns) > noise else 0.0
+    residual = np.var(returns - guesses)
+    explained = 1 - residual / variance if variance else math.nan
+    found = (explained, returns.mean(), guesses.mean(), returns.size, variance, residual)
     return {name: float(x) for name, x in zip(names, found, strict=True)}
 
 
 def pooled(measured: Mapping[str, float], own: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """``critic/explained_variance_pooled``: the explained variance of the last ``WINDOW`` steps' tokens as one set.
+    """``critic/explained_variance_pooled``: of the last ``WINDOW`` steps together.
 
-    One step has few completions, and the few that differ decide its own. Variances of steps are put together exactly:
-    ``N Var = sum_k n_k (Var_k + (mean_k - mean)^2)``.
+    ``1 - sum_k n_k Var_k(returns - values) / sum_k n_k Var_k(returns)`` with n_k tokens: the few completions that
+    differ in one step decide its own. The variances are each step's around its own mean: that returns rise from step to
+    step is the policy's merit, and no critic's.
 
     Args:
-      measured: of this step; what was measured on no token is left out.
+      measured: of this step; without ``critic/tokens`` there is no critic.
       own: what this function has returned after the step before; empty before the first.
 
     Returns:
-      The metric, none for a step without a critic, and what to remember: JSON values.
+      The metric, NaN where no return varies, and what to remember: JSON values.
     """
     if "critic/tokens" not in measured:
         return {}, dict(own)
     steps = list(own.get("steps", ()))
     if measured["critic/tokens"]:
-        steps = [*steps, [measured[name] for name in MOMENTS]][-WINDOW:]
-    explained = math.nan
-    if steps:
-        tokens, returns, values, variance, residual = np.asarray(steps, np.float64).T
-        between = _variance(tokens, returns, variance)
-        varies = math.sqrt(between) > ROUNDING * max(np.abs(returns).max(), np.abs(values).max())
-        explained = _explained(between if varies else 0.0, _variance(tokens, returns - values, residual))
-    return {f"{EXPLAINED}_pooled": explained}, {"steps": steps}
-
-
-def _variance(counts: np.ndarray, means: np.ndarray, variances: np.ndarray) -> float:
-    """Of several sets as one."""
-    mean = np.average(means, weights=counts)
-    return float(np.average(variances + (means - mean) ** 2, weights=counts))
-
-
-def _explained(variance: float, residual: float) -> float:
-    return 1 - residual / variance if variance else math.nan
+        steps = [*steps, [measured[name] for name in SPREAD]][-WINDOW:]
+    returns = sum(tokens * variance for tokens, variance, _ in steps)
+    residual = sum(tokens * left for tokens, _, left in steps)
+    return {f"{EXPLAINED}_pooled": 1 - residual / returns if returns else math.nan}, {"steps": steps}

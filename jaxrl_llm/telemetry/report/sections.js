@@ -32,7 +32,7 @@ const HINTS = {
   "sampler/logp_abs_diff_mean": "Learner against sampler on the same tokens, nats: near 0 where both agree",
   "sampler/logp_abs_diff_max": "The largest difference between learner and sampler on one token, nats",
   "critic/explained_variance": "1 is perfect, 0 no better than the mean",
-  "critic/explained_variance_pooled": "Of the last five steps' tokens: 1 is perfect, 0 no better than the mean",
+  "critic/explained_variance_pooled": "Of the last five steps: 1 is perfect, 0 no better than each step's mean",
   "rollout/useful_fraction": "Tokens learned from, over those and the tokens of groups thrown away",
   "rollout/utilisation": "Tokens sampled, over the slots that decode steps computed",
 };
