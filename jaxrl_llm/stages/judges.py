@@ -23,8 +23,8 @@ from jaxrl_llm.sharding import batch_parts, platform_of
 from jaxrl_llm.stages.reading import scored, scored_sample
 from jaxrl_llm.stages.taught import check_readers, check_template, closings, taught
 from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.tasks.endings import closed
 from jaxrl_llm.tasks.template import check_tokenizer
-from jaxrl_llm.tasks.turns import closed
 from jaxrl_llm.trained import load_model
 from jaxrl_llm.types import Completion, Problem
 
@@ -40,7 +40,7 @@ class DeviceModel:
       forward: how it is run.
       prompts: of each task, by its label.
       status: hears what is going on.
-      closings: what ends a completion of each task where its score is read, by label; see ``tasks.turns.closed``.
+      closings: what ends a completion of each task where its score is read, by label; see ``tasks.endings.closed``.
     """
 
     model: ScalarModel

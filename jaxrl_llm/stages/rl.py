@@ -45,6 +45,7 @@ from jaxrl_llm.stages.judges import judges_of
 from jaxrl_llm.stages.leaving import same_groups, stream_left, successes_left
 from jaxrl_llm.stages.mixture import Mixture, mixture_of
 from jaxrl_llm.stages.problems import (
+    Problems,
     check_prompts,
     problems_of,
     read_problems,
@@ -253,14 +254,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[
-            *read.notes,
-            *dropped,
-            *thoughts_judged(prompts, read),
-            *sizes_of(run, read),
-            *untold(run),
-            *configs.notes(run),
-        ],
+        notes=[*read.notes, *dropped, *thoughts_judged(prompts, read), *about(run, read)],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,
@@ -272,6 +266,11 @@ def prepare(
         mixture=mixture,
         contest=contest_of(run, scorer, test_prompts, answers, peers),
     )
+
+
+def about(run: Run, read: Problems) -> list[str]:
+    """Lines for people: sizes, models that do not say what they were taught, and what the settings come to."""
+    return [*sizes_of(run, read), *untold(run), *configs.notes(run)]
 
 
 def check_ahead(before: Run, run: Run, model: ModelConfig, tokenizer: Any, status: Callable[[str], None]) -> None:

@@ -10,8 +10,8 @@ from jaxrl_llm.models.architecture import attributes_of
 from jaxrl_llm.models.hf_config import OURS, gives_scores
 from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.tasks import Pairs, Prompts, Steps
+from jaxrl_llm.tasks.endings import closing_of
 from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.tasks.turns import closing_of
 from jaxrl_llm.trained import find_run
 
 
@@ -198,7 +198,7 @@ def check_template(found: Taught | None, name: str, prompts: Mapping[str, Prompt
 
 def closings(found: Taught | None, prompts: Mapping[str, Prompts], tokenizer: Any) -> dict[str, list[int] | None]:
     """What ends a completion of each task where a reward model reads its score, by the tasks' labels; None where that
-    is the completion's own end. See ``tasks.turns.closed``."""
+    is the completion's own end. See ``tasks.endings.closed``."""
     if found is None or found.score_at != "template":
         return {}
     return {label: closing_of(known.task(label), tokenizer) for label, known in prompts.items()}

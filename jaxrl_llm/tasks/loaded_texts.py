@@ -36,7 +36,7 @@ class LoadedTexts(Generic[Row]):
 
 
 @dataclasses.dataclass
-class Losses:
+class RowCounts:
     """What became of rows that could not be learned as they are; each list is of where they stand, or why.
 
     Attributes:
@@ -80,20 +80,22 @@ def load_texts(
         file and line), or nothing left to train on.
     """
     check_texts(data)
-    losses = Losses()
+    counted = RowCounts()
     found: dict[str, Row] = {}
     count = 0
-    for made in _fitting(data, _usable(data, tokenizer, stop_ids, losses, closes), room, losses):
+    for made in _fitting(data, _usable(data, tokenizer, stop_ids, counted, closes), room, counted):
         found.setdefault(hashlib.sha256(content(made).encode()).hexdigest(), made)
         count += 1
-    left_out = losses.line()
+    left_out = counted.line()
     notes = [left_out] if left_out else []
     if len(found) < count:
         notes.append(f"{count - len(found)} duplicates of a row merged, {len(found)} distinct rows left")
     return dataclasses.replace(_parted(data, tuple(found.values()), notes), left_out=left_out)
 
 
-def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], losses: Losses, closes: bool) -> Iterator[Row]:
+def _usable(
+    data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], counted: RowCounts, closes: bool
+) -> Iterator[Row]:
     """Rows as token ids, without those that cannot be used where the data drops them."""
     writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
 
@@ -107,20 +109,20 @@ def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], losses: Lo
 
     rows = itertools.starmap(made, sound(data.source.read()))
     while True:
-        losses.rows += 1
+        counted.rows += 1
         try:
             yield next(rows)
         except StopIteration:
-            losses.rows -= 1
+            counted.rows -= 1
             return
         except BadRow as error:
             if data.bad_rows == "refuse":
                 raise
-            losses.bad.append(str(error))
+            counted.bad.append(str(error))
 
 
 def _fitting(
-    data: Data[Row], rows: Iterable[Row], room: Callable[[Row], float] | None, losses: Losses
+    data: Data[Row], rows: Iterable[Row], room: Callable[[Row], float] | None, counted: RowCounts
 ) -> Iterator[Row]:
     """The rows, without those that are too long, or without their ends, where the data drops or truncates them."""
     for row in rows:
@@ -129,7 +131,7 @@ def _fitting(
             yield row
             continue
         cut: Any = row.cut(int(most)) if data.overlong == "truncate" else None
-        (losses.overlong if cut is None else losses.truncated).append(f"{row.where}, {row.length} tokens")
+        (counted.overlong if cut is None else counted.truncated).append(f"{row.where}, {row.length} tokens")
         if cut is not None:
             yield cut
 

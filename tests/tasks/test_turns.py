@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.tasks import CHATML, Pairs, Steps, Table, Task, Texts, encode, load_texts
+from jaxrl_llm.tasks.endings import closed, closing_of
 from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.tasks.turns import closed, closing_of
 from jaxrl_llm.types import Completion, Problem
 
 TINY = tiny_tokenizer()
