@@ -328,9 +328,8 @@ def test_a_curriculum_begins_with_what_another_run_has_counted(other):
 
 def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
     tasks = {name: tuple(dataclasses.replace(one, task=name) for one in problems(4)) for name in ("loose", "strict")}
-    both = Interleaved(
-        {name: Scheduled(Curriculum(), rows, 9) for name, rows in tasks.items()}, dict.fromkeys(tasks, 1.0)
-    )
+    streams = {name: Scheduled(Curriculum(), rows, 9) for name, rows in tasks.items()}
+    both = Interleaved(streams, dict.fromkeys(tasks, 1.0))
     groups = [
         answered(tasks[name][i], right) for name, i, right in (("loose", 0, 4), ("strict", 0, 0), ("strict", 1, 0))
     ]

@@ -1,16 +1,13 @@
 """What is learned of a chat: its prompt is a task's, and what the assistant says ends where a completion would."""
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
-from jaxrl_llm.tasks import CHATML, Pairs, Steps, Table, Task, Texts, encode, load_texts
-from jaxrl_llm.tasks.endings import closed, closing_of
-from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.types import Completion, Problem
+from jaxrl_llm.tasks import Pairs, Steps, Table, Task, Texts, encode, load_texts
+from jaxrl_llm.types import Problem
 
 TINY = tiny_tokenizer()
 STOP = (TINY.eos_token_id,)
@@ -37,11 +34,6 @@ def user(content):
 
 def says(content):
     return {"role": "assistant", "content": content}
-
-
-def completion(tokens, reason):
-    size = len(tokens)
-    return Completion(np.asarray(tokens, np.int32), np.zeros(size), reason, np.ones(size, bool), np.zeros(size))
 
 
 TALK = [user("q"), says("a"), user("r"), says("b")]
@@ -288,53 +280,6 @@ def test_plain_begins_with_bos_and_ends_with_eos():
     assert (row.prompt.tolist(), row.tokens.tolist()) == ([0, 2], [3, 1])
     row = one({"text": "a b"}, stop=(1,), tokenizer=tokenizer)
     assert (row.prompt.tolist(), row.tokens.tolist()) == ([0], [2, 3, 1])
-
-
-TAILED = "{% for m in messages %}{{ m['content'] }}{{ eos_token }} ;{% endfor %}"
-
-
-@pytest.mark.parametrize("template", ["chatml", "tokenizer", BRACKETS, UNMARKED, TAILED, FORGETS])
-def test_an_answer_that_is_scored_ends_as_transformers_writes_the_messages(template):
-    text = {"chatml": CHATML, "tokenizer": None}.get(template, template)
-    answers = ["two", "2!", "<think>1</think>a" if template == FORGETS else "a\nb"]
-    row = {"prompt": TALK[:3], "completions": answers, "rejected_cut_off": True}
-    before, closed_ones = (
-        load_texts(Pairs([row], template=template), TINY, STOP, closes=closes).train[0] for closes in (False, True)
-    )
-    assert closed_ones.prompt.tolist() == before.prompt.tolist()
-    assert closed_ones.completions[-1].tolist() == before.completions[-1].tolist(), (
-        "cut off, so nothing is written after"
-    )
-    closing = closing_of(Task(Table("none.jsonl"), template=template), TINY)
-    for said, usual, tokens in zip(answers[:2], before.completions, closed_ones.completions, strict=False):
-        whole = TINY.apply_chat_template([*TALK[:3], says(said)], chat_template=text, return_dict=False)
-        if template == FORGETS:  # what a template puts before the last answer only is left out of it
-            whole = TINY(TINY.decode(whole).replace("<think></think>", ""))["input_ids"]
-        assert [*closed_ones.prompt, *tokens] == whole
-        answer = tokens[: len(tokens) - len(closing)]
-        stops = (STOP[0], TINY.convert_tokens_to_ids("<|im_start|>"))
-        for ids in (usual, *([*answer, stop] for stop in stops)):
-            assert [*before.prompt, *closed(completion(ids, "stop"), closing)] == whole
-        assert [*closed(completion(answer, "length"), closing)] == [*answer]
-
-
-def test_a_plain_answer_that_is_scored_ends_with_the_text():
-    row = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    found = [load_texts(Pairs([row], template="plain"), TINY, STOP, closes=closes).train[0] for closes in (False, True)]
-    assert [[*tokens] for tokens in found[0].completions] == [[*tokens] for tokens in found[1].completions]
-    assert [*found[1].prompt, *found[1].completions[0]] == TINY("qa<|im_end|>")["input_ids"]
-    made = completion(found[0].completions[0], "stop")
-    assert closed(made, closing_of(Task(Table("none.jsonl"), template="plain"), TINY)) is made.tokens
-
-
-def test_templates_have_equal_fingerprints_where_they_write_chats_alike():
-    dated = "{{ strftime_now('%Y') }}" + CHATML
-    computed = "{% set how = '%Y' %}{{ strftime_now(how) }}"
-    alike = [template_fingerprint(text, TINY) for text in ("chatml", "tokenizer", CHATML, CHATML + "{# said #}")]
-    others = [template_fingerprint(text, TINY) for text in ("plain", BRACKETS, UNMARKED, FORGETS, dated, computed)]
-    assert len(set(alike)) == 1 and len({*alike, *others}) == 7
-    assert template_fingerprint(computed + " ", TINY) != others[-1], "what cannot be written is known by its text"
-    assert template_fingerprint(dated, TINY) == others[-2]
 
 
 def test_a_piece_is_tokenised_where_it_stands():
