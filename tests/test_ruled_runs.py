@@ -10,7 +10,7 @@ from commands import commands
 from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoint import Checkpoints, flatten
-from jaxrl_llm.config import load_json
+from jaxrl_llm.config import evaluation_key, load_json
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
@@ -97,7 +97,8 @@ def test_a_stall_resets_reference_and_optimiser(folder, answers):
     assert all(row["event/reference_reset"] and row["event/optimiser_reset"] for row in metrics[1:])
     arrays, host = saved(folder / "stalled", 2)
     assert same(part(arrays, "reference/"), part(arrays, "policy/")) and not any(np.any(x) for x in moments(arrays))
-    assert host["memory"]["stall"] == {"best": results[0], "stalled": 0}
+    key = evaluation_key(load_json(folder / "stalled" / "config.json"))
+    assert host["memory"]["stall"] == {"best": results[0], "stalled": 0, "test": key}
 
 
 def test_a_gradient_that_is_no_number_ends_the_run_with_the_state_before_it(folder, answers):

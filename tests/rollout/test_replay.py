@@ -244,7 +244,7 @@ def replaced():
     longest = int(np.argmax([len(c.tokens) for c in once]))
     right, wrong = np.eye(4)[longest], np.array([0.0, 0, 0, 0.2])
     store, _ = replay(Replay(), {}, {0: Group(problem, prompt, tuple(once), right, right)}, SEED, ())
-    failing = Group(problem, prompt, tuple(done[handle] for handle in handles), wrong, wrong)
+    failing = Group(problem, prompt, tuple(done[handle] for handle in handles), wrong, np.zeros(4))
     _, found = replay(Replay(), store, {1: failing}, SEED, ())
     assert place_of(problem) in store and len(once[longest].tokens) > 2
     return found[1], once[longest]
