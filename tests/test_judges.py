@@ -163,7 +163,7 @@ def test_an_answer_is_scored_where_the_model_was_taught_to(folder, tokenizer):
     path = folder / "made_by_transformers" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"transformers_version": "5.23.0"}))
     problem = load(TASK).train[0]
-    chats = [[*problem.prompt, {"role": "assistant", "content": text}] for text in ("12", "no", "")]
+    chats = [[*problem.prompt, {"role": "assistant", "content": text}] for text in ("1" * (LONGEST - 1), "no", "")]
     whole = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
     prompt = Prompts(TASK, tokenizer)[problem].tolist()
     assert all(ids[: len(prompt)] == prompt and ids[-1:] == tokenizer("\n")["input_ids"] for ids in whole)
@@ -261,6 +261,14 @@ def test_a_model_for_just_as_many_positions_is_taken(folder, tokenizer):
     run = run_with(ModelReward(path))
     assert run.rollout.max_length == WIDTH
     assert judges_of(run, one_device(), tokenizer, {}, lambda text: None).keys() == set(run.scoring.rewards)
+    path = str(folder / "one_more")
+    shutil.copytree(folder / "just_enough", path)
+    settings = json.loads((folder / "one_more" / "config.json").read_text())
+    told = settings | {"jaxrl_llm": Taught("ranking", score_at="template").to_json()}
+    (folder / "one_more" / "config.json").write_text(json.dumps(told))
+    with pytest.raises(InputError, match=f"made for {WIDTH} positions, and prompts with completions have up to 41"):
+        prompts = {"digits": Prompts(TASK, tokenizer)}
+        judges_of(run_with(ModelReward(path)), one_device(), tokenizer, prompts, lambda text: None)
     longer = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=LONGEST + 1))
     with pytest.raises(InputError, match=f"made for {WIDTH} positions, and prompts with completions have up to 41"):
         judges_of(longer, one_device(), tokenizer, {}, lambda text: None)
