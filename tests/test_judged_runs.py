@@ -1,6 +1,5 @@
 """Runs whose rewards models give, through the command line: where these come from, gone on with, in two processes."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -15,13 +14,15 @@ from learner.rollouts import one_device
 from test_resume import documented
 from transformers import AutoTokenizer
 
+from jaxrl_llm.cli.model_card import how_to_score
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
 from jaxrl_llm.models.builtin import TINY, tiny_tokenizer
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.tasks import CHATML, problem_index
+from jaxrl_llm.stages.taught import taught, taught_by
+from jaxrl_llm.tasks import CHATML, Pairs, Steps, problem_index
 from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.trained import load_model
+from jaxrl_llm.trained import find_run, load_model
 
 DIGITS = Path(__file__).parent / "fixtures" / "runs" / "digits.jsonl"
 SCORING = """
@@ -72,13 +73,13 @@ CONFIGS = {
     "rm": SCORING.format(data="Pairs(Table('rm.jsonl'), template='chatml')", rank=0),
     "prm": SCORING.format(data="Steps(Table('prm.jsonl'), template='chatml', separator=' ')", rank=2),
     "rl": RUN.format(reward="ModelReward('runs/rm')", recipe=GRPO),
-    "ensemble": RUN.format(reward="ModelReward(('runs/rm', 'old'), name='two')", recipe=GRPO),
     "steps": RUN.format(
         reward="StepReward('runs/prm', separator=' ')",
         recipe="dataclasses.replace(PRESETS['grpo'], advantage=ProcessSupervised(), kl_coef=0.0)",
     ),
     "rises": RUN.format(
-        reward="StepReward('runs/prm', separator=' ', differences=True, start=0.5)",
+        reward="StepReward('runs/prm', separator=' ', differences=True, start=0.5), "
+        "ModelReward(('runs/rm', 'old'), weight=0.0, name='two')",
         recipe="dataclasses.replace(PRESETS['ppo'], kl_coef=0.0), critic=Critic()",
     ),
 }
@@ -91,9 +92,6 @@ LINES = {
     "export": "export runs/rm --out exported",
     "before": "train rm.py --run_dir old --seed 1 --bootstrap --score_at stop",
     "old": "train old.py --run_dir old --seed 1 --bootstrap --steps 3",
-    "export_old": "export old --out exported_old",
-    "export_prm": "export runs/prm --out exported_prm",
-    "ensemble": "train ensemble.py --run_dir ensemble --steps 1",
     "whole": "train rl.py --run_dir whole",
     "half": "train rl.py --run_dir broken --steps 1",
     "exported": "train rl.py --run_dir by_directory --steps 1 --scoring.rewards.0.path exported",
@@ -130,13 +128,8 @@ REFUSED = {
     "train rises.py --run_dir refused --recipe grpo": ["reward steps gives differences", "(--recipe ppo)"],
     "train steps.py --run_dir refused --scoring.rewards.0.separator ": ["reward steps has an empty separator"],
     f"{PATH} runs/prm": ["reward model: runs/prm learned to score steps: take StepReward for it"],
-    f"{PATH} exported_prm": ["reward model: exported_prm learned to score steps"],
     f"{PATH} runs/rm --task.template plain": ["reward model: runs/rm learned from chats in the template chatml"],
     f"{PATH} exported --task.template plain": ["exported learned from chats in", "task digits", "(template 'plain')"],
-    "train steps.py --run_dir refused --scoring.rewards.0.separator ;": ["end with ' ', and here they end with ';'"],
-    "train steps.py --run_dir refused --scoring.rewards.0.path exported": ["learned to score whole answers"],
-    f"{RERANK} exported_prm": ["--rerank exported_prm learned to score steps: set --rerank_by product"],
-    f"{RERANK} exported --task.template plain": ["--rerank: exported learned from chats in the template chatml"],
     "train prm.py --run_dir refused --score_at stop": ["score_at stop is of pairs and rankings, and data is Steps"],
     f"{RERANK} runs/prm": ["--rerank runs/prm learned to score steps: set --rerank_by product"],
     f"{RERANK} runs/rm --rerank_by last": ["--rerank runs/rm learned to score whole answers: set --rerank_by score"],
@@ -218,21 +211,18 @@ def test_an_exported_directory_gives_the_runs_numbers(folder, answers):
     assert plain(rows(folder / "by_directory")[1]) == plain(rows(folder / "whole")[1])
 
 
-def margin(folder, checkpoint, places, tail):
+def margins(folder, checkpoint, places):
     """The better answers' scores less the others', of these rows of rm.jsonl, by the model of a checkpoint: read at the
-    last token of the messages, or at the token before."""
+    last token of the messages, and at the token before."""
     model, tokenizer = load_model(str(folder / checkpoint), "float32", one_device())
-    sequences = []
-    for row in (RM[place] for place in places):
-        for text in (row["chosen"], row["rejected"]):
-            chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text}]
-            ids = tokenizer.apply_chat_template(chat, chat_template=CHATML, return_dict=False)
-            sequences.append(ids if tail else ids[:-1])
+    sides = [(RM[place]["prompt"], RM[place][side]) for side in ("chosen", "rejected") for place in places]
+    chats = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in sides]
+    whole = [tokenizer.apply_chat_template(chat, chat_template=CHATML, return_dict=False) for chat in chats]
     rows = np.zeros((8, 48), np.int32)
-    for row, ids in zip(rows, sequences, strict=True):
+    for row, ids in zip(rows, whole, strict=True):
         row[: len(ids)] = ids
-    found = np.asarray(scores(model, rows, [len(ids) for ids in sequences]))
-    return (found[::2] - found[1::2]).mean()
+    found = [np.asarray(scores(model, rows, [len(ids) - less for ids in whole])) for less in (0, 1)]
+    return [(one[:4] - one[4:]).mean() for one in found]
 
 
 def test_scores_are_learned_at_the_end_of_the_messages_and_in_an_older_run_where_it_began_to(folder, answers):
@@ -242,42 +232,52 @@ def test_scores_are_learned_at_the_end_of_the_messages_and_in_an_older_run_where
     assert f"8 rows to learn from are drawn by seed 1, {len(set(drawn))} different ones" in answers["old"].err
     for run, seed, step, draws in (("runs/rm", 0, 2, range(8)), ("old", 1, 3, drawn)):
         places = [draws[problem_index(seed, number, 8)] for number in range(4 * (step - 1), 4 * step)]
-        wanted, other = (margin(folder, f"{run}@{step - 1}", places, tail) for tail in (run != "old", run == "old"))
+        end, before = margins(folder, f"{run}@{step - 1}", places)
+        wanted = before if run == "old" else end
         np.testing.assert_allclose(rows(folder / run)[step]["pairs/margin"], wanted, rtol=1e-4)
-        assert abs(wanted - other) > 1e-3
-    places = [json.loads((folder / run / "config.json").read_text())["score_at"] for run in ("runs/rm", "old")]
-    assert places == ["template", "stop"]
+        assert abs(end - before) > 1e-3
+    assert [taught(str(folder / name)).score_at for name in ("runs/rm", "exported", "old")] == [
+        *2 * ["template"],
+        "stop",
+    ]
 
 
-def test_an_exported_directory_says_what_it_was_taught_and_how_to_score(folder, answers):
-    taught = {"template": "chatml", "fingerprint": template_fingerprint("chatml", tiny_tokenizer())}
-    told = {
-        "exported": taught | {"kind": "ranking", "score_at": "template"},
-        "exported_old": taught | {"kind": "ranking", "score_at": "stop"},
-        "exported_prm": taught | {"kind": "steps", "separator": " "},
-    }
-    for name, wanted in told.items():
-        assert json.loads((folder / name / "config.json").read_text())["jaxrl_llm"] == wanted
-        card = (folder / name / "README.md").read_text()
-        code = re.search("```python\n(.*?)```", card, re.DOTALL)[1].replace('"..."', '"Say 1"', 1).replace("...", "one")
-        lines = [line for line in code.splitlines() if "torch" not in line and "model" not in line]
+def test_an_exported_directory_says_what_it_was_taught(folder, answers):
+    told = {"template": "chatml", "fingerprint": template_fingerprint("chatml", tiny_tokenizer())}
+    config = json.loads((folder / "exported" / "config.json").read_text())
+    assert config["jaxrl_llm"] == told | {"kind": "ranking", "score_at": "template"}
+    steps = taught_by(find_run(str(folder / "runs/prm")).run, tiny_tokenizer())
+    assert steps.to_json() == told | {"kind": "steps", "separator": " "}
+
+
+def test_a_card_says_how_transformers_scores_as_the_model_was_taught(folder, answers):
+    assert answers["export"].code == 0, answers["export"].err
+    run, out = find_run(str(folder / "runs/rm")).run, str(folder / "exported")
+    chat = [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "one"}]
+    whole = tiny_tokenizer().apply_chat_template(chat, chat_template=CHATML, return_dict=False)
+    steps = dataclasses.replace(run, data=Steps(run.data.source, template="chatml"))
+    plain = dataclasses.replace(run, data=Pairs(run.data.source, template="plain"))
+    for one, ids in (
+        (run, whole),
+        (dataclasses.replace(run, score_at="stop"), whole[:-1]),
+        (steps, whole[:-2]),
+        (plain, tiny_tokenizer()("Say 1one<|im_end|>")["input_ids"]),
+    ):
+        code = re.search("```python\n(.*?)```", how_to_score(one, out), re.DOTALL)[1]
+        code = code.replace('"..."', '"Say 1"', 1).replace("...", "one")
         found = {"AutoTokenizer": AutoTokenizer}
-        with contextlib.chdir(folder):
-            exec("\n".join(lines), found)
-        chat = [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "one"}]
-        whole = tiny_tokenizer().apply_chat_template(chat, chat_template=CHATML, return_dict=False)
-        left_out = {"exported": 0, "exported_old": 1, "exported_prm": 2}[name]
-        assert found["ids"] == whole[: len(whole) - left_out]
+        exec("\n".join(line for line in code.splitlines() if "torch" not in line and "model" not in line), found)
+        assert found["ids"] == ids
+    assert how_to_score(run, "exported") in (folder / "exported" / "README.md").read_text()
 
 
-def test_what_several_models_disagree_about_is_measured(folder, answers):
-    assert answers["ensemble"].code == 0, answers["ensemble"].err
-    row = rows(folder / "ensemble")[1]
-    assert row["reward/two/disagreement"] > 0 and row["reward/two"] == row["reward/mean"] == row["reward_model/mean"]
+def test_what_several_models_disagree_about_is_measured_and_shown(folder, answers):
+    row = rows(folder / "rises")[2]
+    assert row["reward/two/disagreement"] > 0 and row["reward/two"] == row["reward_model/mean"]
     known = list(documented())
     assert not [name for name in row if not any(re.fullmatch(pattern, name) for pattern in known)]
     assert "reward/model/disagreement" not in rows(folder / "whole")[1]
-    assert f"{row['reward/two/disagreement']:.1g}" in answers["ensemble"].out
+    assert "disagreement" in answers["rises"].out and "disagreement" not in answers["whole"].out
 
 
 def test_what_is_sampled_ahead_is_scored_too(folder, answers):
@@ -291,7 +291,10 @@ def test_what_is_sampled_ahead_is_scored_too(folder, answers):
 def test_a_process_reward_model_values_steps(folder, answers, name):
     assert answers["prm"].code == 0 == answers[name].code, answers[name].err
     for row in rows(folder / name)[1:]:
-        assert row["reward/mean"] == 0 and "reward_model/mean" not in row and row["advantage/nonzero_fraction"] > 0
+        assert row["reward/mean"] == 0 < row["advantage/nonzero_fraction"]
+        assert ("reward_model/mean" in row) == (name == "rises"), (
+            "which has a reward of whole answers too, of no weight"
+        )
         assert (0 < row["reward/steps"] < 1) if name == "steps" else (-0.5 < row["reward/steps"] < 0.5)
 
 
