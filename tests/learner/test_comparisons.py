@@ -139,11 +139,11 @@ def test_what_lies_in_padding_changes_nothing(name):
 def test_minibatches_of_as_many_pairs_are_the_batch_in_parts():
     name = "dpo"
     groups = case(name).groups[:4]
-    size = Layout(4, 40, T)
+    size = Layout(8, 40, T)  # one microbatch each: one program
     parts = [together(groups), *_split(groups, 2)]
     assert [len(part) for part in parts[1:]] == [len(together(groups[:2])), len(together(groups[2:]))]
     whole, first, second = (
-        graded(case(name).params, pack(part, size, (case(name).objective.name,)), case(name).objective)
+        jax.device_get(graded(case(name).params, pack(part, size, (case(name).objective.name,)), case(name).objective))
         for part in parts
     )
     halves = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
@@ -211,11 +211,11 @@ def test_evaluations_are_those_of_completions_by_themselves():
     by_completion, by_solution = scores()
     last = iter([float(values[-1]) for values in by_completion])
     known_scores = [[next(last) for _ in row.completions] for row in rankings()]
-    samples = together(case("rankings").groups)
+    samples = together(case("centred").groups)
     found = iter([float(x[-1]) for x in forwards().by_sample(SCALAR, samples, "values")])
     np.testing.assert_allclose([next(found) for _ in samples], [x for row in known_scores for x in row], rtol=1e-4)
     numbers = pair_numbers(known_scores)
-    _, metrics = alone("rankings")
+    _, metrics = alone("centred")
     for ours, theirs in {
         "accuracy": "pairs/accuracy",
         "margin": "pairs/margin",
@@ -279,7 +279,7 @@ def test_a_step_is_right_on_its_labels_side_of_a_half_and_a_half_is_not_above_it
 
 
 def test_a_row_that_fills_more_than_a_microbatch_is_named_or_given_room_where_rows_are_chosen():
-    groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("rankings").groups, start=1)]
+    groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("centred").groups, start=1)]
     one = Forward(Layout(1, 18, T), Compute(), 1.0, one_device())
     assert with_room(dataclasses.replace(one, layout=Layout(2, 18, T)), groups, 2).layout.rows == 2
     with pytest.raises(InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.microbatch_rows \(now 1\)"):
