@@ -61,13 +61,24 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
             try:
                 pin = _compared(pin, place)
             except Changed as change:
-                since = Path(start.run) if start is not None and not began else directory
-                raise refusal(found.run, since, field, place, change) from None
+                if field != "model" or not of_shapes(found.run, directory):
+                    since = Path(start.run) if start is not None and not began else directory
+                    raise refusal(found.run, since, field, place, change) from None
+                told = f"{directory}: {place} is not as it was when the run began ({change})"
+                print(f"jaxrl-llm: {told}; the run's own checkpoint has its weights", file=sys.stderr)
+                pin = _at_hand(place)
         pins[name] = pin
     if known is None and new:
         told = f"{directory}: an earlier version has not written down which weights its models have; from here on"
         print(f"jaxrl-llm: {told} they are those of now: {'; '.join(new)}", file=sys.stderr)
     return pins
+
+
+def of_shapes(run: configs.Configuration, directory: Path) -> bool:
+    """Whether a start needs no more than the shapes of the run's own model: its checkpoints hold all weights, and what
+    it was at first is asked no more."""
+    kept_whole = not run.learner.lora.rank and not isinstance(run, configs.Preference)
+    return kept_whole and bool(steps_in(directory / CHECKPOINTS))
 
 
 def _base_of(run: configs.Configuration, start: Start | None) -> dict[str, Pin]:
@@ -160,7 +171,8 @@ class Pins:
     def __init__(self, found: Found, directory: Path, peers: Peers):
         self._run = found.run
         self._pins = dict(found.origin.models or {})
-        self._names = {place_of(name, found.origin, found.directory): name for name in self._pins}
+        compared = [name for name in self._pins if name != found.run.model or not of_shapes(found.run, directory)]
+        self._names = {place_of(name, found.origin, found.directory): name for name in compared}
         self._fields = dict(models_of(found.run))
         self._directory = directory
         self._peers = peers

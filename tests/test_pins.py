@@ -138,3 +138,16 @@ def test_a_run_of_an_earlier_version_takes_what_is_there_and_says_so(at, capsys)
     assert said.count("\n") == 1 and f"{at / 'rm'}, step 3; {at / 'other'}@3, step 3" in said
     lora = dataclasses.replace(SMOKE, model="rm", learner=dataclasses.replace(SMOKE.learner, lora=Lora(2)))
     assert decided(at, lora) == {} and not capsys.readouterr().err, "an adapter's checkpoint knows its model"
+
+
+def test_a_run_that_holds_all_its_weights_goes_on_where_its_first_model_is_not_as_it_was(at, capsys):
+    run = dataclasses.replace(SMOKE, model="rm")
+    begun(at, run)
+    changed(at, "rm/checkpoints/3")
+    (at / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(InputError, match="^model: .*the files of step 3 have changed"):
+        decided(at, run)
+    (at / "run/checkpoints/1").mkdir(parents=True)
+    shutil.move(at / "rm/checkpoints/3", at / "rm/checkpoints/4")
+    assert decided(at, run)["rm"].step == 4
+    assert "step 3 was read, and it keeps 2, 4); the run's own checkpoint has its weights" in capsys.readouterr().err
