@@ -21,6 +21,19 @@ def test_what_is_learned_by_heart_is_found_by_the_accuracy_in_training_or_a_rewa
     for row in other[::10]:
         row["eval/others/pass@1"] = 0.2 + 0.005 * row["step"]
     assert of("overfitting", diagnose(other)) is None, "another task is learned meanwhile"
+    few = [row if row["step"] < 70 else {k: v for k, v in row.items() if "others" not in k} for row in other[1:]]
+    few = [row if row["step"] > 40 else {k: v for k, v in row.items() if "others" not in k} for row in few]
+    assert of("overfitting", diagnose(few)) is None, "of another one too little is known"
+
+
+def test_a_few_noisy_evaluations_are_not_surely_flat():
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        made = rows(
+            {"reward/accuracy": rise(100, 0.4, 0.95), "reward/mean": rise(100, 0.4, 0.95)}, rise(100, 0.3, 0.6), 15
+        )
+        noisy = [{k: v + 0.08 * rng.normal() if "eval" in k else v for k, v in row.items()} for row in made]
+        assert of("overfitting", diagnose(noisy)) is None, f"seed {seed}"
 
 
 @pytest.mark.parametrize(("trained", "held_out"), [

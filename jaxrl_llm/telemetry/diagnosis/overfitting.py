@@ -14,8 +14,8 @@ FEWEST_STEPS, FEWEST_TESTS, FEWEST_SINCE = 20, 5, 3
 """Measurements below which nothing is said: of the training, of what is held out, and of that since it is flat."""
 RISE, GAP = 0.1, 0.15
 """The least by which training must have risen since, and by which it must be ahead of what is held out."""
-SHARE = 0.5
-"""The share of that rise which what is held out may have made at most, by two standard errors."""
+SHARE, SURE = 0.5, 2.5
+"""The share of that rise which what is held out has surely not made: by so many standard errors."""
 MOST = 200
 """Measurements among which a break is looked for."""
 
@@ -66,11 +66,10 @@ def _likelihood(losses: Series) -> Series:
 
 
 def _gap(training: Series, tests: Mapping[str, Series]) -> Gap | None:
-    known = {name: test for name, test in tests.items() if len(test) >= FEWEST_TESTS}
-    if len(training) < FEWEST_STEPS or not known or len(known) < len(tests):
+    if len(training) < FEWEST_STEPS or not tests or min(map(len, tests.values())) < FEWEST_TESTS:
         return None
     started, _ = _break(Series(-training.steps[::-1], training.values[::-1]))
-    breaks = {name: _break(test) for name, test in known.items()}
+    breaks = {name: _break(test) for name, test in tests.items()}
     step = max([-started, *(at for at, _ in breaks.values())])
     last = int(training.steps[-1])
     if last - step < last / 4 or not risen(training, step):
@@ -79,12 +78,12 @@ def _gap(training: Series, tests: Mapping[str, Series]) -> Gap | None:
     width = recent(len(training))
     then = float(np.mean(before[-width:] if len(before) else training.values[: width // 2]))
     now = level(training)
-    worst = min(known, key=lambda name: level(known[name]))
-    if now - then < RISE or now - level(known[worst]) < GAP:
+    worst = min(tests, key=lambda name: level(tests[name]))
+    if now - then < RISE or now - level(tests[worst]) < GAP:
         return None
-    if any(risen(test, step) or not _flat(test, step, breaks[name][1], now - then) for name, test in known.items()):
+    if not all(_flat(test, step, breaks[name][1], now - then) for name, test in tests.items()):
         return None
-    return Gap(step, worst, then, now, level(known[worst]))
+    return Gap(step, worst, then, now, level(tests[worst]))
 
 
 def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
@@ -95,7 +94,7 @@ def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
         return False
     x = np.arange(len(since)) - (len(since) - 1) / 2
     error = deviation * (len(since) - 1) / float(np.sqrt(x @ x))
-    return line(since).amount + 2 * error < SHARE * rise
+    return line(since).amount + SURE * error < SHARE * rise
 
 
 def _break(series: Series) -> tuple[int, float]:
@@ -118,4 +117,4 @@ def _break(series: Series) -> tuple[int, float]:
         return int(steps[0]), math.sqrt(float(values @ values) / (len(values) - 1))
     # Of breaks that chance cannot tell apart, the earliest; steps that run backwards are negative.
     alike = steps[explained >= explained[best] - 2 * variance]
-    return int(min(alike, key=abs)), math.sqrt(variance)
+    return int(alike[np.argmin(np.abs(alike))]), math.sqrt(variance)
