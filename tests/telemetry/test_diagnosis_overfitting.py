@@ -30,7 +30,7 @@ def test_a_few_noisy_evaluations_are_not_surely_flat():
     for seed in range(40):
         rng = np.random.default_rng(seed)
         made = rows(
-            {"reward/accuracy": rise(100, 0.4, 0.95), "reward/mean": rise(100, 0.4, 0.95)}, rise(100, 0.3, 0.6), 15
+            {"reward/accuracy": rise(100, 0.4, 0.95), "reward/mean": rise(100, 0.4, 0.95)}, rise(100, 0.3, 0.8), 15
         )
         noisy = [{k: v + 0.08 * rng.normal() if "eval" in k else v for k, v in row.items()} for row in made]
         assert of("overfitting", diagnose(noisy)) is None, f"seed {seed}"
