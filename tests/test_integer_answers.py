@@ -28,7 +28,8 @@ def run(*arguments, cwd=None):
 @pytest.mark.parametrize(
     ("answer", "template", "number"),
     [
-        (r"\frac{3}{4}", "m/n", 7), ("-6/8", "m/n", 1), (r"$3\frac12$", "m/n", 9), (r"-3\frac{1}{2}", "m/n", -5),
+        (r"\frac{3}{4}", "m/n", 7), ("-6/8", "m/n", 1), ("－３／４", "m/n", 1), (r"$3\frac12$", "m/n", 9),
+        (r"-3\frac{1}{2}", "m/n", -5),
         (r"\boxed{x = \dfrac{1}{2}}", "m/n", 3), ("0.75", "decimal", 75), ("-.5", "decimal", -5),
         ("12.50", "decimal", 1250), (r"25\%", "integer, percent", 25), ("12.5%", "decimal, percent", 125),
         (r"\$3.50", "decimal, dollars", 350), (r"12\text{ cm}^2", "integer, cm^2", 12), ("1/2 mile", "m/n, mile", 3),

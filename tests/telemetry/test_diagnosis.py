@@ -104,7 +104,7 @@ def test_it_reads_the_pinned_names_alone_and_changes_nothing():
     columns, tested = sick("repetition", 80, 40)
     whole = rows(columns, tested)
     before = copy.deepcopy(whole)
-    other = {"eval/sums/reward": 0.0, "reward/judge": 1.0, "eval/text/perplexity": 9.0, "policy_kl": 50.0, "tokens": 0}
+    other = {"eval/sums/reward": 0.0, "reward/accuracy": 1.0, "eval/text/loss": 9.0, "policy_kl": 50.0, "tokens": 0}
     assert diagnose([row | other for row in whole]) == diagnose(whole) == diagnose(iter(whole))
     assert whole == before
 
