@@ -1,5 +1,7 @@
 """A diagnosis leaves healthy runs alone, whatever the scale of their rewards."""
 
+import itertools
+
 import numpy as np
 import pytest
 from histories import flat_then, healthy, kinds, rise, rows, sick
@@ -73,10 +75,12 @@ HEALTHY = (learning, sure_of_itself, converged, perfect, changing_lengths(0.2), 
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__qualname__.split(".")[0])
 @pytest.mark.parametrize("steps", [5, 12, 30, 100, 1000])
 def test_healthy_runs_are_left_alone(make, steps):
-    for noise in (0.0, 0.03, 0.06):
-        for seed in range(3):
-            columns, tested = make(steps, noise, seed)
-            assert diagnose(rows(columns, tested, (1, 10, 50)[seed], noise, seed)) == [], f"noise {noise}, seed {seed}"
+    # In a long run each noise is seen often enough as it is.
+    seeds = itertools.product(range(3), range(3)) if steps < 1000 else ((0, 0), (1, 1), (2, 2))
+    for seed, level in seeds:
+        noise = (0.0, 0.03, 0.06)[level]
+        columns, tested = make(steps, noise, seed)
+        assert diagnose(rows(columns, tested, (1, 10, 50)[seed], noise, seed)) == [], f"noise {noise}, seed {seed}"
 
 
 def test_gradients_with_heavy_tails_are_no_spikes_and_spikes_among_them_are_found():
