@@ -21,12 +21,11 @@ LINES = {
     "other settings": "train smoke --seed 5",
     "go on": "train smoke --steps 8 --learner.microbatch_rows 4",
     "fresh": "train smoke --fresh --recipe gspo --learner.minibatches 1 --steps 1 --output.wandb tests "
-    "--task.template {{messages[0].content}}<think> --task.extractor whole",
+    "--task.template {{messages[0].content}}<think> --task.extractor whole --json",
     "what fresh suggests": "train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 1",
-    "json": "train smoke --run_dir runs/told --steps 1 --json",
-    "quiet": "train smoke --run_dir runs/told --steps 2 --quiet",
-    "quiet json": "train smoke --run_dir runs/told --steps 3 --quiet --json",
-    "finished json": "train smoke --run_dir runs/told --steps 3 --quiet --json",
+    "quiet": "train smoke --run_dir runs/told --steps 1 --quiet",
+    "quiet json": "train smoke --run_dir runs/told --steps 2 --quiet --json",
+    "finished json": "train smoke --run_dir runs/told --steps 2 --quiet --json",
     "eval": "eval runs/smoke --json",
     "eval table": "eval runs/smoke --samples 4 --temperature 1 --limit 10 --out answers.jsonl",
     "generate": "generate runs/smoke --temperature 0 --max_new_tokens 8",
@@ -109,7 +108,7 @@ def test_a_row_does_not_wait_for_its_evaluation(folder, answers):
 
 
 def test_the_command_that_a_run_suggests_knows_its_flags(answers):
-    assert "jaxrl-llm train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 2" in answers["fresh"].out
+    assert "jaxrl-llm train runs/smoke-2/config.json --run_dir runs/smoke-2 --steps 2" in answers["fresh"].err
     assert answers["what fresh suggests"].code == 0, answers["what fresh suggests"].err
     assert "runs/smoke-2 is finished: 1 of 1 steps" in answers["what fresh suggests"].out
 
@@ -166,20 +165,20 @@ def test_wandb_keeps_what_is_written_and_completions_of_each_evaluation(folder, 
 
 
 def test_with_json_stdout_has_the_rows_and_nothing_else(folder, answers):
-    metrics = rows(folder / "runs/told/metrics.jsonl")
-    printed = {name: [json.loads(line) for line in answers[name].out.splitlines()] for name in ("json", "quiet json")}
-    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
-    assert printed == {"json": metrics[:2], "quiet json": metrics[3:]}
-    assert "step 1/1" in answers["json"].err and "accuracy after" in answers["json"].err
+    printed = {name: [json.loads(line) for line in answers[name].out.splitlines()] for name in ("fresh", "quiet json")}
+    whole, told = (rows(folder / "runs" / name / "metrics.jsonl") for name in ("smoke-2", "told"))
+    assert [row["step"] for row in told] == [0, 1, 2]
+    assert printed == {"fresh": whole, "quiet json": told[2:]}
+    assert "step 1/1" in answers["fresh"].err and "accuracy after" in answers["fresh"].err
     assert answers["quiet json"].err == "" and answers["quiet json"].code == 0
-    assert answers["finished json"].out == "" and "is finished: 3 of 3 steps" in answers["finished json"].err
+    assert answers["finished json"].out == "" and "is finished: 2 of 2 steps" in answers["finished json"].err
 
 
 def test_a_quiet_run_says_how_it_ended_and_no_more(folder, answers):
     assert (answers["quiet"].code, answers["quiet"].err) == (0, "")
     words = [line.split("  ")[0] for line in answers["quiet"].out.splitlines()]
     assert words == ["finished", "accuracy before", "accuracy after", "of the problems", "the run lies in"]
-    assert "step 2/2" in (folder / "runs/told/log.txt").read_text()
+    assert "step 1/1" in (folder / "runs/told/log.txt").read_text()
 
 
 def test_eval_finds_what_the_run_found_at_its_end(folder, answers):
