@@ -151,10 +151,8 @@ def test_what_is_always_or_never_solved_is_dropped_and_visited_again():
     assert 0 < found["curriculum/dropped_solved"] <= 3 >= found["curriculum/dropped_unsolved"] > 0
     mixed = told(stream, (0, 1), memory=memory)
     assert mixed["streak"][0] == 0 and stream.active(200, mixed)[0], "one that is solved in part is back"
-    drop, last = Dropping(2, 3, again=2), np.array([10, 11])
-    dropped = [drop(np.array([2, -3]), last, number).tolist() for number in (13, 14, 15)]
-    assert dropped == [[True, True], [False, True], [False, False]], "two epochs of two prompts after it was asked"
-    assert drop(np.array([1, -2]), last, 12).tolist() == [False, False]
+    dropped = [Dropping(2, 3, 2)(np.array([2, -3, 1, -2]), np.array([10, 11, 10, 10]), n).sum() for n in (17, 18, 19)]
+    assert dropped == [2, 1, 0], "two epochs of four prompts after it was asked"
     never = Scheduled(Curriculum(drop=Dropping(2, 0)), problems(9), 4)
     asked, memory = played(never, 200, solves)
     assert set(asked[60:]) == {1, 2, 4, 5, 7, 8}
