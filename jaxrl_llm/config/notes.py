@@ -22,7 +22,7 @@ USUAL_MINIBATCHES = 4
 def notes(run: Run) -> list[str]:
     """Everything to be said of a run before it begins, one line each."""
     run = resolved(run)
-    return [*inert(run), *_few_completions(run), *_short_memory(run), *_rewards(run), *_steps(run), *_critic(run)]
+    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *_critic(run)]
 
 
 def inert(run: Run) -> list[str]:
@@ -58,19 +58,7 @@ def _at_ratio_one(run: Run) -> list[str]:
         return []
     paper = run.recipe.paper
     alike = ", as in the paper" if paper is not None and paper.count == 1 else ""
-    return [f"one update a batch{alike}: {', '.join(idle)}; {_more_updates(run)}{_in_the_paper(run)}"]
-
-
-def _few_completions(run: Run) -> list[str]:
-    """Where more updates of a batch would act, and each would be of fewer completions than any paper's."""
-    size = run.rollout.prompts * run.rollout.group
-    updates = _minibatches(run)
-    if not _at_ratio_one(run) or run.rollout.prompts == 1 or size // updates >= LEAST_COMPLETIONS:
-        return []
-    return [
-        f"{size} completions are few for {updates} updates: papers have {LEAST_COMPLETIONS} or more in each, and of "
-        "the quickstart's 8 groups one update of all taught more than 8 of one group each (docs/learning.md)"
-    ]
+    return [f"one update a batch{alike}: {', '.join(idle)}; {_more_updates(run)}{_in_the_paper(run)}{_few(run)}"]
 
 
 def _learns_earlier(run: Run) -> bool:
@@ -99,6 +87,14 @@ def _in_the_paper(run: Run) -> str:
         return ""
     size = "" if paper.completions is None else f" of {paper.completions} completions"
     return f" (the paper makes {paper.count} updates{size})"
+
+
+def _few(run: Run) -> str:
+    """Where each of several updates would be of fewer completions than any paper's: that they are no advice."""
+    size = run.rollout.prompts * run.rollout.group
+    if run.rollout.prompts == 1 or size // _minibatches(run) >= LEAST_COMPLETIONS:
+        return ""
+    return f", but {size} completions are few for it: papers have {LEAST_COMPLETIONS} or more an update"
 
 
 def _without_gap(run: Run) -> list[str]:
