@@ -16,9 +16,9 @@ def train(folder, *arguments, before="", **changes):
     return command("train", str(CONFIG), "--steps", "2", *arguments, folder=folder, before=before, **changes)
 
 
-def train_with_small_files(folder, limit):
+def train_with_small_files(folder, limit, *arguments):
     # Compiled programs are read from the cache but not written: their files would meet the limit first.
-    return train(folder, before=FILES.format(limit), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1000")
+    return train(folder, *arguments, before=FILES.format(limit), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="1000")
 
 
 def last_line(answer):
@@ -40,10 +40,10 @@ def test_a_full_disk_at_a_checkpoint_and_then_room_again_though_nobody_listens(t
 
 
 def test_a_full_disk_at_the_first_row(tmp_path):
-    run = tmp_path / "runs/sums"
-    run.mkdir(parents=True)
-    (run / "samples.jsonl").symlink_to("/dev/full")
-    assert last_line(train(tmp_path)).startswith("jaxrl-llm: the disk is full")
+    answers = ["--evaluation.samples", "8", "--evaluation.temperature", "1", "--output.samples", "200"]
+    answer = train_with_small_files(tmp_path, 15_000, *answers)  # config.json has less, they have more
+    assert last_line(answer).startswith("jaxrl-llm: the disk is full")
+    assert "evaluation at step 0" in answer.err and "step 1" not in answer.err
 
 
 def test_a_full_disk_at_the_configuration(tmp_path):

@@ -32,7 +32,7 @@ from jaxrl_llm.models.config import Lora
 from jaxrl_llm.tasks import *
 config = RewardModel(
     "tiny-random", {data}, batch=BatchSize(4, 40), learner=Learner(Optimiser(learning_rate=3e-2), lora=Lora({rank})),
-    steps=2, output=Output(checkpoint_every=1, tensorboard=False),
+    steps=2, output=Output(checkpoint_every=1, keep=9, tensorboard=False),
 )
 """
 RUN = """
@@ -110,8 +110,8 @@ CHANGED = {
         "reward model: exported is not as it was when by_directory began (its weights have changed): put it back, or"
     ),
     "train gone.py --run_dir broken --steps 3": (
-        "reward model: runs/rm is not as it was when broken began (step 2 was read, and it keeps 3): put it back, or "
-        "begin a new run, which reads it as it is now, with --from broken (on from its weights) or --fresh"
+        "reward model: runs/rm is not as it was when broken began (step 2 was read, and it keeps 1, 3): put it back, "
+        "or begin a new run, which reads it as it is now, with --from broken (on from its weights) or --fresh"
     ),
 }
 """Judges of runs that have begun, and what is said where they are others now."""
@@ -127,8 +127,8 @@ REFUSED = {
     f"{PATH} short": ["short was made for 39 positions", "up to 40: lower max_new_tokens"],
     "train rises.py --run_dir refused --recipe grpo": ["reward steps gives differences", "(--recipe ppo)"],
     "train steps.py --run_dir refused --scoring.rewards.0.separator ": ["reward steps has an empty separator"],
-    f"{PATH} runs/prm": ["reward model: runs/prm learned to score steps: take StepReward for it"],
-    f"{PATH} runs/rm --task.template plain": ["reward model: runs/rm learned from chats in the template chatml"],
+    f"{PATH} runs/prm": ["reward model: runs/prm@2 learned to score steps: take StepReward for it"],
+    f"{PATH} runs/rm --task.template plain": ["reward model: runs/rm@3 learned from chats in the template chatml"],
     f"{PATH} exported --task.template plain": ["exported learned from chats in", "task digits", "(template 'plain')"],
     "train prm.py --run_dir refused --score_at stop": ["score_at stop is of pairs and rankings, and data is Steps"],
     f"{RERANK} runs/prm": ["--rerank runs/prm learned to score steps: set --rerank_by product"],
