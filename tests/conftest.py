@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +30,9 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *PATIENT, U
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+# Tests lose terminals; under nohup the processes that they start would not hear of it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What JAX has traced stays for the whole session: looking through all of it for garbage is in vain.
 gc.set_threshold(100_000, 20, 100)
