@@ -101,8 +101,8 @@ def new_file(target: Path) -> Generator[Path]:
         remove()
 
 
-def appended(path: Path, mode: str = "ab", encoding: str | None = None) -> IO[Any]:
-    """A file of a run's directory, opened to append to it.
+def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> IO[Any]:
+    """A file of a run's directory, opened to write to it: to append, unless ``mode`` says else.
 
     Raises:
       InputError: a symbolic link lies there, which may lead to any file.
@@ -146,7 +146,7 @@ def alone(directory: Path, remedy: str) -> Generator[Path]:
 def _locked(path: Path, remedy: str) -> IO[str]:
     """The file, open and locked."""
     while True:
-        file = appended(path, "a+")
+        file = open_nofollow(path, "a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

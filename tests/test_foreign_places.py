@@ -8,7 +8,8 @@ from commands import assert_refused, commands
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import appended, new_file
+from jaxrl_llm.folders import new_file, open_nofollow
+from jaxrl_llm.telemetry.rows import cut_after
 
 REFUSED = {
     "train smoke --run_dir gs://bucket/x": ["run_dir gs://bucket/x is an address", "a local or mounted folder"],
@@ -72,7 +73,9 @@ def test_nothing_is_written_through_a_link(folder, answers):
         part.write_text("whole")
     for name in ("samples.jsonl", "log.txt"):
         with pytest.raises(InputError, match=f"{name} is a symbolic link"):
-            appended(linked / name)
+            open_nofollow(linked / name)
+        with pytest.raises(InputError, match=f"{name} is a symbolic link"):
+            cut_after(linked / name, -1)
     assert (linked / "config.json").read_text() == "whole" and (folder / "mine").read_text() == "precious"
 
 
@@ -82,8 +85,8 @@ def test_what_a_killed_process_left_behind_is_in_nobodys_way(tmp_path):
         part.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "whole"
-    with appended(tmp_path / "rows") as file:
+    with open_nofollow(tmp_path / "rows") as file:
         file.write(b"a")
-    with appended(tmp_path / "rows") as file:
+    with open_nofollow(tmp_path / "rows") as file:
         file.write(b"b")
     assert (tmp_path / "rows").read_bytes() == b"ab"

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from jaxrl_llm.collection.counts import Counts
 from jaxrl_llm.collection.rows import Row
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import HELD, InUse, appended, new_file, writable
+from jaxrl_llm.folders import HELD, InUse, new_file, open_nofollow, writable
 from jaxrl_llm.telemetry.rows import append_rows, encode_row, read_rows
 
 COLLECTED = "collected.jsonl"
@@ -94,7 +94,7 @@ def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
     part = part_of(path)
     with writable(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = appended(part)
+        file = open_nofollow(part)
     with file:
         _hold(file, part)
         os.truncate(part, _whole_lines(part))

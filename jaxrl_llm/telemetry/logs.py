@@ -6,14 +6,14 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
-from jaxrl_llm.folders import appended
+from jaxrl_llm.folders import open_nofollow
 
 
 class _Log(logging.FileHandler):
     """A full disk is told by the records, whose rows matter more than these lines."""
 
     def _open(self) -> IO[str]:
-        return appended(Path(self.baseFilename), "a", self.encoding)
+        return open_nofollow(Path(self.baseFilename), "a", self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import new_file
+from jaxrl_llm.folders import new_file, open_nofollow
 
 BLOCK = 1 << 16
 """Bytes that are read at one time from the end of a file."""
@@ -85,12 +85,12 @@ def cut_after(path: str | Path, step: int) -> None:
     What is cut off is read from the end on, and nothing before it: a long run goes on as soon as a short one.
 
     Raises:
-      InputError: a line on the way is no JSON object; the file is left as it is.
+      InputError: a line on the way is no JSON object, or the file is a symbolic link; it is left as it is.
     """
     path = Path(path)
     if not path.exists():
         return
-    with open(path, "r+b") as file:
+    with open_nofollow(path, "r+b") as file:
         keep, whole = 0, True
         for start, line in _backwards(file) if step >= 0 else ():
             row = _parse(line)

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import appended
+from jaxrl_llm.folders import open_nofollow
 from jaxrl_llm.telemetry.reporter import Reporter
 from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, last_row
 from jaxrl_llm.telemetry.wandb_run import WandbRun
@@ -48,8 +48,8 @@ class RunWriter:
         _prepare(metrics, samples, resumed_at)
         self._last_step = (last_row(metrics) or {"step": -1})["step"]
         self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
-        self._metrics = appended(metrics)
-        self._samples = appended(samples)
+        self._metrics = open_nofollow(metrics)
+        self._samples = open_nofollow(samples)
         self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
         self._tell = tell
         self._reporter = Reporter(self._run_dir)
