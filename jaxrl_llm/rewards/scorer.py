@@ -219,18 +219,22 @@ class Scorer:
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards} | self._disagreements(given),
+            parts={name: (means | whole)[name] for name in rewards} | _disagreements(self._rewards, given),
             failures=_failures(
                 failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
             ),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
 
-    def _disagreements(self, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """By how much the models of each ensemble among the rewards differ about each completion: their deviations."""
-        models = {name: given[name] for name in given if isinstance(self._bases[name], ModelReward)}
-        several = {name: scores for name, scores in models.items() if name in self._rewards and scores.shape[1:] > (1,)}
-        return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
+
+def _disagreements(rewards: Mapping[str, Reward], given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By how much the models of each ensemble among the rewards differ about each completion: their deviations.
+
+    ``given``: what the models give the completions, by the reward's name.
+    """
+    of_models = {name: given[name] for name in given if isinstance(base_of(rewards.get(name)), ModelReward)}
+    several = {name: scores for name, scores in of_models.items() if scores.shape[1:] > (1,)}
+    return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
 
 
 def _check_sums(rewards: np.ndarray) -> None:

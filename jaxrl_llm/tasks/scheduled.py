@@ -45,7 +45,7 @@ class Scheduled:
         """The problem that is drawn for this prompt."""
         number -= memory.get(OTHERS, 0)
         if number and not memory.keys() - {OTHERS}:
-            memory = memory | self._in_epochs(number)
+            memory = memory | in_epochs(self.seed, len(self.problems), number)
         memory = self.kept(memory)
         if memory.get("since", 0) == NONE:
             memory = memory | {"since": number}
@@ -148,15 +148,6 @@ class Scheduled:
         places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
         return counts | known | places | {"problems": digest(self.problems)}
 
-    def _in_epochs(self, number: int) -> Memory:
-        """The places of so many prompts, had they been asked as ``Shuffled`` asks."""
-        size = len(self.problems)
-        begun = number - number % size
-        last = np.full(size, NONE, np.int64)
-        for place in range(begun, number):
-            last[problem_index(self.seed, place, size)] = place
-        return {COUNTED: last, "begun": begun, "asked": number}
-
     @functools.cached_property
     def _shuffled(self) -> np.ndarray:
         return permutation(self.seed, 0, len(self.problems))
@@ -168,6 +159,15 @@ class Scheduled:
     @functools.cached_property
     def _difficulty(self) -> np.ndarray:
         return difficulties(self.curriculum.easy_to_hard, self.problems)
+
+
+def in_epochs(seed: int, size: int, number: int) -> Memory:
+    """The places of so many prompts, had they been asked as ``Shuffled`` asks."""
+    begun = number - number % size
+    last = np.full(size, NONE, np.int64)
+    for place in range(begun, number):
+        last[problem_index(seed, place, size)] = place
+    return {COUNTED: last, "begun": begun, "asked": number}
 
 
 def drawn(weights: np.ndarray, seed: int, number: int) -> int:
