@@ -4,18 +4,20 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import Found, Origin, Pin, RewardModel, Start
+from jaxrl_llm.config import Found, Origin, Pin, Preference, RewardModel, Start
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.launch import claimed
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.pins import decide
+from jaxrl_llm.pins import Pins, decide
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rules import Phase, Rules
+from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.tasks import Pairs, Table
 from jaxrl_llm.trained import find_run
 
@@ -151,3 +153,29 @@ def test_a_run_that_holds_all_its_weights_goes_on_where_its_first_model_is_not_a
     shutil.move(at / "rm/checkpoints/3", at / "rm/checkpoints/4")
     assert decided(at, run)["rm"].step == 4
     assert "step 3 was read, and it keeps 2, 4); the run's own checkpoint has its weights" in capsys.readouterr().err
+    pairs = Preference("rm", Pairs(Table("rm.jsonl")), seed=SMOKE.seed)
+    with pytest.raises(InputError, match="^model: "):
+        decided(at, pairs)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_other_weights_in_a_directory_are_refused_where_they_are_read_for_more_than_their_shapes(at, rank):
+    learner = dataclasses.replace(SMOKE.learner, lora=Lora(rank))
+    run = dataclasses.replace(SMOKE, model="base", learner=learner)
+    first, other = ({"w": np.full(2, value, np.float32)} for value in (1, 2))
+
+    def compared(weights):
+        found = Found("run", run, Origin(str(at), models=decided(at, run)), at / "run")
+        Pins(found, at / "run", ALONE).check("base", "float32", weights)
+
+    a_run(at / "run", run, models=decided(at, run, began=False))
+    compared(first)
+    with pytest.raises(InputError, match="^model: base is not as it was .*its weights have changed"):
+        compared(other)
+    (at / "run/checkpoints/1").mkdir(parents=True)
+    compared(first)
+    if rank:
+        with pytest.raises(InputError, match="its weights have changed"):
+            compared(other)
+    else:
+        compared(other)
