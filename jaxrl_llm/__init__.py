@@ -14,20 +14,21 @@ HOMES = {
     "Task": "tasks",
     "load_pretrained": "models",
     "policy_loss": "algorithms",
-    "train": "launch",
+    "train": "trainer.launch",
 }
-"""Where the names that most programs need live; each is imported when it is first used, so that this takes no time."""
+"""The modules of the names that most programs need; each is imported on first use, so that ``import jaxrl_llm`` is
+fast."""
 
 __all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """One of the names in ``HOMES``."""
+    """Import one of the names in ``HOMES``."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """What ``dir`` and a notebook's completion offer."""
+    """Return the names for ``dir`` and for completion in a notebook."""
     return sorted({*globals(), *HOMES})

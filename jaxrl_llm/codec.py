@@ -1,6 +1,6 @@
-"""Exact JSON of plain values and records: what a checkpoint holds comes back as it was, types included.
+"""Exact JSON of plain values and records: reading a checkpoint restores every value with its type.
 
-What JSON has is written as it is. Anything else is an object with one key, ``$`` and the kind's name: ``(1, 2)``
+Values that JSON has are written unchanged. Any other is an object with one key, ``$`` and the kind's name: ``(1, 2)``
 becomes ``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does.
 """
 
@@ -23,16 +23,15 @@ _ARRAY = "$array"
 
 
 class _Kind(NamedTuple):
-    """How values of one type are written, as values that ``to_json`` writes in turn, and read."""
+    """The conversion of values of one type: to values that ``to_json`` converts in turn, and back."""
 
-    name: str
-    type: type
+    fits: Callable[[type], bool]
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
 
 
 def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> Any:
-    """The value as JSON values.
+    """Convert a value to JSON values.
 
     Lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too), bytes, dates and times with their
     zones, UUIDs, NumPy arrays and records, nested as you like.
@@ -41,13 +40,13 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
     {'when': {'$date': '2025-07-01'}}
 
     Args:
-      value: what is to be written.
-      records: dataclasses whose values it may hold. They are known by their names alone, and a field that was not there
+      value: the value to convert.
+      records: dataclasses that it may hold. They are identified by their names alone, and a field that was not there
         yet when a value was written gets its default.
-      packed: whether arrays become JSON as all else does. If not, those of numbers stay, for ``apart``.
+      packed: whether arrays become JSON too. If not, arrays of numbers stay, for ``apart``.
 
     Raises:
-      TypeError: it holds something else; the message names its type.
+      TypeError: a value of another type; the message names it.
     """
     kind = type(value)
     if kind in _JSON:
@@ -61,21 +60,19 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
         return {_SIGN + kind.__name__: to_json(fields, records, packed)}
     if kind is np.ndarray and not packed and value.dtype.kind in "biuf":
         return value
-    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
-        return {f"{_SIGN}timestamp": _write_timestamp(value)}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject:
         raise TypeError(f"{kind.__name__} of {value.dtype}")
-    for known in _KINDS:
-        if kind is known.type or (known.type is np.generic and isinstance(value, np.generic)):
-            return {_SIGN + known.name: to_json(known.write(value), records, packed)}
+    for name, known in _KINDS.items():
+        if known.fits(kind):
+            return {_SIGN + name: to_json(known.write(value), records, packed)}
     raise TypeError(kind.__name__)
 
 
 def from_json(data: Any, records: Sequence[type] = ()) -> Any:
-    """The inverse of ``to_json``.
+    """Convert JSON values back; the inverse of ``to_json``.
 
     Raises:
-      ValueError: of a kind that this version does not know.
+      ValueError: a value has a kind that this version does not know.
     """
     if isinstance(data, list):
         return [from_json(item, records) for item in data]
@@ -88,16 +85,14 @@ def from_json(data: Any, records: Sequence[type] = ()) -> Any:
     for record in records:
         if name == _SIGN + record.__name__:
             return record(**content)
-    if name == f"{_SIGN}timestamp":
-        return _read_timestamp(content)
-    for known in _KINDS:
-        if name == _SIGN + known.name:
-            return known.read(content)
-    raise ValueError(f"{name} is no kind of value that this version knows")
+    if name.removeprefix(_SIGN) not in _KINDS:
+        raise ValueError(f"{name} is no kind of value that this version knows")
+    return _KINDS[name.removeprefix(_SIGN)].read(content)
 
 
 def apart(value: Any) -> tuple[Any, bytes]:
-    """What ``to_json`` leaves with its arrays in it, as JSON values that say where each of them is, and the arrays."""
+    """Split the output of ``to_json`` (``packed=False``) into JSON values with references to arrays, and the arrays'
+    bytes."""
     arrays: list[bytes] = []
     size = 0
 
@@ -116,7 +111,7 @@ def apart(value: Any) -> tuple[Any, bytes]:
 
 
 def together(value: Any, arrays: bytes) -> Any:
-    """The inverse of ``apart``; what was packed stays so."""
+    """Put the arrays back in their places; the inverse of ``apart``. Packed arrays stay packed."""
     if isinstance(value, list):
         return [together(item, arrays) for item in value]
     if not isinstance(value, dict):
@@ -128,34 +123,40 @@ def together(value: Any, arrays: bytes) -> Any:
     return np.frombuffer(arrays, about["dtype"], count, about["at"]).reshape(about["shape"]).copy()
 
 
+def flat(data: Any, prefix: str = "", whole_lists: bool = False) -> dict[str, Any]:
+    """Flatten nested JSON values to dotted names: ``{"task.source.size": 3000}``.
+
+    ``whole_lists``: keep lists of plain values as values; otherwise name each item by its index.
+    """
+    if isinstance(data, list) and (not whole_lists or any(isinstance(item, dict) for item in data)):
+        data = dict(enumerate(data))
+    if not isinstance(data, dict):
+        return {prefix: data}
+    parts = {f"{prefix}.{name}" if prefix else str(name): item for name, item in data.items()}
+    return {dotted: plain for name, item in parts.items() for dotted, plain in flat(item, name, whole_lists).items()}
+
+
 def pack(array: np.ndarray) -> dict[str, Any]:
-    """Any array of numbers or text as JSON values, bit for bit, compressed."""
+    """Convert an array of numbers or text to JSON values, bit for bit, compressed."""
     data = base64.b85encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
     return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def unpack(packed: dict[str, Any]) -> np.ndarray:
-    """The inverse of ``pack``."""
+    """Rebuild the array from the output of ``pack``."""
     data = zlib.decompress(base64.b85decode(packed["data"]))
     return np.frombuffer(data, packed["dtype"]).reshape(packed["shape"]).copy()
 
 
 def _is_json_object(value: dict[Any, Any]) -> bool:
-    """Whether a dictionary can be written as it is: its keys are text, and it does not look like one of ours."""
+    """Whether a dictionary can be written unchanged: its keys are text, and it does not look like one of these
+    objects."""
     return all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith(_SIGN))
 
 
-def _write_dict(value: dict[Any, Any]) -> list[Any]:
-    return [list(pair) for pair in value.items()]
-
-
-def _write_set(value: set[Any]) -> list[Any]:
-    """Equal sets are written alike, whatever order they are walked in."""
-    return sorted(value, key=lambda item: repr(to_json(item)))
-
-
 def _write_clock(value: datetime.datetime | datetime.time) -> list[Any]:
-    """Its text, the name of its zone if it has one, and which of two equal readings of the clock it is."""
+    """Return the ISO text, the name of the time zone or None, and the fold (which of two equal clock readings it
+    is)."""
     zone = value.tzinfo
     if isinstance(zone, zoneinfo.ZoneInfo) and zone.key:
         return [value.replace(tzinfo=None).isoformat(), zone.key, value.fold]
@@ -168,9 +169,10 @@ def _read_clock(kind: Any, data: list[Any]) -> Any:
     return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
 
 
-def _write_timestamp(value: Any) -> list[Any]:
-    """What Parquet readers make of times in nanoseconds: one of pandas, which is not imported unless one is met."""
-    return [value.value, None if value.tz is None else str(value.tz)]
+def _is_timestamp(kind: type) -> bool:
+    """Whether the type is pandas' Timestamp, which Parquet readers return for times in nanoseconds; pandas is not
+    imported."""
+    return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp"
 
 
 def _read_timestamp(data: list[Any]) -> Any:
@@ -180,33 +182,32 @@ def _read_timestamp(data: list[Any]) -> Any:
     return pandas.Timestamp(nanoseconds, tz=zone)
 
 
-def _write_timedelta(value: datetime.timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
+def _just(kind: type) -> Callable[[type], bool]:
+    return lambda other: other is kind
 
 
-def _write_bytes(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-def _write_scalar(value: np.generic) -> dict[str, Any]:
-    return pack(np.asarray(value))
-
-
-def _read_scalar(packed: dict[str, Any]) -> Any:
-    return unpack(packed)[()]
-
-
-_KINDS = (
-    _Kind("tuple", tuple, list, tuple),
-    _Kind("dict", dict, _write_dict, dict),
-    _Kind("set", set, _write_set, set),
-    _Kind("bytes", bytes, _write_bytes, base64.b64decode),
-    _Kind("decimal", decimal.Decimal, str, decimal.Decimal),
-    _Kind("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    _Kind("time", datetime.time, _write_clock, lambda data: _read_clock(datetime.time, data)),
-    _Kind("datetime", datetime.datetime, _write_clock, lambda data: _read_clock(datetime.datetime, data)),
-    _Kind("timedelta", datetime.timedelta, _write_timedelta, lambda data: datetime.timedelta(*data)),
-    _Kind("uuid", uuid.UUID, str, uuid.UUID),
-    _Kind("array", np.ndarray, pack, unpack),
-    _Kind("scalar", np.generic, _write_scalar, _read_scalar),
-)
+_KINDS = {
+    "timestamp": _Kind(
+        _is_timestamp, lambda value: [value.value, None if value.tz is None else str(value.tz)], _read_timestamp
+    ),
+    "tuple": _Kind(_just(tuple), list, tuple),
+    "dict": _Kind(_just(dict), lambda value: [list(pair) for pair in value.items()], dict),
+    # Equal sets are written alike, whatever order they are walked in.
+    "set": _Kind(_just(set), lambda value: sorted(value, key=lambda item: repr(to_json(item))), set),
+    "bytes": _Kind(_just(bytes), lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "decimal": _Kind(_just(decimal.Decimal), str, decimal.Decimal),
+    "date": _Kind(_just(datetime.date), datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": _Kind(_just(datetime.time), _write_clock, lambda data: _read_clock(datetime.time, data)),
+    "datetime": _Kind(_just(datetime.datetime), _write_clock, lambda data: _read_clock(datetime.datetime, data)),
+    "timedelta": _Kind(
+        _just(datetime.timedelta),
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda data: datetime.timedelta(*data),
+    ),
+    "uuid": _Kind(_just(uuid.UUID), str, uuid.UUID),
+    "array": _Kind(_just(np.ndarray), pack, unpack),
+    "scalar": _Kind(
+        lambda kind: issubclass(kind, np.generic), lambda value: pack(np.asarray(value)), lambda data: unpack(data)[()]
+    ),
+}
+"""Conversions by the kind's name in the file."""

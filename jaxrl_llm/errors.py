@@ -1,14 +1,32 @@
-"""The one exception for wrong input."""
+"""The exception for wrong input, and helpers for its messages."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """What a person gave cannot be used; the message is one line that names the thing and the remedy.
+    """Wrong input from a person; the message is one line that names the field or file and the remedy.
 
     The command line prints it and exits with code 2.
     """
 
 
 def require(fine: bool, message: str) -> None:
-    """InputError with this one line unless ``fine``."""
+    """Raise InputError with this one-line message unless ``fine``."""
     if not fine:
         raise InputError(message)
+
+
+def one_line(error: BaseException, longest: int | None = None) -> str:
+    """Format an error's kind and message on one line of at most ``longest`` characters: ``KeyError: 'answer'``."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:longest]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if none is near.
+
+    >>> did_you_mean("boxd", ["boxed", "whole"])
+    'did you mean boxed?'
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise

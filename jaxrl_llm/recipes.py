@@ -1,21 +1,23 @@
-"""One value per published method: the algorithm and what its paper fixes around the loss.
+"""Published methods, one value each: the algorithm and the settings around the loss that its paper fixes.
 
 Learning rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run
-makes one update of each batch unless it says otherwise; ``config.notes`` tells what of a recipe does nothing then.
+makes one update per batch unless it sets more; ``config.notes`` reports which pieces of a recipe then have no effect.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl_llm.algorithms import PRESETS, Algorithm
 from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
+from jaxrl_llm.errors import require
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.moved import taking_old_names
+from jaxrl_llm.rewards import group_shaping
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rules import Resets
+from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, taking_old_names
 
 OLD_RESETS = {
     "reference_reset": "reference_every",
@@ -23,16 +25,16 @@ OLD_RESETS = {
     "reset_optimiser": "with_optimiser",
     "optimiser_reset": "optimiser_every",
 }
-"""Fields of ``Recipe`` before it had ``resets``, and their names there: configurations and runs still name them."""
+"""Old field names of ``Recipe`` and their names in ``resets``: older configurations and runs still use them."""
 
 
 Controller = AdaptiveKL | ProportionalKL | AdaptiveEntropy
-"""Moves a coefficient of the loss from step to step."""
+"""A rule that moves a coefficient of the loss from step to step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """How a paper divides what it has sampled; ``learner.minibatches`` and ``learner.epochs`` decide what a run does.
+    """The updates that a paper makes of a batch; ``learner.minibatches`` and ``learner.epochs`` decide a run's.
 
     Attributes:
       count: optimiser updates made of each batch.
@@ -45,26 +47,26 @@ class Updates:
 
 @taking_old_names("resets", Resets, OLD_RESETS)
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Recipe(Setting):
     """A method of training.
 
     Attributes:
       name: key of ``RECIPES``, or yours.
       algorithm: the loss.
       temperature: of the sampling and of every log-probability, unless the run sets its own.
-      filter_groups: learn only from groups that can teach; sample on until there are enough. It names what says so:
+      filter_groups: learn only from groups that can teach; sample on until there are enough. It names the measure:
         "accuracy" (some, not all, completions are correct, or some are so in a larger part; of a run without the reward
         ``Accuracy``, the reward), or "reward" (not all are equal, whatever shapes them). False is off; True is
         "accuracy".
-      drop_truncated: completions cut off at the length limit are left out of the loss (their reward still counts).
+      drop_truncated: leave completions cut off at the length limit out of the loss (their reward still counts).
       overlong_share: the last share of the generation budget, in which a completion is punished the more the longer it
         is; 0 is off.
-      overlong_weight: the punishment at the end of the budget; None for half of what lies between a right answer and a
-        wrong one, which is half of ``Accuracy``'s weight, and none without an ``Accuracy``.
-      shaping: what else changes a group's rewards, in order.
-      resets: when reference and optimiser begin anew.
-      controller: moves the KL coefficient after each step, by how far the policy is then, or that of the entropy bonus,
-        by the step's entropy; or one of each, in a tuple. None leaves both as they are.
+      overlong_weight: the punishment at the end of the budget; None for half the distance from a right answer to a
+        wrong one, which is half of ``Accuracy``'s weight; 0 without an ``Accuracy``.
+      shaping: further changes of a group's rewards, in order.
+      resets: when reference and optimiser are reset.
+      controller: moves the KL coefficient after each step by the KL, or the coefficient of the entropy bonus by the
+        step's entropy; or one of each, in a tuple. None leaves both as they are.
       paper: the updates that the paper makes of a batch; None where they are not published.
       critic: of estimators that read values; None for none.
     """
@@ -74,13 +76,13 @@ class Recipe:
     temperature: float = 1.0
     filter_groups: Literal["accuracy", "reward"] | bool = False
     drop_truncated: bool = False
-    overlong_share: float = 0.0
-    overlong_weight: float | None = None
+    overlong_share: Annotated[float, Range("[0, 1)")] = 0.0
+    overlong_weight: Annotated[float | None, Range("[0, inf)", words="at least 0")] = None
     shaping: tuple[GroupShaping, ...] = ()
     resets: Resets = Resets()
     controller: Controller | tuple[Controller, ...] | None = None
-    paper: Updates | None = None
-    critic: Critic | None = None
+    paper: Annotated[Updates | None, FREE] = None
+    critic: Annotated[Critic | None, FIXED] = None
 
     def __post_init__(self):
         if self.filter_groups is True:  # configurations and runs of old say only whether there is a filter
@@ -90,49 +92,141 @@ class Recipe:
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
-        """All of them."""
+        """The controllers as a tuple, empty for None."""
         found = self.controller
         return () if found is None else tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
     @property
     def of_entropy(self) -> AdaptiveEntropy | None:
-        """The one that moves the entropy bonus, if there is one."""
+        """The controller of the entropy bonus, or None."""
         return next((one for one in self.controllers if isinstance(one, AdaptiveEntropy)), None)
 
     @property
     def of_kl(self) -> AdaptiveKL | ProportionalKL | None:
-        """The one that moves the KL coefficient, if there is one."""
+        """The controller of the KL coefficient, or None."""
         return next((one for one in self.controllers if not isinstance(one, AdaptiveEntropy)), None)
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse pieces that nothing reads, that have nothing to act on, or that act twice on one thing."""
+        self._check_group(run.rollout.group)
+        self._check_critic()
+        algorithm = self.algorithm
+        estimator = algorithm.advantage
+        require(
+            self.filter_groups in (False, "accuracy", "reward"),
+            f"recipe.filter_groups must be accuracy, reward or False, got {self.filter_groups!r}",
+        )
+        require(
+            self.overlong_weight is None or self.overlong_share > 0,
+            f"recipe.overlong_weight {self.overlong_weight} has no part of the budget to act in: set "
+            "recipe.overlong_share above 0, or recipe.overlong_weight None",
+        )
+        require(
+            not (isinstance(algorithm.kl, K1) and algorithm.kl_in == "loss" and algorithm.kl_coef),
+            f"recipe.algorithm.kl K1 with kl_coef {algorithm.kl_coef} in the loss pulls nowhere, since its expected "
+            "gradient is 0: take kl.K2() or kl.K3Plus(), set kl_in 'reward', or kl_coef 0",
+        )
+        weights = getattr(estimator, "weights", ())
+        require(
+            not weights or len(weights) == run.outcomes,
+            f"recipe.algorithm.advantage.weights has {len(weights)} entries for {run.outcomes} rewards: give one for "
+            "each",
+        )
+        require(
+            not (estimator.several and self.shaping),
+            f"recipe.shaping {', '.join(type(shape).__name__ for shape in self.shaping)} changes the sum of the "
+            f"rewards, and {type(estimator).__name__} looks at each alone: set recipe.shaping (), or take another "
+            "estimator",
+        )
+        self._check_controllers()
+        require(
+            not (run.output.monitor_kl and algorithm.needs_reference),
+            f"output.monitor_kl True has nothing to add: recipe.algorithm.kl_coef {algorithm.kl_coef} measures kl in "
+            "every step already; leave it out",
+        )
+        for shape in self.shaping:
+            group_shaping.check(shape)
+
+    def _check_group(self, group: int) -> None:
+        """Refuse groups of one completion if the recipe compares completions of a prompt."""
+        require(
+            group >= 2 or not getattr(self.algorithm.advantage, "compares", True),
+            f"rollout.group {group} leaves nothing to compare: {self.name} needs at least 2 completions of each prompt",
+        )
+        require(
+            group >= 2 or not self.filter_groups,
+            f"rollout.group {group} leaves recipe.filter_groups {self.filter_groups} nothing to compare: set it to "
+            "False, or rollout.group to at least 2",
+        )
+        require(
+            group >= 2 or not any(isinstance(shape, RelativeLength) for shape in self.shaping),
+            f"rollout.group {group} leaves recipe.shaping RelativeLength nothing to compare: take it out, or set "
+            "rollout.group to at least 2",
+        )
+
+    def _check_critic(self) -> None:
+        """Refuse an estimator that lacks the critic it reads, and a critic that no estimator reads."""
+        estimator = self.algorithm.advantage
+        name = type(getattr(estimator, "estimator", estimator)).__name__
+        reads = "values" in estimator.needs
+        require(
+            self.critic is not None or not reads,
+            f"recipe.algorithm.advantage {name} needs values, and recipe.critic is None: set recipe.critic Critic(), "
+            "or take an estimator of outcome rewards, such as GroupZScore",
+        )
+        require(
+            self.critic is None or reads,
+            f"recipe.critic has nothing to do, since recipe.algorithm.advantage {name} reads no values: take GAE(), or "
+            "set recipe.critic None",
+        )
+
+    def _check_controllers(self) -> None:
+        """Refuse controllers without a coefficient to move, or with one that starts above its largest value."""
+        algorithm = self.algorithm
+        entropy = self.of_entropy
+        require(
+            self.of_kl is None or algorithm.kl_coef > 0,
+            "recipe.controller has no coefficient to move: set recipe.algorithm.kl_coef above 0, or leave it out",
+        )
+        require(
+            len(self.controllers) == (self.of_kl is not None) + (entropy is not None),
+            f"recipe.controller {', '.join(type(one).__name__ for one in self.controllers)} moves one coefficient "
+            "twice: give at most one for the KL and one for the entropy",
+        )
+        require(
+            entropy is None or algorithm.entropy_coef <= entropy.largest,
+            f"recipe.algorithm.entropy_coef {algorithm.entropy_coef} exceeds recipe.controller.largest "
+            f"{entropy and entropy.largest}: lower the one, or raise the other",
+        )
 
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))
-"""DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions of a
-prompt, one update for each batch of 1024, in which no ratio leaves 1: its clip range never binds."""
+"""DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions per prompt,
+one update per batch of 1024, in which no ratio leaves 1: its clip range never binds."""
 
 DR_GRPO = Recipe("dr_grpo", dataclasses.replace(PRESETS["dr_grpo"], reduce=ConstantLength(None)), paper=Updates(8, 128))
-"""Understanding R1-Zero-like training (arXiv 2503.20783): no deviation, no length normalisation, so that wrong answers
-do not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget; the updates are those of
-the authors' script."""
+"""Understanding R1-Zero-like training (arXiv 2503.20783): no division by the standard deviation or the length, so that
+wrong answers do not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget; the updates
+are those of the authors' script."""
 
 DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16, 512))
 """DAPO (arXiv 2503.14476): AIME 2024 30 -> 50 with Qwen2.5-32B; of these 20 points overlong filtering brought 6,
 clip-higher 2, soft punishment 3, the token-level loss 1 and dynamic sampling 8. L_max 20480 and L_cache 4096 are the
-share 0.2. As in the released system overlong filtering is off: it would leave out of the loss the very tokens that the
-punishment is for. ``drop_truncated`` is that step of the ladder."""
+share 0.2. Overlong filtering is off, as in the released system: it would remove the punished tokens from the loss.
+``drop_truncated`` turns it on."""
 
 GSPO = Recipe("gspo", PRESETS["gspo"], paper=Updates(4))
 """Group sequence policy optimisation (arXiv 2507.18071): no KL, a band of 3e-4 / 4e-4 on the sequence ratio, 4 updates
-for each batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
+per batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
 
 CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong_share=0.2, paper=Updates(16))
-"""MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty are kept; 16 updates for each batch. DAPO's
-AIME 2024 with Qwen2.5-32B in half of its steps. Its optimiser (b2 0.95, eps 1e-15) and the end of completions that
-repeat themselves (rollout.repetition) are a run's. The cap of 5 is that of TRL and ScaleRL: the paper publishes
-none."""
+"""MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty, 16 updates per batch. It reaches DAPO's
+AIME 2024 with Qwen2.5-32B in half the steps. Its optimiser (b2 0.95, eps 1e-15) and the end of repetitive completions
+(rollout.repetition) are settings of a run. The cap of 5 is that of TRL and ScaleRL: the paper publishes none."""
 
 SAPO = Recipe("sapo", PRESETS["sapo"], paper=Updates(4))
-"""Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in place of the clip, 4 updates for each batch.
-Stable with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
+"""Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in place of the clip, 4 updates per batch. Stable
+with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
 
 PRORL_V1 = Recipe(
     "prorl_v1",
@@ -142,9 +236,9 @@ PRORL_V1 = Recipe(
     resets=Resets(on_stall=3, with_optimiser=True),
     paper=Updates(4, 1024),
 )
-"""ProRL (arXiv 2505.24864): reference and optimiser begin anew when validation stagnates; average pass@1 on mathematics
-44.45 -> 60.14 with a 1.5B model. How many evaluations make a stall is ours, and the KL coefficient that of the second
-version: the paper gives neither number."""
+"""ProRL (arXiv 2505.24864): reference and optimiser are reset when validation stagnates; average pass@1 on mathematics
+44.45 -> 60.14 with a 1.5B model. The paper gives neither the number of evaluations that make a stall, which is ours,
+nor the KL coefficient, which is that of the second version."""
 
 PRORL_V2 = Recipe(
     "prorl_v2",
@@ -155,40 +249,40 @@ PRORL_V2 = Recipe(
     paper=Updates(8, 1024),
 )
 """ProRL v2 and its open recipes: REINFORCE++-baseline, k2, a reset of the reference every 200 to 500 steps which keeps
-the optimiser, a cosine of the length now and then, nothing for answers that were cut off. 3000 steps at 8k tokens beat
-the first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL, for
-which it gives no number, are recipe.resets.on_kl_jump. Its correction for a sampler that is another program than the
-learner (IcePop, ``MaskedIS(0.5, 5.0)``) is not here: both are one model."""
+the optimiser, a cosine length reward now and then, no reward for truncated answers. 3000 steps at 8k tokens beat the
+first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL, for which it gives no
+number, are recipe.resets.on_kl_jump. Its correction for a sampler that is another program than the learner (IcePop,
+``MaskedIS(0.5, 5.0)``) is left out: both are one model."""
 
 KIMI_K1_5 = Recipe(
     "kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(warmup=50),), resets=Resets(optimiser_every=1)
 )
-"""Kimi k1.5 (arXiv 2501.12599): mirror descent around the policy of each iteration, at which the optimiser begins anew;
-a length reward that is off at first. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. An iteration is one
-step here, and is meant to have many updates (learner.minibatches, learner.epochs): of a single one, AdamW that begins
-anew keeps the gradient's signs alone. How many is not published, nor are tau, the length reward's weight and its
-warm-up: tau 1, weight 1 and 50 updates are ours. Its partial rollouts and its prioritised prompts, easy ones first, are
-a run's: rollout.collect.token_budget and rollout.collect.curriculum."""
+"""Kimi k1.5 (arXiv 2501.12599): mirror descent around the policy of each iteration, at which the optimiser is reset; a
+length reward that is off at first. AIME 2024 77.5 and MATH-500 96.2 with long chains of thought. An iteration is one
+step here, and should have many updates (learner.minibatches, learner.epochs): with a single one, a reset AdamW keeps
+only the gradient's signs. Their number is not published, nor are tau, the length reward's weight and its warm-up: tau
+1, weight 1 and 50 updates are ours. Its partial rollouts and its prioritised prompts, easy ones first, are settings of
+a run: rollout.collect.token_budget and rollout.collect.curriculum."""
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
-"""DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the deviation, ratios against what the sampler sampled from, the
-unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates of a batch are published:
-ours are the clip at 0.2 on both sides, the KL coefficient 0.001 and the bound on unlikely failures, which is TRL's 0.5.
-Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask. Keeping routes is not here: the sampler
+"""DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the standard deviation, ratios against the sampler's distribution, the
+unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates per batch are published: ours
+are the clip at 0.2 on both sides, the KL coefficient 0.001 and the bound on unlikely failures, which is TRL's 0.5.
+Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask. Routing replay is left out: the sampler
 is the learner's own model."""
 
 MINIRL = Recipe("minirl", PRESETS["minirl"], paper=Updates(1, 1024))
-"""Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the least that is stable with Qwen3-30B-A3B; without
-the weight against the sampler it collapses on-policy; with 2, 4 or 8 updates for each batch, which were tried too,
-clipping is needed as well."""
+"""Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the simplest method that is stable with
+Qwen3-30B-A3B. Without the weight against the sampler it collapses on-policy; with 2, 4 or 8 updates per batch, also
+tried, it needs clipping as well."""
 
 RLOO = Recipe("rloo", PRESETS["rloo"])
 """Back to basics (arXiv 2402.14740): REINFORCE with a leave-one-out baseline, ahead of PPO, DPO and RAFT in win rate on
-TL;DR and HH. The paper's KL in the reward has the coefficient 0.03 and 0.1: set recipe.algorithm.kl_coef."""
+TL;DR and HH. The paper's KL in the reward has the coefficients 0.03 and 0.1: set recipe.algorithm.kl_coef."""
 
 REINFORCE_PP = Recipe("reinforce_pp", dataclasses.replace(PRESETS["reinforce_pp"], kl_coef=0.001))
 """REINFORCE++ (arXiv 2501.03262): the batch as baseline, advantages whitened over its tokens, a KL in the reward of
-every token, with the coefficient of its code."""
+every token, with the coefficient of the authors' code."""
 
 PPO = Recipe(
     "ppo",
@@ -196,12 +290,11 @@ PPO = Recipe(
     paper=Updates(8, 64),
     critic=Critic(),
 )
-"""PPO with a critic (arXiv 1707.06347), as InstructGPT has it (arXiv 2203.02155, appendix C.4): a KL of 0.02 in the
-reward of every token, no discount, clip 0.2, a critic at 9e-6, one pass in 8 minibatches of 64.
-Where the paper is silent, what TRL's trainer does: lambda 0.95, advantages whitened over the batch, values clipped at
-0.2; its own coefficient of the KL is 0.05, and it makes 4 passes. Nothing compares completions of one prompt, so that
-rollout.group may be 1. The paper's critic begins as its reward model: recipe.critic.model. Its moving average of the
-weights is not here."""
+"""PPO with a critic (arXiv 1707.06347), as in InstructGPT (arXiv 2203.02155, appendix C.4): a KL of 0.02 in the reward
+of every token, no discount, clip 0.2, a critic at 9e-6, one pass in 8 minibatches of 64. Other values are those of
+TRL's trainer: lambda 0.95, advantages whitened over the batch, values clipped at 0.2 (TRL's own KL coefficient is 0.05,
+and it makes 4 passes). Nothing compares completions of one prompt, so rollout.group may be 1. The paper's critic begins
+as its reward model: recipe.critic.model. Its moving average of the weights is left out."""
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -222,4 +315,4 @@ RECIPES: dict[str, Recipe] = {
         PPO,
     )
 }
-"""Every recipe by its name; ``--recipe NAME`` chooses one."""
+"""Every recipe by name; ``--recipe NAME`` chooses one."""

@@ -1,4 +1,4 @@
-"""The values that pass between the rooms, and the glossary of axes.
+"""Types of the values that pass between the packages, and the glossary of axes.
 
 Axes: ``P`` prompts, ``G`` completions per prompt, ``B = P*G`` completions, ``T`` tokens, ``V`` vocabulary,
 ``D`` model width, ``N`` query heads, ``K`` key/value heads, ``H`` head width, ``F`` MLP width, ``L`` layers,
@@ -7,7 +7,7 @@ Axes: ``P`` prompts, ``G`` completions per prompt, ``B = P*G`` completions, ``T`
 Four log-probabilities of one sampled token, never to be mixed up:
 
 ================  ==========================================================================  ========
-name              whose                                                                       gradient
+name              distribution                                                                gradient
 ================  ==========================================================================  ========
 ``logp``          the live policy, in the learner                                             yes
 ``old_logp``      the policy at the start of this batch's updates, in the learner             no
@@ -17,6 +17,8 @@ name              whose                                                         
 """
 
 import dataclasses
+import functools
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,23 +31,50 @@ Message = dict[str, str]
 
 
 MEAN_OF_TASKS = "average"
-"""Stands where a task's name does in metrics that are means over those of a mixture; none of these is called so."""
+"""The task name in metrics that are means over the tasks of a mixture; no task may have it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """A model's whole input before it answers. Two prompts are equal if their keys are.
+
+    Attributes:
+      tokens: int32[p].
+      arrays: further arrays by name, [p, ...] each: one entry for each token.
+    """
+
+    tokens: np.ndarray
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.tokens)
+
+    @functools.cached_property
+    def beside(self) -> Hashable:
+        """A key of the further arrays, which tells apart prompts with equal tokens; empty for text alone."""
+        return tuple((name, x.dtype.str, x.shape, x.tobytes()) for name, x in sorted(self.arrays.items()))
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """A key that is unique to this prompt, bit for bit."""
+        return (self.tokens.tobytes(), self.beside)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A prompt, mostly with an answer that can be checked.
+    """A prompt, usually with an answer that can be verified.
 
     Attributes:
       id: Unique within its task, and the same on every run.
       prompt: The chat so far; most problems hold one user message.
-      answer: The reference answer; empty where there is none.
+      answer: The reference answer, or an empty string.
       task: Name of the task it came from.
       extractor: How the answer is cut out of a completion: ``last_number``, ``boxed``, ``tag:NAME``, ``after:TAG``
         or ``whole``.
       verifier: How the extracted answer is compared: ``match``, ``integer``, ``math``, ``reasoning_gym``,
         ``instructions`` or ``none``.
-      metadata: What the source adds (level, generator parameters); verifiers and rewards may read it.
+      metadata: Additions of the source (level, generator parameters); verifiers and rewards may read it.
     """
 
     id: str
@@ -59,7 +88,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What the engine sampled after one prompt; every array has one entry per token.
+    """The tokens that the engine sampled after one prompt, with their data; every array has one entry per token.
 
     Attributes:
       tokens: int32[T], the stop token included.
@@ -92,7 +121,7 @@ class Group:
       problem: The problem that all completions answer.
       prompt: int32 token ids of the templated prompt.
       completions: The G completions.
-      rewards: float64[G], what the advantage sees; NaN where unscorable.
+      rewards: float64[G], the input of the advantage; NaN where unscorable.
       accuracy: float64[G], the verifier's; 1 or more is correct, NaN where nothing is verified.
       parts: float64[G] for each reward by name, unweighted, and for the costs of constraints and the gate.
     """
@@ -106,12 +135,12 @@ class Group:
 
     @property
     def credit(self) -> np.ndarray:
-        """How much of each answer is right, float64[G] from 0 to 1; NaN where nothing is verified."""
+        """The correct share of each answer, float64[G] from 0 to 1; NaN where nothing is verified."""
         return np.clip(self.accuracy, 0.0, 1.0)
 
 
 class PolicyBatch(NamedTuple):
-    """What the policy loss needs beside the live log-probabilities; one row per completion.
+    """The inputs of the policy loss besides the live log-probabilities; one row per completion.
 
     Attributes:
       advantages: float[B] or float[B, T].
@@ -119,7 +148,7 @@ class PolicyBatch(NamedTuple):
       old_logp: float[B, T]; None means stop_gradient(logp): the ratio is exactly 1.
       ref_logp: float[B, T], needed where the algorithm has a KL term.
       sampler_logp: float[B, T], needed by sampler corrections.
-      extras: further arrays [B, T] by name, those that the pieces of the algorithm say they read; None for none.
+      extras: further arrays [B, T] by name, those that the pieces of the algorithm need; None for none.
     """
 
     advantages: Any
@@ -131,7 +160,7 @@ class PolicyBatch(NamedTuple):
 
 
 class AdvantageContext(NamedTuple):
-    """What estimators beyond the outcome reward may need, of the global batch; [B, T] unless said.
+    """Inputs of advantage estimators besides the outcome reward, for the global batch; [B, T] unless noted.
 
     Attributes:
       mask: 1 where the policy sampled the token.
@@ -156,10 +185,10 @@ class Role(NamedTuple):
     """One model in training: "policy", "critic", "reward".
 
     Attributes:
-      params: what is trained: the live model, or the adapter of one.
+      params: the trained parameters: of the live model, or of an adapter.
       opt_state: the optimiser's.
       updates: int32[], optimiser updates so far; the policy's are its version.
-      base: the frozen model that ``params`` adapt; None where they are a model themselves, or adapt the policy's base.
+      base: the frozen model that ``params`` adapt; None if they are a model themselves, or adapt the policy's base.
     """
 
     params: Any
@@ -169,12 +198,12 @@ class Role(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Everything on the device that updates change or read, as one pytree; no two parts share a buffer.
+    """All device state that updates read or change, as one pytree; no two parts share a buffer.
 
     Attributes:
-      roles: what is trained, by name.
-      frozen: what is only read, by name: "reference" is the policy as it was, there where a KL to it is computed
-        or watched. Parameters like those of the policy, an adapter where that is one.
+      roles: the models in training, by name.
+      frozen: models that are only read, by name: "reference" is an earlier policy, kept if a KL to it is computed or
+        monitored. Its parameters have the policy's form: an adapter if that is one.
     """
 
     roles: dict[str, Role]
@@ -187,9 +216,9 @@ class TrainState(NamedTuple):
 
     @property
     def reference(self) -> Any:
-        """The frozen reference's parameters; None where there is none."""
+        """The parameters of the frozen reference, or None."""
         return self.frozen.get("reference")
 
     def with_role(self, name: str, **changes: Any) -> "TrainState":
-        """The state with some fields of one role replaced."""
+        """Return the state with some fields of one role replaced."""
         return self._replace(roles=self.roles | {name: self.roles[name]._replace(**changes)})

@@ -7,12 +7,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.collection.sampling import Answerer, Asked
+from jaxrl_llm.collection.collect import Asked
+from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.decoder import from_parameters, to_parameters
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.tasks import Collected, Prompts, Table, Task, load
+from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.tasks import Prompts, Table, Task, load
 
 SAID = {"1": 1.4, "2": 1.4, " ": 1.5, "\n": 1.55, "<|im_end|>": 1.4}
 """What it says, and how gladly."""

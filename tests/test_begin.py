@@ -6,11 +6,11 @@ import numpy as np
 from learner.rollouts import forward_on, one_device
 from tiny import tiny
 
-from jaxrl_llm.begin import begin
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.config import load_config, resolved
 from jaxrl_llm.learner import Layout, Learner
 from jaxrl_llm.stages.stage import Stage
+from jaxrl_llm.trainer.segment import begin
 
 
 def test_a_coefficient_that_was_moved_is_that_of_the_run_that_goes_on(tmp_path):

@@ -14,7 +14,7 @@ from oracles import number
 from jaxrl_llm import codec
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO, GroupMean, ProcessSupervised
-from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Run, Scoring, load_config, notes, resolved, validate, verifies
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout
@@ -25,13 +25,14 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, Constraint, Format, Gate, LengthPenalty, StepFunction, Threshold
 from jaxrl_llm.rewards.bounds import REJECTED
-from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch, describe
+from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
+from jaxrl_llm.rollout.measures import describe
 from jaxrl_llm.rules import Multiplier
-from jaxrl_llm.stages.aims import lagrangian
-from jaxrl_llm.stages.programs import moved_by_rules
-from jaxrl_llm.stages.rl import Reinforcement, rules_for
-from jaxrl_llm.step import LoopState
+from jaxrl_llm.stages.rl.constraints import Constraints
+from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
+from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.tasks import Task
+from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.types import Completion, Group, Problem, TrainState
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "bounded.py"
@@ -70,7 +71,7 @@ def learned(run, groups, coefficients=None):
         run=run,
         training=(),
         forward=forward,
-        values=None,
+        ingredients=ingredients_of(run),
         label="?",
         sampler=None,
         transfer=None,
@@ -105,12 +106,14 @@ def test_estimators_that_may_read_steps_do():
 
 def test_a_constraint_is_the_published_lagrangian():
     group = group_of([completion(2)] * 3, number("MULTI/help"), **{HARM.part: number("MULTI/harm")})
-    found = lagrangian((HARM,), [group], {HARM.coefficient: number("MULTI/lam").item()})
+    found = Constraints((HARM,)).rewards(group.rewards[None], [group], {HARM.coefficient: number("MULTI/lam").item()})
     np.testing.assert_allclose(found, [number("MULTI/linear")], atol=1e-12)
-    none = lagrangian((HARM,), [group], {HARM.coefficient: 0.0})
+    none = Constraints((HARM,)).rewards(group.rewards[None], [group], {HARM.coefficient: 0.0})
     np.testing.assert_array_equal(none, [number("MULTI/help")])
     unknown = dataclasses.replace(group, parts={HARM.part: np.array([0.1, NAN, 0.3])})
-    assert np.isnan(lagrangian((HARM,), [unknown], {HARM.coefficient: 2.0})).tolist() == [[False, True, False]]
+    assert np.isnan(
+        Constraints((HARM,)).rewards(unknown.rewards[None], [unknown], {HARM.coefficient: 2.0})
+    ).tolist() == [[False, True, False]]
     algorithm = dataclasses.replace(PRESETS["dr_grpo"], advantage=GroupMean())
     advantages, _ = learned(run_of(algorithm, constraints=(HARM,)), [group], {HARM.coefficient: 2.0})
     np.testing.assert_allclose(advantages, number("MULTI/linear") - number("MULTI/linear").mean(), rtol=1e-5)

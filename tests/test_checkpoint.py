@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import decimal
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,15 @@ from learner.rollouts import one_device
 from tiny import tiny
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoint import Checkpoints, flatten, read_host, steps_in, unflatten
+from jaxrl_llm.checkpoints.integrity import written
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten, read_host, steps_in, unflatten
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.integrity import written
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, PartialGroup, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.step import LoopState
+from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.types import Completion, Group, Problem
 
 OPTIMISER = build(Optimiser())
@@ -213,50 +212,9 @@ def test_groups_sampled_ahead_survive_json_exactly():
     assert same(again(LoopState(None, ready)), LoopState(None, ready))
 
 
-HOST = Path(__file__).parent / "fixtures" / "runs" / "host_of_0_1.json"
-"""What version 0.1 wrote for the host: a carried group, one under way, one sampled ahead."""
-
-
-def test_host_values_of_before_records_are_read():
-    data = json.loads(HOST.read_text())
-    found = LoopState.from_json(data, RECORDS)
-    assert (found.memory, found.coefficients) == ({"stall": {"best": 0.3, "stalled": 2}}, {"kl_coef": 0.08})
-    assert found.problems == {"training": {"count": 1}} and found.left is None
-    left = found.ready.left
-    assert (left.cursor, left.good, left.seen, left.stream) == (12, 0.1, 1 / 3, {"seen": 4})
-    assert (found.ready.tokens, found.ready.version, found.ready.metrics["reward/mean"]) == (7, 5, 1 / 3)
-    [carried] = left.carried
-    assert same(carried, found.ready.groups[0]) and carried.problem.metadata["day"] == datetime.date(2025, 7, 1)
-    assert carried.problem.prompt == ({"role": "user", "content": "?"},) and carried.problem.metadata["steps"] == (1, 2)
-    assert same(carried.rewards, np.array([1 / 3, np.nan])) and same(carried.accuracy, np.array([1.0, 0.0]))
-    assert same(carried.parts, {"accuracy": np.array([1.0, 0.1])}) and same(carried.prompt, np.array([3, 4], np.int32))
-    entropy = np.array([np.nan, -0.0, 0.1], np.float32)
-    logp = -np.arange(3, dtype=np.float32) / 3
-    sampled = np.array([True, False, True])
-    version = np.full(3, 7, np.int32)
-    whole = Completion(
-        np.array([3, 4, 5], np.int32), logp, "length", sampled, version, {"entropy": entropy}, "text 3 é"
-    )
-    assert same(carried.completions[1], whole)
-    begun, other = left.unfinished
-    assert (begun.number, begun.age, begun.problem.id) == (3, 2, "a-1") and same(begun.prompt, np.int32([5, 6]))
-    assert begun.completions[0].finish_reason == "aborted" and begun.completions[1] is None
-    assert other == PartialGroup(5, (None, None))
-    assert same(again(found), found)
-    assert same(LoopState.from_json(data | {"ready": None}, RECORDS).left, left)
-
-
-def test_the_oldest_checkpoints_hold_no_prompts_no_fingerprints_and_no_memory_of_rules():
-    data = json.loads(HOST.read_text())
-    for kept in data["backlog"]["unfinished"]:
-        del kept["problem"], kept["prompt"], kept["age"]
-    del data["memory"], data["coefficients"], data["problems"]
-    oldest = data | {"ready": None, "best": 0.3, "stalled": 2, "kl_coef": 0.08}
-    found = LoopState.from_json(oldest, RECORDS)
-    assert found.left.unfinished[1] == PartialGroup(5, (None, None)) and found.left.unfinished[0].prompt is None
-    assert (found.memory, found.coefficients) == ({"stall": {"best": 0.3, "stalled": 2}}, {"kl_coef": 0.08})
-    assert found.problems == {} and found.ready is None
-    assert LoopState.from_json(oldest | {"kl_coef": None}, RECORDS).coefficients == {}
+def test_a_checkpoint_of_before_the_first_release_is_refused_in_one_line():
+    with pytest.raises(InputError, match="before the first release, and cannot be resumed.*--from RUN"):
+        LoopState.from_json({"backlog": {}, "ready": None}, RECORDS)
 
 
 def test_a_counter_is_an_array_like_any_other():

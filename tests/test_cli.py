@@ -8,11 +8,12 @@ import pytest
 from commands import MAIN, assert_refused, command, commands, environment
 
 from jaxrl_llm.algorithms.preference import IPO
-from jaxrl_llm.cli.model_card import model_card
+from jaxrl_llm.cli.export import model_card
 from jaxrl_llm.cli.train import printing
 from jaxrl_llm.config import Preference, RewardModel, Supervised
-from jaxrl_llm.tasks import Pairs, Table, Texts
-from jaxrl_llm.trained import Trained
+from jaxrl_llm.data import Pairs, Texts
+from jaxrl_llm.runs.load import Trained
+from jaxrl_llm.tasks import Table
 
 ROWS = Table("rows.jsonl")
 

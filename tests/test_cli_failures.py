@@ -4,7 +4,7 @@ import json
 
 from commands import ROOT, command
 
-from jaxrl_llm.signals import UNHEARD
+from jaxrl_llm.system.signals import UNHEARD
 
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "sums.py"
 FILES = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.collection.collect import answer_of
 from jaxrl_llm.collection.rows import Answer, pair_rows, prefix_tokens, split_steps, step_lengths, text_rows
-from jaxrl_llm.collection.sampling import answer_of
+from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.tasks import Collected, ReasoningGym, Task
+from jaxrl_llm.tasks import ReasoningGym, Task
 from jaxrl_llm.types import Completion, Problem
 
 TASK = Task(ReasoningGym("chain_sum"))

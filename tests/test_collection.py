@@ -11,16 +11,14 @@ import pytest
 from several import codes, launch, said
 from talkative import LONGEST, answerer, asked, task_in
 
-from jaxrl_llm.collection.collect import collect
-from jaxrl_llm.collection.counts import Counts
-from jaxrl_llm.collection.ledger import COLLECTED, opened, part_of
-from jaxrl_llm.collection.source import collected
+from jaxrl_llm.collection.collect import collect, collected
+from jaxrl_llm.collection.ledger import COLLECTED, Tally, opened, part_of
+from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.evaluate import SEED_SPACE as TESTED
-from jaxrl_llm.rollout.groups import request_seed
+from jaxrl_llm.rollout.respond import SeedSpace, request_seed
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.tasks import Collected, Pairs, Steps, Table, Texts, load_texts
+from jaxrl_llm.tasks import Table
 
 FORMS = {"texts": Texts, "pairs": Pairs, "steps": Steps}
 OPTIONS = {"texts": {"keep": "all"}, "pairs": {"keep": "all", "match_length": True}, "steps": {}}
@@ -178,7 +176,7 @@ def test_what_is_told_at_the_end(by, files):
     assert counts.ended == sum(answer[3] for some in answers for answer in some)
     assert counts.length == counts.tokens == sum(len(answer[0]) for some in answers for answer in some)
     assert counts.numbers()["pass@1"] == counts.right / 84
-    told = Counts(4, 2, 32, 8, 20, 5, 640, 1000, 2.5).lines()
+    told = Tally(4, 2, 32, 8, 20, 5, 640, 1000, 2.5).lines()
     assert told[0] == "  pass@1        25.0 %  8 of 32 answers are right, 20 came to their end"
     assert told[1:3] == [
         "  solved        50.0 %  2 of 4 problems have a right answer",
@@ -255,7 +253,7 @@ def test_random_numbers_are_those_of_no_other_request(by, task):
     places = itertools.product(range(7), range(12), range(LONGEST), range(4))
     continued = [question.continuation_seed(*place) for place in places]
     assert len({*answers, *continued}) == len(answers) + len(continued)
-    assert request_seed(3, TESTED + 10**9) < min(answers) and max(answers) < min(continued)
+    assert request_seed(3, SeedSpace.EVALUATION + 10**9) < min(answers) and max(answers) < min(continued)
     assert max(continued) < request_seed(4, 0)
     with pytest.raises(InputError, match="ask fewer at a time"):
         dataclasses.replace(question, problems=question.problems * 1000, max_new_tokens=10**6)

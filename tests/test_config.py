@@ -9,6 +9,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.algorithms.surrogates import CISPO
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Attention, ModelConfig
@@ -16,7 +17,7 @@ from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Phase, Rules
-from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, Texts
+from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task
 
 TASK = Task(Table("problems.jsonl"), template="plain", holdout=0.1)
 RUN = Run(model="tiny-random", task=TASK)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import JUDGED
-from jaxrl_llm.evaluate import Evaluated
 from jaxrl_llm.rewards import Accuracy, ModelReward, Scorer
+from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.stages.contest import FIRST_ANSWERS, Contest
+from jaxrl_llm.stages.rl.win_rate import FIRST_ANSWERS, WinRate
 from jaxrl_llm.types import Completion, Problem
 
 PROBLEMS = tuple(Problem(str(i), ({"role": "user", "content": f"{i}?"},), "3", "sums") for i in range(3))
@@ -41,9 +41,9 @@ def evaluated(*texts, problems=PROBLEMS, extra=0):
 @pytest.fixture
 def contest(tmp_path):
     seen.clear()
-    with Scorer((Accuracy(),), asked={JUDGED: JUDGE}, folder=tmp_path) as scorer:
+    with Scorer((Accuracy(),), on_request={JUDGED: JUDGE}, folder=tmp_path) as scorer:
         scorer.models = {JUDGE: longer}
-        yield Contest(tmp_path / FIRST_ANSWERS, scorer, ALONE, lambda problem: f"{problem.id} at 1")
+        yield WinRate(tmp_path / FIRST_ANSWERS, scorer, ALONE, lambda problem: f"{problem.id} at 1")
 
 
 def test_better_answers_win_and_equal_ones_share(contest):

@@ -5,6 +5,8 @@ promises.
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -22,10 +24,12 @@ from jaxrl_llm.config import Run, load_config, resolved
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.learner import Layout, Learner, Optimiser, create_state, learn
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.loop import train
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.rules import decide
 from jaxrl_llm.stages import STAGES
+from jaxrl_llm.stages.rl import prepare
+from jaxrl_llm.stages.rl.ingredients import INGREDIENTS
+from jaxrl_llm.trainer.loop import train
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -44,23 +48,36 @@ def blocks(heading):
     return found
 
 
-def module_with(path, code, after=None):
-    """A module as it is once the example stands at its end, or behind the line that begins with ``after``."""
+def source_with(path, code, after=None):
+    """A module's source as it is once the example stands at its end, or behind the line that begins with ``after``."""
     source = (ROOT / path).read_text()
-    if after is not None:
-        line = next(line for line in source.splitlines() if line.strip().startswith(after))
-        indent = line[: len(line) - len(line.lstrip())]
-        source = source.replace(line, f"{line}\n{indent}{code}", 1)
-        code = ""
+    if after is None:
+        return f"{source}\n\n{code}\n"
+    line = next(line for line in source.splitlines() if line.strip().startswith(after))
+    indent = line[: len(line) - len(line.lstrip())]
+    return source.replace(line, f"{line}\n{indent}{code}", 1)
+
+
+def module_with(path, code, after=None):
+    """A module of that source."""
+    source = source_with(path, code, after)
     made = types.ModuleType(path.removesuffix(".py").replace("/", "."))
     sys.modules["example_of_contributing"] = made  # dataclasses look their module up
     made.__dict__["__name__"] = "example_of_contributing"
-    exec(compile(f"{source}\n\n{code}\n", path, "exec"), made.__dict__)
+    exec(compile(source, path, "exec"), made.__dict__)
     return made
 
 
 @pytest.mark.parametrize(
-    ("heading", "most"), [("Add a per-token array", 3), ("Add an objective", 4), ("Add a stage", 2)]
+    ("heading", "most"),
+    [
+        ("Add a setting", 2),
+        ("Add a per-token array", 3),
+        ("Add an objective", 4),
+        ("Add a backend", 4),
+        ("Add an ingredient of reinforcement learning", 3),
+        ("Add a stage", 2),
+    ],
 )
 def test_a_change_takes_no_more_files_than_promised(heading, most):
     files = {path for path, _ in blocks(heading)}
@@ -78,6 +95,37 @@ def test_the_example_of_a_rule_works_as_printed():
         decision, memory = decide({"good_enough": good}, row, memory)
         stops.append(decision.stop)
     assert stops == [None, None, None, None, 0] and memory == {"good_enough": {"times": 2}}
+
+
+USES_A_SETTING = """
+import dataclasses, json, sys
+from jaxrl_llm import cli, config as configs
+from jaxrl_llm.rules import GUARD, Rules, guards_of
+run = configs.resolved(configs.load_config("smoke")[1])
+far = dataclasses.replace(run, rules=Rules(farthest=0.5))
+decision, _ = guards_of(far)["farthest"]({"step": 1, "kl": 0.6}, {})
+assert (decision.stop, decision.reason) == (GUARD, "kl is 0.600, above rules.farthest 0.5")
+assert "farthest" not in guards_of(run)
+assert configs.from_json(json.loads(json.dumps(configs.to_json(far)))) == far
+assert all(change.startswith(configs.FREE_TO_CHANGE) for change in configs.changes(run, far))
+sys.argv = ["jaxrl-llm", "train", "smoke", "--rules.farthest", "-1"]
+cli.main()
+"""
+
+
+def test_the_example_of_a_setting_works_in_two_files(tmp_path):
+    (settings, field), (guards, line), (same, rule) = blocks("Add a setting")
+    assert guards == same
+    shutil.copytree(ROOT / "jaxrl_llm", tmp_path / "jaxrl_llm", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("configs", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with_line = source_with(guards, line, after="rules: Rules")
+    imported = (ROOT / settings).read_text().replace("import RECORDED,", "import FREE, RECORDED,")
+    (tmp_path / settings).write_text(imported.replace("rollbacks: Annotated", f"{field}\n    rollbacks: Annotated"))
+    (tmp_path / guards).write_text(f"{with_line}\n\n{rule}\n")
+    ran = subprocess.run([sys.executable, "-c", USES_A_SETTING], cwd=tmp_path, capture_output=True, text=True)
+    said = "rules.farthest must be above 0, and finite, got -1.0"
+    assert ran.returncode == 2 and said in ran.stderr, ran.stderr
 
 
 def test_the_example_of_a_per_token_array_works_as_printed():
@@ -110,7 +158,7 @@ def test_the_example_of_an_objective_with_a_role_of_its_own_works_as_printed():
     exec(source, made.__dict__ | names, names)
     optimiser = Optimiser(learning_rate=1e-2)
     length = names["length_training"]
-    length = types.FunctionType(length.__code__, made.__dict__ | names)(optimiser, Compute(remat="full"))
+    length = types.FunctionType(length.__code__, made.__dict__ | names)(optimiser, ComputeOptions(remat="full"))
     mesh = one_device()
     state = create_state(tiny("windows"), build(optimiser), False, mesh, others=[length.begins])
     both = (policy_training(PRESETS["dapo"], optimiser), length)
@@ -121,6 +169,24 @@ def test_the_example_of_an_objective_with_a_role_of_its_own_works_as_printed():
     assert losses[-1] < losses[0] and int(state.roles["length"].updates) == 4
     lengths = np.concatenate([np.log1p(s.mask[::-1].cumsum()[::-1][s.mask]) for s in rollout()])
     np.testing.assert_allclose(losses[0], np.mean(lengths**2), rtol=1e-4, err_msg="a fresh head says 0")
+
+
+def test_the_example_of_an_ingredient_trains_as_printed(tmp_path):
+    (settings, field), (path, code), (table, entry) = blocks("Add an ingredient of reinforcement learning")
+    assert table == "jaxrl_llm/stages/rl/ingredients.py" and (ROOT / path).parent == (ROOT / table).parent
+    collect = module_with(settings, field, after="replay: Replay | None = None").Collect
+    made = module_with(table, "").__dict__ | {"INGREDIENTS": INGREDIENTS}
+    exec(compile(code, path, "exec"), made)
+    smoke = resolved(load_config("smoke")[1])
+    losses = {}
+    exec(entry, made)
+    for coef in (0.0, 0.1):
+        rollout = dataclasses.replace(smoke.rollout, collect=collect(right_answers=coef))
+        code, rows, _ = trained(dataclasses.replace(smoke, rollout=rollout, steps=2), tmp_path / str(coef))
+        assert code == 0
+        losses[coef] = [row.get("right_answers/loss") for row in rows if row["step"]]
+    INGREDIENTS.remove(made["RightAnswers"])
+    assert losses[0.0] == [None, None] and len(losses[0.1]) == 2 and any(losses[0.1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +200,30 @@ def trained(run, directory):
     said = []
     code = train(run, directory, said.append)
     return code, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()], said
+
+
+def test_the_example_of_a_backend_draws_what_the_engine_draws(tmp_path):
+    (path, code), (programs, chosen) = blocks("Add a backend")
+    plain = types.ModuleType(path)
+    exec(compile(code, path, "exec"), vars(plain))
+    made = module_with(programs, chosen, after="model, dtype, mesh, where, rollout")
+    made.__dict__["Plain"] = plain.Plain
+    run = dataclasses.replace(resolved(load_config("smoke")[1]), steps=1)
+    code, wanted, _ = trained(run, tmp_path / "engine")
+    assert code == 0
+    whole = prepare.sampling_of
+    prepare.sampling_of = made.sampling_of
+    try:
+        code, found, _ = trained(run, tmp_path / "plain")
+    finally:
+        prepare.sampling_of = whole
+    same = ("reward/mean", "completions/mean_length", "completions/truncated_fraction", "prompts")
+    assert code == 0 and [[row.get(name) for name in same] for row in found] == [
+        [row.get(name) for name in same] for row in wanted
+    ]
+    told = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("engine", "plain")]
+    said = [[(line["kind"], line["completion"]) for line in map(json.loads, lines)] for lines in told]
+    assert said[0] == said[1] and {kind for kind, _ in said[0]} == {"training", "evaluation"}
 
 
 def test_the_example_of_a_stage_trains_and_is_gone_on_with(tmp_path):

@@ -12,9 +12,10 @@ from test_resume import rows
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import DPO, IPO
 from jaxrl_llm.config import BatchSize, Evaluation, Preference, RewardModel, Run, Supervised
+from jaxrl_llm.data import Collected, Pairs, Steps, Texts
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.tasks import Collected, Pairs, Steps, Table, Task, Texts
+from jaxrl_llm.tasks import Table, Task
 
 CONFIG = """
 from jaxrl_llm.algorithms.preference import DPO, IPO

@@ -5,8 +5,7 @@ import re
 import pytest
 from commands import assert_refused, commands
 
-from jaxrl_llm.cli.dialects import SPELLINGS
-from jaxrl_llm.cli.dialects.spellings import ACTOR
+from jaxrl_llm.cli.dialects import ACTOR, SPELLINGS
 
 COMMANDS = {
     "train smoke --epsilon_high": ["--epsilon_high needs a value"],

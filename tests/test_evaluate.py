@@ -9,11 +9,11 @@ import pytest
 from rollout.simulation import ToyEngine
 
 from jaxrl_llm.cli.eval import Options, of_task
-from jaxrl_llm.evaluate import SEED_SPACE, Evaluated, Questions, evaluate, majority, pass_at, reranked
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Format, Scorer
 from jaxrl_llm.rollout import Engine, Sampling
-from jaxrl_llm.rollout.groups import request_seed
+from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate, majority, pass_at, reranked
+from jaxrl_llm.rollout.respond import Answerer, SeedSpace, request_seed
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.types import Completion, Problem
 
@@ -116,15 +116,17 @@ class NotingEngine(ToyEngine):
 
 
 def test_evaluation_and_training_never_share_a_seed():
-    assert request_seed(3, SEED_SPACE - 1) < request_seed(3, SEED_SPACE) < request_seed(4, 0)
+    assert request_seed(3, SeedSpace.EVALUATION - 1) < request_seed(3, SeedSpace.EVALUATION) < request_seed(4, 0)
     _, tokenizer = load_pretrained("tiny-random")
     problems = [dataclasses.replace(PROBLEM, id=str(n), verifier="none") for n in range(2)]
     prompts = Prompts(Task([{"prompt": "?"}], template="chatml"), tokenizer)
     engine = NotingEngine(4)
     with Scorer((Format("a"),)) as scorer:
-        evaluate(engine, None, tokenizer, Questions(prompts, problems, 3, 5), scorer, Sampling())
-    assert engine.seeds == [request_seed(5, SEED_SPACE + n) for n in range(6)]
-    assert min(engine.seeds) > request_seed(5, SEED_SPACE - 1), "training would have to ask for 2^39 completions"
+        evaluate(Answerer(engine, None, tokenizer, scorer), Questions(prompts, problems, 3, 5), Sampling())
+    assert engine.seeds == [request_seed(5, SeedSpace.EVALUATION + n) for n in range(6)]
+    assert min(engine.seeds) > request_seed(5, SeedSpace.EVALUATION - 1), (
+        "training would have to ask for 2^39 completions"
+    )
 
 
 def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
@@ -138,8 +140,8 @@ def test_a_real_evaluation_is_the_same_twice_and_counts_what_it_says(tmp_path):
     with Scorer((Accuracy(),), 1) as scorer:
         asked = Questions(Prompts(task, tokenizer), problems, 3, 5)
         rules = Sampling(max_new_tokens=6)
-        run = lambda: evaluate(engine, model, tokenizer, asked, scorer, rules, heard.append)
-        first, second = run(), run()
+        by = Answerer(engine, model, tokenizer, scorer)
+        (first,), (second,) = (evaluate(by, asked, rules, heard.append) for _ in range(2))
     assert first.task == "digits" and first.correct.shape == (4, 3) and first.maj.shape == (4,)
     assert [[c.text for c in row] for row in first.completions] == [[c.text for c in row] for row in second.completions]
     assert len({c.tokens.tobytes() for row in first.completions for c in row}) == 12

@@ -11,12 +11,12 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm import integrity
-from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.checkpoints import integrity
+from jaxrl_llm.checkpoints.snapshots import keep
+from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.snapshots import keep
-from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.system.json_lines import read_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -168,7 +168,7 @@ def test_every_kind_has_its_turn_where_it_has_a_place():
 STACK = """Current thread 0x00007f (most recent call first):
   File "/lib/jax/_src/api.py", line 9 in block
   File "/x/jaxrl_llm/{}", line 3 in {}
-  File "/x/jaxrl_llm/loop.py", line 8 in make_steps
+  File "/x/jaxrl_llm/trainer/loop.py", line 8 in make_steps
   File "<string>", line 2 in <module>
 """
 
@@ -180,8 +180,8 @@ STACK = """Current thread 0x00007f (most recent call first):
         ("rewards/pool.py", "score", "scoring"),
         ("engine/engine.py", "run", "sampling"),
         ("snapshots.py", "keep", "writing a snapshot"),
-        ("begin.py", "load_phase", "a phase begins"),
-        ("begin.py", "load", "loading"),
+        ("trainer/step.py", "next_phase", "a phase begins"),
+        ("trainer/segment.py", "load", "loading"),
     ],
 )
 def test_a_stack_says_what_is_done(file, function, what):

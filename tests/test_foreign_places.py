@@ -8,8 +8,8 @@ from commands import assert_refused, commands
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import new_file, open_nofollow
-from jaxrl_llm.telemetry.rows import cut_after
+from jaxrl_llm.system.json_lines import cut_after
+from jaxrl_llm.system.paths import new_file, open_nofollow
 
 REFUSED = {
     "train smoke --run_dir gs://bucket/x": ["run_dir gs://bucket/x is an address", "a local or mounted folder"],

@@ -16,8 +16,10 @@ from histories import rows as made_up
 from histories import sick
 from learner.rollouts import one_device
 
-from jaxrl_llm.checkpoint import Checkpoints, flatten, host_file
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten, host_file
 from jaxrl_llm.config import load_config, resolved, validate
+from jaxrl_llm.diagnosis.checks import EVERY, FindingTracker, looks
+from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
@@ -36,11 +38,10 @@ from jaxrl_llm.rules import (
     decide,
     rules_of,
 )
-from jaxrl_llm.session import Due, Place, due_of, newest_before, remembered, why_not_back
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.telemetry.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.watch import EVERY, Sight, looks
+from jaxrl_llm.trainer.context import CheckpointSchedule, checkpoint_schedule
+from jaxrl_llm.trainer.segment import newest_before, remembered, why_not_back
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "guarded.py"
 GUARDED = f"train {CONFIG} --guard kl_runaway"
@@ -141,13 +142,15 @@ def test_what_was_sampled_ahead_is_let_go_with_its_phase_and_its_policy_and_data
 
 def test_no_run_goes_back_into_an_earlier_phase(folder, answers):
     run = load_config(str(CONFIG.with_name("guarded_phases.py")))[1]
-    due = due_of(Schedule(13, 0, 2), folder / "phases", 13, ALONE)
+    due = checkpoint_schedule(Schedule(13, 0, 2), folder / "phases", 13, ALONE)
     assert due.moved == {2, 10, 11}
-    assert due_of(due.schedule, folder / "phases", 10, ALONE).moved == {2, 10}
-    assert due_of(due.schedule, folder / "phases", None, ALONE).moved == set()
-    place = Place(run, folder / "phases", None, None, None, None, due, None)
-    assert why_not_back(place, 2, 1) == "this phase began after step 2, and no run goes back into an earlier one"
-    assert why_not_back(place, 3, 1).startswith("no checkpoint of this phase from before it is kept")
+    assert checkpoint_schedule(due.schedule, folder / "phases", 10, ALONE).moved == {2, 10}
+    assert checkpoint_schedule(due.schedule, folder / "phases", None, ALONE).moved == set()
+    directory = folder / "phases"
+    assert (
+        why_not_back(run, directory, 2, 1) == "this phase began after step 2, and no run goes back into an earlier one"
+    )
+    assert why_not_back(run, directory, 3, 1).startswith("no checkpoint of this phase from before it is kept")
 
 
 def test_without_a_checkpoint_to_go_back_to_it_stops_and_says_so(answers):
@@ -183,18 +186,18 @@ def test_other_findings_are_none_of_its_business():
 
 def test_it_looks_at_the_same_steps_whether_it_was_interrupted_or_not():
     history = made_up(*sick("truncation", 60, 20))
-    whole = Sight(60)
+    whole = FindingTracker(60)
     seen = {row["step"]: [one.kind for one in whole.found(row)] for row in history}
     assert any(seen.values()) and not any(kinds for step, kinds in seen.items() if not looks(step))
     for cut in (11, 25, 40):
-        resumed = Sight(60, history[:cut])
+        resumed = FindingTracker(60, history[:cut])
         assert all([one.kind for one in resumed.found(row)] == seen[row["step"]] for row in history[cut:])
     assert [step for step in range(1, 41) if looks(step)] == [EVERY, 2 * EVERY, 3 * EVERY, 4 * EVERY]
 
 
 def test_what_a_policy_did_that_was_left_is_forgotten():
     history = made_up(*sick("truncation", 60, 20))
-    sight = Sight(60, [*history[:40], {"step": 41, ROLLED_BACK: 10}])
+    sight = FindingTracker(60, [*history[:40], {"step": 41, ROLLED_BACK: 10}])
     assert not sight.found(history[50]), "ten healthy rows, and one that is not"
 
 
@@ -202,13 +205,13 @@ def test_what_guards_see_after_a_rollback_does_not_depend_on_when_the_run_was_in
     sick_rows = made_up(*sick("gradient_spikes", 60, 20))
     history = [*sick_rows[:40], sick_rows[40] | {ROLLED_BACK: 10}, *sick_rows[1:19]]
     history = [row | {"step": number} for number, row in enumerate(history)]
-    live = Sight(90)
+    live = FindingTracker(90)
     seen = []
     for row in history[:41]:
         seen += live.found({name: value for name, value in row.items() if name != ROLLED_BACK})
-    live.went_back({ROLLED_BACK: 10})
+    live.take({ROLLED_BACK: 10})
     assert {one.kind for one in seen} == {"gradient_spikes"}, "which are told when they are over, too"
-    resumed = Sight(90, history[:41])
+    resumed = FindingTracker(90, history[:41])
     looked = [row for row in history[41:] if any(name.startswith("eval/") for name in row)]
     assert looked
     for row in history[41:]:
@@ -218,11 +221,13 @@ def test_what_guards_see_after_a_rollback_does_not_depend_on_when_the_run_was_in
 def test_a_damaged_checkpoint_is_not_gone_back_to(folder, answers, tmp_path):
     assert answers["back"].code == 0
     kept = shutil.copytree(folder / "back" / "checkpoints", tmp_path / "checkpoints")
-    due = Due(Schedule(13, 0, 2), set())
+    due = CheckpointSchedule(Schedule(13, 0, 2), set())
     assert newest_before(kept, 7, 0, due) == 6 and newest_before(kept, 6, 0, due) == 4
     assert newest_before(kept, 7, 1, due) is None and newest_before(kept, 2, 0, due) is None
-    assert newest_before(kept, 7, 0, Due(Schedule(13, 0, 4), set())) == 4, "6 is one at which the run was stopped"
-    assert newest_before(kept, 7, 0, Due(Schedule(13, 0, 4), {6})) == 6, "or at which it went back"
+    assert newest_before(kept, 7, 0, CheckpointSchedule(Schedule(13, 0, 4), set())) == 4, (
+        "6 is one at which the run was stopped"
+    )
+    assert newest_before(kept, 7, 0, CheckpointSchedule(Schedule(13, 0, 4), {6})) == 6, "or at which it went back"
     next(path for path in (kept / "6").rglob("*") if path.parent.name == "d").write_bytes(b"")
     assert newest_before(kept, 7, 0, due) == 4
 

@@ -10,16 +10,16 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm import integrity
-from jaxrl_llm.checkpoint import Checkpoints, steps_in
+from jaxrl_llm.checkpoints import integrity
+from jaxrl_llm.checkpoints.recovery import check_whole, check_writable, newest_whole
+from jaxrl_llm.checkpoints.snapshots import keep
+from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.cli import explain
 from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.launch import finished
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.recovery import check_whole, check_writable, newest_whole
-from jaxrl_llm.snapshots import keep
+from jaxrl_llm.trainer.launch import finished
 
 
 @pytest.fixture(scope="module")

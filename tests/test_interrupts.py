@@ -12,12 +12,12 @@ import pytest
 from commands import MAIN, ROOT, environment
 from terminals import CTRL_C, Terminal
 
-from jaxrl_llm.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
-from jaxrl_llm.telemetry.logs import logged
+from jaxrl_llm.system.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
+from jaxrl_llm.telemetry.writers import logged
 
 PARENT = """
 import sys
-from jaxrl_llm.signals import listen, run_child
+from jaxrl_llm.system.signals import listen, run_child
 listen()
 run_child([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"])
 """

@@ -15,6 +15,7 @@ from learner.rollouts import one_device
 from jaxrl_llm import config as configs
 from jaxrl_llm.collection.rows import split_steps
 from jaxrl_llm.config import Scoring
+from jaxrl_llm.data import Steps, load_texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models import load_pretrained, save_pretrained, scores
@@ -22,13 +23,13 @@ from jaxrl_llm.models.builtin import TINY
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
-from jaxrl_llm.rewards.by_task import OfTasks
+from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.aims import modelled
-from jaxrl_llm.stages.judges import judges_of, step_ends
-from jaxrl_llm.stages.reading import SCORED_AT_ONCE
+from jaxrl_llm.stages.rl.judges import judges_of, modelled
+from jaxrl_llm.stages.rl.step_rewards import step_ends
+from jaxrl_llm.stages.stage import SCORED_AT_ONCE
 from jaxrl_llm.stages.taught import Taught, check_readers, taught, untold
-from jaxrl_llm.tasks import Prompts, Steps, Table, Task, load, load_texts
+from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.types import Completion
 
@@ -143,7 +144,7 @@ def test_ensembles_are_the_mean_the_lowest_or_the_mean_less_the_deviations(folde
     squares = ((each - each.mean(axis=0)) ** 2).sum(axis=0) / 3
     np.testing.assert_allclose(conservative, each.mean(axis=0) - 0.5 * squares**0.5, atol=2e-5)
     own = ModelReward(paths[0], name="own")
-    with Scorer((rewards[0], OfTasks(own, ("digits",)), Accuracy()), 1) as scorer:
+    with Scorer((rewards[0], TaskReward(own, ("digits",)), Accuracy()), 1) as scorer:
         scorer.models = {rewards[0]: lambda _: each.T, own: lambda _: each[:1].T}
         parts = scorer.score(asked).parts
     assert parts.keys() == {"model", "own/digits", "accuracy", "model/disagreement"}

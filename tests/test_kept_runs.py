@@ -17,18 +17,17 @@ from learner.rollouts import one_device
 from tiny import tiny
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import requests
-from jaxrl_llm.checkpoint import Checkpoints, holds, restore_policy, steps_in
-from jaxrl_llm.cli.asking import Desk
+from jaxrl_llm.checkpoints.recovery import newest_whole
+from jaxrl_llm.checkpoints.snapshots import keep, kept
+from jaxrl_llm.checkpoints.store import Checkpoints, holds, restore_policy, steps_in
+from jaxrl_llm.cli.asking import Policy
 from jaxrl_llm.cli.distance import measure
-from jaxrl_llm.cli.policy import Policy
-from jaxrl_llm.evaluate import Evaluated
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits
-from jaxrl_llm.recovery import newest_whole
-from jaxrl_llm.snapshots import keep, kept
+from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.tasks import Prompts, Table, Task, load
+from jaxrl_llm.trainer import requests
 from jaxrl_llm.types import Completion
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
@@ -105,13 +104,13 @@ def test_the_distance_is_that_of_the_two_models_own_log_probabilities(folder, an
         return Completion(tokens, zeros.astype(np.float32), "length", mask, zeros.astype(np.int32))
 
     rows = tuple((completion(3 + i), completion(6)) for i in range(2))
-    desk = Desk(Policy("tiny-random", None, None, model, tokenizer, one_device()), prompts, None, None, None)
+    policy = Policy("tiny-random", None, None, model, tokenizer, one_device())
     found = Evaluated("digits", tuple(problems), rows, None, None)
 
     class Options:
         max_new_tokens, temperature, samples = 8, 0.5, len(rows[0])
 
-    (far,) = measure(str(folder / "model"), desk, settings, Options, [found], lambda text: None)
+    (far,) = measure(str(folder / "model"), policy, prompts, settings, Options, [found], lambda text: None)
     wanted = []
     for problem, completions in zip(problems, rows, strict=True):
         for one in completions:

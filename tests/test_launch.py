@@ -14,16 +14,17 @@ from commands import environment
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.collection.ledger import COLLECTED
-from jaxrl_llm.config import Found, Origin, Start, Supervised
+from jaxrl_llm.config import Found, Origin, Start, Supervised, changed_since
+from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import InUse, alone
-from jaxrl_llm.launch import begin, choose_directory, claimed, first_weights
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.tasks import Table, Texts
+from jaxrl_llm.system.paths import InUse, alone
+from jaxrl_llm.tasks import Table
+from jaxrl_llm.trainer.launch import begin, choose_directory, claimed, first_weights
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
-HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.folders import alone\n" \
+HOLD = "import sys\nfrom pathlib import Path\nfrom jaxrl_llm.system.paths import alone\n" \
        "with alone(Path(sys.argv[1]), 'go'):\n    print('held', flush=True)\n    sys.stdin.read()\n"  # fmt: skip
 
 
@@ -117,13 +118,29 @@ def test_a_run_of_texts_from_when_all_kinds_had_one_rate_goes_on_at_it(tmp_path)
         assert rate_of_begun(begins()) == 2e-5, "nothing has come of it yet"
         (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1}\n')
         assert rate_of_begun(begins()) == rate_of_begun(begins(1e-6)) == 1e-6
-        with pytest.raises(InputError, match=r"learner.optimiser.learning_rate: 1e-06 -> 2e-05"):
-            rate_of_begun(begins(2e-5))
-    with (
-        claimed(tmp_path / "x", begins(3e-6)),
-        pytest.raises(InputError, match=r"learner.optimiser.learning_rate: 3e-06 -> 2e-05"),
-    ):
-        rate_of_begun(begins())
+        assert rate_of_begun(begins(2e-5)) == 2e-5, "a rate that is named may change"
+    with claimed(tmp_path / "x", begins(3e-6)):
+        changed = begin(ALONE, begins(), False, None)[1].origin.changed
+    assert changed == [[0, ["learner.optimiser.learning_rate: 3e-06 -> 2e-05"]]]
+
+
+def test_what_does_not_change_the_past_may_change_and_is_recorded(tmp_path):
+    directory = tmp_path / "x"
+    begun(directory, 4)
+    optimiser = dataclasses.replace(SMOKE.learner.optimiser, learning_rate=3e-6)
+    rules = dataclasses.replace(SMOKE.rules, guards=("no_signal",))
+    changes = {"learner": dataclasses.replace(SMOKE.learner, optimiser=optimiser), "rules": rules}
+    other = begin(ALONE, found(directory, steps=99, **changes), False, None)[1]
+    assert [step for step, _ in other.origin.changed] == [4]
+    with claimed(directory, other):
+        (directory / "checkpoints" / "7").mkdir()
+    rate = f"learner.optimiser.learning_rate: {SMOKE.learner.optimiser.learning_rate} -> 3e-06"
+    lines = f"{rate}; rules.guards.0: None -> no_signal"
+    assert changed_since(directory, 4) == lines and changed_since(directory, 5) == ""
+    again = begin(ALONE, found(directory, steps=99, **changes), False, None)[1]
+    assert again.origin.changed == other.origin.changed, "it is told once"
+    with pytest.raises(InputError, match=r"rollout.group: \d+ -> 5"):
+        begin(ALONE, found(directory, rollout=dataclasses.replace(SMOKE.rollout, group=5)), False, None)
 
 
 def test_another_runs_weights_begin_a_run_of_their_own(tmp_path):
@@ -180,9 +197,9 @@ def test_the_package_offers_its_names_when_they_are_asked_for(tmp_path):
         "import sys, jaxrl_llm\n"
         "assert not {'jax', 'numpy', 'flax', 'tyro'} & set(sys.modules), 'the package alone loads something slow'\n"
         f"assert set({NAMES.split()!r}) <= set(dir(jaxrl_llm)) and jaxrl_llm.__all__\n"
-        "import jaxrl_llm.launch, jaxrl_llm.cli.train, jaxrl_llm.loop\n"
+        "import jaxrl_llm.trainer.launch, jaxrl_llm.cli.train, jaxrl_llm.trainer.loop\n"
         f"from jaxrl_llm import {NAMES.replace(' ', ', ')}\n"
-        "assert callable(train) and train is jaxrl_llm.launch.train is jaxrl_llm.train\n"
+        "assert callable(train) and train is jaxrl_llm.trainer.launch.train is jaxrl_llm.train\n"
         "from jaxrl_llm.algorithms import PRESETS as presets\n"
         "assert PRESETS is presets and isinstance(Run, type)\n"
         "try:\n    jaxrl_llm.nothing\nexcept AttributeError as error:\n    print(error)\n"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import codec
-from jaxrl_llm.begin import with_phase
 from jaxrl_llm.config import (
     MAX_SEED,
     Mixture,
@@ -22,12 +21,17 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rewards import Format
+from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
-from jaxrl_llm.stages.leaving import same_rewards, stream_left, successes_left
-from jaxrl_llm.stages.problems import streams_of
+from jaxrl_llm.stages.rl.ingredients import ingredients_of
+from jaxrl_llm.stages.rl.phase_carryover import stream_left
+from jaxrl_llm.stages.rl.problems import streams_of
+from jaxrl_llm.stages.rl.reinforcement import Reinforcement
+from jaxrl_llm.stages.rl.success_replay import same_rewards, successes_left
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks import Curriculum, EasyToHard
+from jaxrl_llm.trainer.segment import with_phase
 from jaxrl_llm.types import Completion, Group, Problem
 
 RUN = load_config(str(Path(__file__).parent / "fixtures" / "runs" / "phased.py"))[1]
@@ -72,6 +76,20 @@ def test_stored_successes_stay_where_they_are_right_and_fit():
     alone = dataclasses.replace(RUN, task=letters)
     called = dataclasses.replace(RUN, task=Mixture((dataclasses.replace(letters, name="abc"), boxed)))
     assert set(successes_left(store, alone, called)) == {"abc/c"}, "whatever it is called"
+
+
+def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_own():
+    run = resolved(RUN)
+    store = {f"{run.task.label}/a": solved(3), f"{run.task.label}/b": solved(8)}
+    stage = Reinforcement(
+        training=(), forward=None, label="", run=run, sampler=None, transfer=None, evaluation=None,
+        ingredients=ingredients_of(run),
+    )  # fmt: skip
+    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store)
+    assert stage.leaves(left, run) is left
+    shorter = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=3))
+    after = stage.leaves(left, shorter)
+    assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5
 
 
 def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
@@ -129,7 +147,7 @@ class Asking:
             problem, self.memory = stream.next(self.cursor, self.memory)
             self.cursor += 1
             answers = Group(problem, np.zeros(1, np.int32), (), np.zeros(2), np.array([0.0, 1.0]))
-            self.memory = stream.told(self.memory, [answers])
+            self.memory = stream.observe(self.memory, [answers])
             found += [int(problem.id)] * (problem.task in large)
         return found
 
@@ -182,7 +200,7 @@ def test_what_a_curriculum_has_counted_stays_while_answers_are_judged_as_before(
 
 def test_problems_open_from_the_easiest_on_where_that_is_new_and_go_on_opening_where_it_is_not():
     easy = Curriculum(easy_to_hard=EasyToHard("level", over=60, start=0.1))
-    opened = lambda: asking.stream.measured({}, asking.memory).get("curriculum/active")
+    opened = lambda: asking.stream.metrics({}, asking.memory).get("curriculum/active")
     for before in (PLAIN, COUNTS, Curriculum(easy_to_hard=EasyToHard("level", over=10, start=0.5))):
         asking = Asking(of_task(LARGE, before))
         asking.ask(20)
@@ -191,7 +209,7 @@ def test_problems_open_from_the_easiest_on_where_that_is_new_and_go_on_opening_w
         asking.ask(20)
         assert opened() == 16
         asking.phase(of_task(Mixture((LARGE, SMALL)), easy))
-        assert asking.stream.measured({}, asking.memory)["task/a/curriculum/active"] == 16
+        assert asking.stream.metrics({}, asking.memory)["task/a/curriculum/active"] == 16
         asking.phase(of_task(LARGE, easy))
         asking.ask(20)
         assert opened() == 28

@@ -12,7 +12,7 @@ from commands import ROOT, commands
 from learner.rollouts import one_device
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import Checkpoints, parts_of_policy, restore_parts, restore_policy
+from jaxrl_llm.checkpoints.store import Checkpoints, parts_of_policy, restore_parts, restore_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state

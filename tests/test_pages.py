@@ -18,8 +18,8 @@ from test_resume import documented
 import jaxrl_llm
 from jaxrl_llm.cli import COMMANDS
 from jaxrl_llm.config import config_names, load_config
+from jaxrl_llm.diagnosis.checks import RULES
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.telemetry.diagnosis.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -63,7 +63,7 @@ def test_notebooks_show_pictures_and_formulas(site):
 
 def test_docstrings_are_on_the_api_page(site):
     page = (site / "api.html").read_text()
-    assert 'id="jaxrl_llm.algorithms.loss.policy_loss"' in page and "Scalar loss to minimise" in page
+    assert 'id="jaxrl_llm.algorithms.loss.policy_loss"' in page and "Return the scalar loss to minimise" in page
     assert all(f'id="jaxrl_llm.recipes.{name.upper()}"' in page for name in RECIPES)
 
 

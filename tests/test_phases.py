@@ -13,10 +13,9 @@ import pytest
 from commands import commands
 from learner.rollouts import one_device
 
-from jaxrl_llm import codec, loop
+from jaxrl_llm import codec
 from jaxrl_llm.algorithms.reduce import ConstantLength
-from jaxrl_llm.begin import base_of_policy
-from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config import (
     MAX_SEED,
     Evaluation,
@@ -41,8 +40,11 @@ from jaxrl_llm.rewards import Accuracy, Format, Function
 from jaxrl_llm.rollout.groups import RECORDS
 from jaxrl_llm.rules import Phase, Reaches, Rules, Stalls
 from jaxrl_llm.stages.stage import Stage
-from jaxrl_llm.step import LoopState, next_phase
-from jaxrl_llm.telemetry.voice import Voice
+from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.trainer import loop
+from jaxrl_llm.trainer.context import LoopState
+from jaxrl_llm.trainer.segment import base_of_policy
+from jaxrl_llm.trainer.step import next_phase
 from jaxrl_llm.types import TrainState
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +149,7 @@ def watched(tmp_path_factory):
             signal.raise_signal(signal.SIGTERM)
 
     run = dataclasses.replace(load_config("smoke")[1], steps=2, rules=Rules((Phase("a", 1), Phase("b"))))
-    return folder, loop.train(resolved(run), folder, said.append, voice=Voice(rows=count)), said, stages
+    return folder, loop.train(resolved(run), folder, said.append, voice=Verbosity(rows=count)), said, stages
 
 
 def test_what_made_the_steps_of_a_phase_is_gone_in_the_next(watched):

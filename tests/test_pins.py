@@ -9,17 +9,18 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Found, Origin, Pin, Preference, RewardModel, Start
+from jaxrl_llm.data import Pairs
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.launch import claimed
 from jaxrl_llm.learner import Critic
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.pins import Pins, decide
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, ModelReward
 from jaxrl_llm.rules import Phase, Rules
+from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs.pins import Pins, decide
 from jaxrl_llm.sharding.distributed import ALONE
-from jaxrl_llm.tasks import Pairs, Table
-from jaxrl_llm.trained import find_run
+from jaxrl_llm.tasks import Table
+from jaxrl_llm.trainer.launch import claimed
 
 SMOKE = configs.dated(configs.resolved(configs.load_config("smoke")[1]), "2025-07-01")
 JUDGED = dataclasses.replace(SMOKE, scoring=configs.Scoring((ModelReward(("rm", "other@3")),)))

@@ -15,8 +15,7 @@ from test_resume import documented
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GAE, GroupZScore, Whitened
-from jaxrl_llm.begin import with_others
-from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Optimiser
@@ -31,6 +30,7 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.stages.taught import Taught
 from jaxrl_llm.tasks.template import template_fingerprint
+from jaxrl_llm.trainer.segment import with_others
 
 CONFIG = Path(__file__).parent / "fixtures" / "runs" / "ppo.py"
 RUN = configs.load_config(str(CONFIG))[1]
@@ -250,8 +250,8 @@ def test_what_works_is_not_refused():
 
 
 def test_the_rows_have_room_for_the_state_after_the_last_token():
-    assert configs.longest_row(RUN) == RUN.rollout.max_length + 1
-    assert configs.longest_row(configs.with_recipe(RUN, "ppo")) == RUN.rollout.max_length
+    assert RUN.longest_row == RUN.rollout.max_length + 1
+    assert configs.with_recipe(RUN, "ppo").longest_row == RUN.rollout.max_length
     tight = with_learner(RUN, row_tokens=RUN.rollout.max_length)
     with pytest.raises(InputError, match=f"set it to at least {RUN.rollout.max_length + 1}"):
         configs.validate(tight)

@@ -15,13 +15,13 @@ from jaxrl_llm.algorithms.advantages import GAE, GDPO, KLInReward, Whitened
 from jaxrl_llm.algorithms.kl import K1, K2, AdaptiveKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.launch import choose_directory
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Accuracy, LengthPenalty
 from jaxrl_llm.rewards.group_shaping import LengthCycle, StopProperly
 from jaxrl_llm.rollout import Repetition
 from jaxrl_llm.rules import Resets
-from jaxrl_llm.stages.rl import dropped_endings
+from jaxrl_llm.stages.rl.ingredients import dropped_endings
+from jaxrl_llm.trainer.launch import choose_directory
 from jaxrl_llm.types import Completion, Problem
 
 SMOKE = configs.load_config("smoke")[1]

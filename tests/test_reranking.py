@@ -14,13 +14,13 @@ from test_judges import scalar_model
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.preference import solution_score
 from jaxrl_llm.cli import eval as command
-from jaxrl_llm.cli.policy import load_policy
+from jaxrl_llm.cli.asking import load_policy
 from jaxrl_llm.engine import Sampling
-from jaxrl_llm.evaluate import majority, reranked
 from jaxrl_llm.models import save_pretrained, scores
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.rollout.completions import complete
-from jaxrl_llm.stages.falling import first_fall
+from jaxrl_llm.rollout.evaluate import majority, reranked
+from jaxrl_llm.rollout.respond import complete
+from jaxrl_llm.stages.rl.prm_stopping import first_fall
 from jaxrl_llm.tasks import Prompts, extract
 
 SAMPLES = 4
@@ -102,7 +102,7 @@ def total(steps, by):
         return beliefs[-1]
     lowest = by == "minimum"
     wanted = min(beliefs) if lowest else math.prod(beliefs)
-    np.testing.assert_allclose(solution_score(beliefs[None], np.ones((1, len(steps)), bool), lowest)[0], wanted, 1e-5)
+    np.testing.assert_allclose(solution_score(beliefs, by), wanted, 1e-5)
     return wanted
 
 

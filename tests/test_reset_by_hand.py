@@ -4,12 +4,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-from jaxrl_llm import cli, requests
+from jaxrl_llm import cli
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoint import host_file
+from jaxrl_llm.checkpoints.store import host_file
+from jaxrl_llm.data import Texts
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, Phase, Rules, decide
-from jaxrl_llm.tasks import Table, Texts
+from jaxrl_llm.tasks import Table
+from jaxrl_llm.trainer import requests
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
 

@@ -15,12 +15,12 @@ from commands import environment
 from learner.rollouts import one_device
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoint import Checkpoints, flatten, steps_in
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten, steps_in
 from jaxrl_llm.config import load_config
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.signals import STOPPING
+from jaxrl_llm.system.signals import STOPPING
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tests" / "fixtures" / "runs" / "resume.py"

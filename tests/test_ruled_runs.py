@@ -9,7 +9,7 @@ import pytest
 from commands import commands
 from learner.rollouts import one_device
 
-from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config import evaluation_key, load_json
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state

@@ -14,7 +14,6 @@ from tiny import tiny
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.algorithms.kl import AdaptiveKL
-from jaxrl_llm.begin import check_problems
 from jaxrl_llm.config import Evaluation, Run, Scoring, load_config, resolved
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Learner, Sample, Training, create_state
@@ -24,14 +23,15 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import Format, Scorer
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.aims import separately
-from jaxrl_llm.stages.problems import problems_of, read_problems
-from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
-from jaxrl_llm.stages.rl import Reinforcement
-from jaxrl_llm.step import learn_from, of_examples, written_down
+from jaxrl_llm.stages.rl.constraints import separately
+from jaxrl_llm.stages.rl.ingredients import coefficients_of, moved_by_rules, objectives_of
+from jaxrl_llm.stages.rl.problems import problems_of, read_problems
+from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.trainer.segment import check_problems
+from jaxrl_llm.trainer.step import learn_from, of_examples, shown_places, written_down
 from jaxrl_llm.types import Completion, Group, Problem
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))
@@ -213,8 +213,13 @@ def test_of_some_groups_alone_samples_are_written_down():
         for group in groups
     ]  # fmt: skip
     batch = RolloutBatch(groups, [], Carryover(), 0, 0, {})
-    samples = [[Sample(one.tokens, one.tokens, one.mask) for one in group.completions] for group in groups]
+    samples = [
+        [Sample(one.tokens, one.tokens, one.mask, place=(n, i)) for i, one in enumerate(group.completions)]
+        for n, group in enumerate(groups)
+    ]
     others = [Sample(np.zeros(1), np.zeros(1), np.ones(1, bool))]
-    shown = of_examples(batch.examples[:2], [samples[1], others, samples[2], samples[0]])
-    assert [id(one) for one in shown] == [id(one) for one in (*samples[1], *samples[0])]
+    assert shown_places(batch, 2, 2) == [1, 2]
+    shown = of_examples([1, 2], [samples[1], others, samples[2], samples[0]])
+    assert [id(one.tokens) for one in shown] == [id(one.tokens) for one in (*samples[1], *samples[2])]
+    assert [one.place for one in shown] == [(n, i) for n in range(2) for i in range(4)]
     assert of_examples([], samples) == []

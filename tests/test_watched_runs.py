@@ -13,7 +13,7 @@ import pytest
 from commands import assert_refused, commands
 from learner.rollouts import one_device
 
-from jaxrl_llm.checkpoint import Checkpoints, flatten
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config import from_json, load_config, load_json, to_json, validate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build

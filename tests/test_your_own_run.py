@@ -10,7 +10,7 @@ import pytest
 from commands import commands, environment
 
 from jaxrl_llm.config import Run, validate
-from jaxrl_llm.config.code import execute
+from jaxrl_llm.config.origin import execute
 from jaxrl_llm.rollout import Rollout
 
 TEXT = (Path(__file__).parents[1] / "docs" / "your_own_run.md").read_text()

@@ -6,8 +6,8 @@
 Ladders are those of ladders.py: dapo, prorl, length, clip, prolonged. Each rung with each seed is a run of jaxrl-llm
 train in a process of its own, in DIR/RUNG/seed-N (DIR is runs/ablations/CONFIG). The recipe is the ladder's, where it
 has one; all other settings are CONFIG's, or given as for train. Rungs that two ladders share are run once. Ctrl-C lets
-the present run save itself; the same command goes on with it, and passes over what is finished. DIR/LADDER.md, .svg and
-.json are drawn from the runs' metrics.jsonl whenever a seed's last rung is done; --draw does only that. --json prints
+the present run save itself; the same command goes on with it, and passes over what is finished. DIR/LADDER.md and .json
+are drawn from the runs' metrics.jsonl whenever a seed's last rung is done; --draw does only that. --json prints
 the numbers as the last line.
 """
 
@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ladder_pictures
 from ladder_statistics import Line, Row, lines_of, table
 from ladders import LADDERS, Rung
 
@@ -30,11 +29,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, suggest, take
 from jaxrl_llm.config.phases import changed
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.folders import new_file, prepare_libraries, writable
-from jaxrl_llm.launch import other_settings
-from jaxrl_llm.signals import PREEMPTED, SIGNALS
-from jaxrl_llm.telemetry.rows import read_rows
-from jaxrl_llm.trained import find_run
+from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.paths import new_file, prepare_libraries, writable
+from jaxrl_llm.system.signals import PREEMPTED, SIGNALS
+from jaxrl_llm.trainer.launch import other_settings
 
 GUARDED = 3
 """Exit code of a run that a guard has stopped: what it has done counts, and the others go on."""
@@ -272,7 +271,7 @@ def minutes(seconds: float) -> str:
 
 
 def draw(asked: Asked, runs: Sequence[Planned]) -> list[Line]:
-    """Write table, picture and numbers of the runs that are finished.
+    """Write table and numbers of the runs that are finished.
 
     Raises:
       InputError: none is.
@@ -291,7 +290,6 @@ def draw(asked: Asked, runs: Sequence[Planned]) -> list[Line]:
         path = asked.folder / f"{asked.ladder}.md"
         path.write_text(f"{table(lines)}\nMeans over seeds, ± 95 % interval (t). {acts}\n{left_out}")
         path.with_suffix(".json").write_text(json.dumps(numbers(lines), indent=1))
-        ladder_pictures.draw(lines, rows, path.with_suffix(".svg"))
     return lines
 
 

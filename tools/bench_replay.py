@@ -30,16 +30,14 @@ from jaxrl_llm.learner.objectives import PolicyGradient
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.samples import to_samples
 from jaxrl_llm.models import logits
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Attention, ModelConfig
+from jaxrl_llm.models.config import Attention, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rewards import Failures
-from jaxrl_llm.rewards.scorer import Scores
+from jaxrl_llm.rewards.judge import Scores
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
-from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
-from jaxrl_llm.rollout.groups import Carryover, GroupSource, informative
+from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.tasks import Shuffled
 from jaxrl_llm.types import Problem
@@ -161,7 +159,7 @@ def sampler_of(model: Any, answer: str, seed: int, options: Options, replay: boo
 def training_of(algorithm: Algorithm, optimiser: Optimiser) -> Training:
     """One update a batch."""
     objectives = (PolicyGradient(algorithm),)
-    return Training(objectives, make_update(objectives, build(optimiser), learning_rate(optimiser), Compute()))
+    return Training(objectives, make_update(objectives, build(optimiser), learning_rate(optimiser), ComputeOptions()))
 
 
 def run(options: Options, name: str, seed: int, replay: bool) -> Found:
@@ -174,7 +172,7 @@ def run(options: Options, name: str, seed: int, replay: bool) -> Found:
     sampler = sampler_of(model, "".join(LETTERS[i] for i in at), seed, options, replay)
     settings = Learner(optimiser=options.optimiser)
     mesh = make_mesh(MeshShape(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    forward = Forward(Layout(1, 1 + LENGTH * options.prompts * options.group, LENGTH), Compute(), 1.0, mesh)
+    forward = Forward(Layout(1, 1 + LENGTH * options.prompts * options.group, LENGTH), ComputeOptions(), 1.0, mesh)
     state = create_state(model, build(settings.optimiser), False, mesh)
     left = Carryover()
     found = Found([float(chances[at])], [], None)

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jaxrl_llm.engine.weight_transfer import for_sampling
+from jaxrl_llm.engine.backend import for_sampling
 from jaxrl_llm.models import layers, load_pretrained
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import Decoder, initialise
-from jaxrl_llm.plan.shapes import model_config
+from jaxrl_llm.plan.lowering import model_config
 from jaxrl_llm.rollout import Engine, Sampling
 
 

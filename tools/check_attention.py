@@ -22,9 +22,9 @@ from bench_update import ALGORITHM, samples_of
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.learner.update import accumulate
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import Decoder, initialise
-from jaxrl_llm.plan.shapes import model_config
+from jaxrl_llm.plan.lowering import model_config
 from jaxrl_llm.types import Role
 
 GROUP, PROMPT = 4, 32
@@ -63,7 +63,7 @@ def batch(options: Options, words: int) -> Any:
     return pack([sample for group in groups for sample in group], layout)
 
 
-def results(model: Decoder, packed: Any, compute: Compute) -> tuple[jax.Array, Any]:
+def results(model: Decoder, packed: Any, compute: ComputeOptions) -> tuple[jax.Array, Any]:
     """Log-probabilities of all tokens, and the gradient of GRPO's loss."""
     coefficients = {"temperature": jnp.float32(1)}
     objectives = (PolicyGradient(ALGORITHM),)
@@ -88,10 +88,10 @@ def run(options: Options) -> dict[str, Any]:
     model = initialise(config, jax.random.key(0))
     packed = batch(options, config.vocab_size)
     device = jax.devices()[0]
-    wanted, gradient = results(model, packed, Compute("float32"))
+    wanted, gradient = results(model, packed, ComputeOptions("float32"))
     row = dataclasses.asdict(options) | {"device": device.device_kind}
-    fused = Compute("bfloat16", attention=options.attention, interpret=device.platform == "cpu")
-    for name, compute in {"plain_": Compute("bfloat16"), "": fused}.items():
+    fused = ComputeOptions("bfloat16", attention=options.attention, interpret=device.platform == "cpu")
+    for name, compute in {"plain_": ComputeOptions("bfloat16"), "": fused}.items():
         logp, found = results(model, packed, compute)
         row[f"{name}logp"] = float(jnp.abs(logp - wanted).sum()) / int(packed.mask.sum())
         row[f"{name}gradient"] = distance(found, gradient)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoint import read_host, steps_in
-from jaxrl_llm.recovery import ARRAY
-from jaxrl_llm.snapshots import CHECKPOINTS, SNAPSHOTS
-from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.checkpoints.recovery import ARRAY
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS
+from jaxrl_llm.checkpoints.store import read_host, steps_in
+from jaxrl_llm.system.json_lines import read_rows
 
 OF_THE_CLOCK = ("time/", "throughput/", "memory", "event/resumed")
 """How the names of metrics begin that no two runs have in common."""

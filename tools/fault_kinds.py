@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fault_lives import Life
 
-from jaxrl_llm.checkpoint import steps_in
-from jaxrl_llm.snapshots import CHECKPOINTS, SNAPSHOTS
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS
+from jaxrl_llm.checkpoints.store import steps_in
 
 KILLS = ("random", "start-up", "sampling", "scoring", "updating", "checkpoint", "snapshot", "reset", "phase")
 """Moments of a kill -9: any at all, in a start, or what is aimed at."""

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoint import UNFINISHED
-from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.checkpoints.store import UNFINISHED
+from jaxrl_llm.system.json_lines import read_rows
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -49,18 +49,17 @@ MAIN = 'File "<string>"'
 LOADING = "loading"
 WHERE = (
     ("writing a snapshot", r"snapshots\.py", ""),
-    ("saving", r"jaxrl_llm/checkpoint\.py", "save|wait|close"),
+    ("saving", r"checkpoints/store\.py", "save|wait|close"),
     ("recording", r"telemetry/(writers|records|rows|report)", ""),
-    ("evaluating", r"jaxrl_llm/evaluate\.py", ""),
+    ("evaluating", r"jaxrl_llm/rollout/evaluate\.py", ""),
     ("updating", r"jaxrl_llm/learner/", ""),
     ("scoring", r"jaxrl_llm/rewards/", ""),
     ("sampling", r"jaxrl_llm/(engine|rollout)/", ""),
-    ("a phase begins", r"jaxrl_llm/begin\.py", "load_phase"),
-    ("a phase begins", r"jaxrl_llm/step\.py", "next_phase"),
-    ("a reset", r"jaxrl_llm/step\.py", "apply"),
-    (LOADING, r"jaxrl_llm/begin\.py", ""),
-    ("within a step", r"jaxrl_llm/(step|stages)", ""),
-    ("between steps", r"jaxrl_llm/loop\.py", "make_steps?|settle|agreed_to_stop|ending|keep_models"),
+    ("a phase begins", r"trainer/step\.py", "next_phase"),
+    ("a reset", r"trainer/step\.py", "apply"),
+    (LOADING, r"trainer/segment\.py", ""),
+    ("within a step", r"jaxrl_llm/(trainer/step|stages)", ""),
+    ("between steps", r"trainer/loop\.py", "make_steps|agreed_to_stop"),
 )
 """What a run is doing, by the innermost frame of its main thread in one of these files and functions."""
 

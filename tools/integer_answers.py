@@ -1,7 +1,6 @@
 """Rewrite problems so that each answer is an integer, as DAPO's data does (arXiv 2503.14476, appendix).
 
     python tools/integer_answers.py problems.jsonl [--out integers.jsonl] [--keep]
-    python tools/integer_answers.py --check 200
 
 A row whose answer is no integer gets a sentence after its question that asks for one, and that integer as its answer:
 m/n becomes m + n, a sqrt(b) a + b, and so on (``integer_templates.TEMPLATES``). Rows that are right as they are stay.
@@ -9,11 +8,6 @@ What no template has is left out, or kept as it was. Beside the new file lies ``
 rewritten, with its old and new answer, template and sentence, and each that was not, with the reason.
 
 For ``Task(Table("integers.jsonl", "question"), verifier="integer")``.
-
-``--check`` measures instead, on generated problems, whether right answers stay right, and how many wrong ones near them
-become so. ``right``: right answers in several forms; ``math-verify``, ``integer``: those that are called right before
-and after; ``wrong``: answers with one or two numbers, the sign or the whole fraction wrong, and ``passed``: those that
-have the same integer.
 """
 
 import dataclasses
@@ -23,12 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import integer_check
 import tyro
 from integer_templates import Unsuitable, rewritten
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.folders import check_file, new_file, writable
+from jaxrl_llm.system.paths import check_file, new_file, writable
 from jaxrl_llm.tasks import Table, extract, integer
 
 QUESTIONS = ("question", "prompt", "problem")
@@ -48,8 +41,6 @@ class Options:
       answer_extractor: cuts the answer out of a longer solution; the names are those of Task's extractor.
       id_field: names rows in the list of changes; without it they are named by their line.
       keep: rows that no template has are kept as they were.
-      check: measure on so many generated problems instead; 0 for none.
-      seed: of the generated problems.
     """
 
     file: Annotated[Path | None, tyro.conf.Positional] = None
@@ -59,8 +50,6 @@ class Options:
     answer_extractor: str = "whole"
     id_field: str = "id"
     keep: bool = False
-    check: int = 0
-    seed: int = 0
 
 
 def found_in(row: Row, field: str) -> Any:
@@ -125,7 +114,7 @@ def places(options: Options) -> tuple[Path, Path]:
       InputError: one is missing, or no .jsonl file, or cannot be written.
     """
     path = options.file
-    require(path is not None, "no file is given: python tools/integer_answers.py FILE, or --check 200")
+    require(path is not None, "no file is given: python tools/integer_answers.py FILE")
     out = options.out or path.with_suffix(".integer.jsonl")
     for place, flag in ((path, "FILE"), (out, "--out")):
         require(place.suffix == ".jsonl", f"{flag} {place} is no .jsonl file: write one JSON object on each line")
@@ -188,20 +177,14 @@ def rewrite(options: Options) -> Counter[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0, 1 where the check finds a right answer that is not right any more, 2 for wrong use."""
+    """Returns the exit code: 0, or 2 for wrong use."""
     options = tyro.cli(Options, args=arguments, description=__doc__, use_underscores=True)
     try:
-        require(options.check >= 0, f"--check {options.check}: give a number of problems")
-        if not options.check:
-            rewrite(options)
-            return 0
+        rewrite(options)
     except InputError as error:
         print(f"integer_answers: {error}", file=sys.stderr)
         return 2
-    found = integer_check.measure(options.check, options.seed)
-    print(integer_check.table(found))
-    print(json.dumps({name: vars(one) for name, one in found.items()}))
-    return 0 if all(one.holds for one in found.values()) else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 import tyro
 from soak_config import EVERY, KINDS
 
-from jaxrl_llm.telemetry.rows import read_rows
+from jaxrl_llm.system.json_lines import read_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "tools" / "soak_config.py"

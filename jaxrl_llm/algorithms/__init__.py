@@ -1,4 +1,4 @@
-"""Objectives as values: five small pure functions make an algorithm."""
+"""Objectives as values: an algorithm is composed of five small pure functions."""
 
 from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates, values
 from jaxrl_llm.algorithms.loss import Algorithm, policy_loss

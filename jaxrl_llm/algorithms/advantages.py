@@ -1,12 +1,12 @@
-"""Advantages: rewards [P, G] in, one number for each completion [P, G] or for each token [B, T] out.
+"""Advantage estimators: map rewards [P, G] to advantages, by completion [P, G] or by token [B, T].
 
-An estimator is a callable frozen dataclass, so it can be a static argument and a field of ``Algorithm``. What it needs
-beside rewards it takes from an ``AdvantageContext`` of the global batch, whose B = P * G rows are those of the rewards
-in order; it names what is missing. Groups are the rows of [P, G], or explicit ``group_ids``; they are never guessed.
+An estimator is a callable frozen dataclass, so it can be a static argument and a field of ``Algorithm``. It takes its
+other inputs from an ``AdvantageContext`` of the global batch, which has B = P * G rows in the order of the rewards; an
+error names the missing field. Groups are the rows of [P, G], or explicit ``group_ids``; they are never guessed.
 
-Where all rewards are equal (max == min: in float32 their mean need not equal them, and dividing that residue by a tiny
-deviation makes advantages out of nothing) the advantage is exactly 0. An unscorable reward (NaN) is left out of the
-statistics and gets 0.
+The advantage is exactly 0 where all rewards of a group are equal (max == min: in float32 their mean may differ from
+them, and dividing that residue by a tiny deviation would make advantages out of nothing). An unscorable reward (NaN) is
+excluded from the statistics and gets 0.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import nonnegative, numeric, one_of, positive
-from jaxrl_llm.algorithms.groups import context_arrays, divided, scores, steps_of, suffix_sum, value_after, whiten
+from jaxrl_llm.algorithms.grouping import context_arrays, divided, scores, steps_of, suffix_sum, value_after, whiten
 from jaxrl_llm.algorithms.tokens import LOWEST_LOGP
 from jaxrl_llm.algorithms.values import gae, returns
 from jaxrl_llm.types import AdvantageContext
 
 
 class Estimator:
-    """What an estimator says of itself; a new one overrides what differs.
+    """The interface of an estimator and its defaults; a new estimator overrides those that differ.
 
     Attributes:
-      needs: fields of the context.
-      by_token: it returns [B, T].
-      several: it takes all rewards of a completion, [P, G, n], not their sum.
-      compares: completions of one prompt with each other, so that a single one is worth nothing.
+      needs: fields of the context that it reads.
+      by_token: whether it returns [B, T].
+      several: whether it takes all rewards of a completion, [P, G, n], instead of their sum.
+      compares: whether it compares completions of one prompt, so that a single completion gives no signal.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -38,11 +38,11 @@ class Estimator:
     compares: ClassVar[bool] = True
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """Advantages; see the module."""
+        """Return the advantages; the module docstring gives the shapes."""
         raise NotImplementedError
 
     def with_returns(self, rewards: Any, context: AdvantageContext) -> tuple[jax.Array, jax.Array]:
-        """Where it needs values: advantages, and what the critic is trained towards; [B, T] each."""
+        """Return advantages and the critic's targets, [B, T] each, for an estimator that needs values."""
         advantages = self(rewards, context)
         return advantages, returns(advantages, context.values)
 
@@ -55,7 +55,7 @@ class GroupMean(Estimator):
     """
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; returns float[P, G]."""
+        """Return float[P, G] for rewards float[P, G]."""
         return scores(rewards, context).centred()[0]
 
 
@@ -63,8 +63,8 @@ class GroupMean(Estimator):
 class GroupZScore(Estimator):
     """``A_i = (R_i - mean(R)) / (std(R) + eps)``: GRPO (arXiv 2402.03300, section 4.1.2).
 
-    The paper says neither which deviation nor eps. Ours is the sample deviation (ddof 1) with 1e-6, as verl has it; TRL
-    adds 1e-4. ``jnp.std`` alone would be the population's (ddof 0), which scales A by sqrt(G / (G - 1)).
+    The paper specifies neither the deviation nor eps. Ours is the sample deviation (ddof 1) with 1e-6, as in verl; TRL
+    adds 1e-4. ``jnp.std`` defaults to the population's (ddof 0), which scales A by sqrt(G / (G - 1)).
     """
 
     ddof: int = 1
@@ -74,7 +74,7 @@ class GroupZScore(Estimator):
         nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; returns float[P, G]."""
+        """Return float[P, G] for rewards float[P, G]."""
         given = scores(rewards, context)
         centre, count = given.centred()
         return divided(centre, given.by_group(jnp.sum, centre**2) / jnp.maximum(count - self.ddof, 1), self.eps)
@@ -85,7 +85,7 @@ class LeaveOneOut(Estimator):
     """``A_i = R_i - mean_{j != i}(R_j) = G / (G - 1) (R_i - mean(R))``: RLOO (arXiv 2402.14740)."""
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; returns float[P, G]."""
+        """Return float[P, G] for rewards float[P, G]."""
         centre, count = scores(rewards, context).centred()
         return centre * count / jnp.maximum(count - 1, 1)
 
@@ -94,8 +94,8 @@ class LeaveOneOut(Estimator):
 class BatchScaled(Estimator):
     """``A_i = (R_i - mean_group(R)) / (std_batch + eps)``: Lite-PPO (arXiv 2508.08221).
 
-    ``of="rewards"`` takes the deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``),
-    ``"advantages"`` that of the centred ones (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
+    ``of="rewards"`` divides by the deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``),
+    ``"advantages"`` by that of the centred rewards (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
     """
 
     of: Literal["rewards", "advantages"] = "rewards"
@@ -107,7 +107,7 @@ class BatchScaled(Estimator):
         nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; returns float[P, G]."""
+        """Return float[P, G] for rewards float[P, G]."""
         given = scores(rewards, context)
         centre, _ = given.centred()
         x = given.rewards if self.of == "rewards" else centre
@@ -118,10 +118,10 @@ class BatchScaled(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class GDPO(Estimator):
-    """Each of several rewards normalised in its group, their weighted sum normalised over the batch (arXiv 2601.05242).
+    """Group-normalised rewards, summed with weights, then normalised over the batch (arXiv 2601.05242).
 
-    A sum of raw rewards drowns those of small scale; this does not. ``weights``: one for each reward; () gives each 1,
-    and in a run its reward's own.
+    A sum of raw rewards would drown those of small scale. ``weights``: one for each reward; () gives each 1, and in a
+    run the weight of its reward.
     """
 
     weights: tuple[float, ...] = ()
@@ -133,10 +133,10 @@ class GDPO(Estimator):
         nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G, n], or float[B, n] with group ids; returns the shape without n.
+        """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids.
 
         Raises:
-          ValueError: no axis of rewards, or another number of them than of weights.
+          ValueError: rewards have no axis n, or its length differs from the number of weights.
         """
         rewards = numeric(rewards, "rewards")
         axes = 2 if context is not None and context.group_ids is not None and rewards.ndim == 2 else 3
@@ -161,10 +161,10 @@ class GDPO(Estimator):
 class Whitened(Estimator):
     """Returns whitened over all valid tokens of the batch: REINFORCE++ (arXiv 2501.03262).
 
-    ``G_t = R + sum_{s >= t} step_s``, then ``(G - mean) / sqrt(var + eps)``. The rewards at token positions are those
-    of ``context.step_rewards``, if any: a KL in the reward arrives that way. ``baseline="group"`` first subtracts the
+    ``G_t = R + sum_{s >= t} step_s``, then ``(G - mean) / sqrt(var + eps)``. Rewards of single tokens come from
+    ``context.step_rewards``, if given, for example a KL in the reward. ``baseline="group"`` first subtracts the
     group's mean from R: REINFORCE++-baseline, ProRL v2. Whitening over tokens weights long completions more, so that
-    the advantages of a group no longer sum to 0, and a group without a difference gets a small constant.
+    the advantages of a group no longer sum to 0, and a group of equal rewards gets a small constant.
 
     Frameworks differ in the deviation: verl takes ddof 1 and adds 1e-8 to the variance, OpenRLHF and NeMo-RL ddof 0.
     """
@@ -181,11 +181,11 @@ class Whitened(Estimator):
 
     @property
     def compares(self) -> bool:
-        """Whether the baseline is the group's."""
+        """Whether the baseline is the mean of the group."""
         return self.baseline == "group"
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; context: mask and perhaps step_rewards [B, T]; returns float[B, T]."""
+        """Return float[B, T] for rewards float[P, G]; the context has mask and perhaps step_rewards [B, T]."""
         given = scores(rewards, context, self.baseline == "group")
         (mask,) = context_arrays(context, "Whitened", given.rewards.size, "mask")
         outcome = given.centred()[0] if self.baseline == "group" else given.rewards
@@ -200,9 +200,9 @@ class Whitened(Estimator):
 class ProcessSupervised(Estimator):
     """``A_t = sum of the normalised rewards of the steps that end at t or later``: GRPO (arXiv 2402.03300, sec. 4.1.3).
 
-    A step's reward stands at its last token in ``context.step_rewards``, NaN everywhere else (a step may well have the
-    reward 0). Mean and deviation are those of all steps of the group. More steps make larger advantages. The outcome
-    rewards say what a group is; an unscorable one leaves its completion's steps out.
+    ``context.step_rewards`` holds a step's reward at the step's last token and NaN everywhere else (0 is a valid
+    reward). Mean and deviation are over all steps of the group. More steps make larger advantages. The outcome rewards
+    define the groups; an unscorable one excludes the steps of its completion.
     """
 
     ddof: int = 1
@@ -214,14 +214,14 @@ class ProcessSupervised(Estimator):
         nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; context: mask and step_rewards [B, T]; returns float[B, T]."""
+        """Return float[B, T] for rewards float[P, G]; the context has mask and step_rewards [B, T]."""
         given = scores(rewards, context)
         mask, steps = context_arrays(context, "ProcessSupervised", given.rewards.size, *self.needs)
         ends = mask & ~jnp.isnan(steps) & given.valid.reshape(-1, 1)
         shape = given.rewards.shape
 
         def total(x: jax.Array) -> jax.Array:
-            """Over the steps of each group, for each of its completions: [B, 1]."""
+            """Return the sum over the steps of each group, repeated for each of its completions: [B, 1]."""
             rows = given.by_group(jnp.sum, jnp.sum(jnp.where(ends, x, 0), axis=1).reshape(shape))
             return jnp.broadcast_to(rows, shape).reshape(-1, 1)
 
@@ -238,11 +238,11 @@ class ProcessSupervised(Estimator):
 class GAE(Estimator):
     """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t`` (arXiv 1506.02438).
 
-    The outcome reward stands at the last valid token, ``context.step_rewards`` (if any) at theirs. Tokens that the
-    policy did not sample (tool output) are skipped: the token before them sees the value and the advantage after them.
-    The value after the last token is 0, also where a completion was cut off; with ``bootstrap`` it is
+    The outcome reward is added at the last valid token, ``context.step_rewards`` (if given) at their own. Tokens that
+    the policy did not sample (tool output) are skipped: the token before them uses the value and the advantage after
+    them. The value after the last token is 0, also for a completion that was cut off; with ``bootstrap`` it is
     ``context.bootstrap``. ``whiten`` normalises over the batch's valid tokens, as TRL and verl do and the paper does
-    not; targets of the value loss are made before that (``with_returns``).
+    not; the targets of the value loss are computed before that (``with_returns``).
     """
 
     gamma: float = 1.0
@@ -257,15 +257,15 @@ class GAE(Estimator):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of the context."""
+        """Return the fields of the context that it reads."""
         return ("mask", "values") + ("bootstrap",) * self.bootstrap
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
-        """rewards: float[P, G]; context: mask, values and perhaps step_rewards [B, T]; returns float[B, T]."""
+        """Return float[B, T] for rewards float[P, G]; the context has mask, values, perhaps step_rewards [B, T]."""
         return self.with_returns(rewards, context)[0]
 
     def with_returns(self, rewards: Any, context: AdvantageContext | None = None) -> tuple[jax.Array, jax.Array]:
-        """Advantages, and ``A_t + V_t`` of those before whitening: what a critic is trained towards; [B, T] each.
+        """Return advantages and the critic's targets, ``A_t + V_t`` of the advantages before whitening; [B, T] each.
 
         Both are 0 where the mask is False and where the reward is unscorable.
         """
@@ -287,12 +287,12 @@ class GAE(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class KLInReward(Estimator):
-    """Another estimator, with ``-coef * kl(old, reference)`` added to the reward of each token.
+    """A wrapper that adds ``-coef * kl(old, reference)`` to the reward of each token of another estimator.
 
-    ``Algorithm`` puts it around its estimator where ``kl_in="reward"`` and the coefficient is not 0. The estimate is
-    that of the policy that sampled, a constant in the loss: KL in the reward goes through returns and baselines, which
-    is why k1 is right here and wrong as a loss. An outcome estimator gets the sum over the sequence (RLOO, arXiv
-    2402.14740), one that works by token gets it at each token (REINFORCE++, PPO; arXiv 2203.02155).
+    ``Algorithm`` wraps its estimator in it where ``kl_in="reward"`` and the coefficient is not 0. The KL is estimated
+    for the policy that sampled, a constant in the loss: KL in the reward passes through returns and baselines, so k1 is
+    right here and wrong as a loss. An outcome estimator gets the sum over the sequence (RLOO, arXiv 2402.14740), one
+    that works by token gets it at each token (REINFORCE++, PPO; arXiv 2203.02155).
     """
 
     estimator: Any
@@ -304,7 +304,7 @@ class KLInReward(Estimator):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of the context."""
+        """Return the fields of the context that it reads."""
         return tuple(dict.fromkeys(("mask", "old_logp", "ref_logp", *self.estimator.needs)))
 
     @property
@@ -318,20 +318,20 @@ class KLInReward(Estimator):
         return getattr(self.estimator, "compares", True)
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None) -> jax.Array:
-        """rewards: float[P, G]; context: mask, old_logp and ref_logp [B, T]; returns what the estimator does.
+        """Return the estimator's advantages for rewards float[P, G]; the context has mask, old_logp, ref_logp [B, T].
 
-        ``kl_coef`` is used in place of the coefficient, for controllers.
+        ``kl_coef`` replaces the coefficient, for controllers.
         """
         return self.estimator(*self.penalised(rewards, context, kl_coef))
 
     def with_returns(
         self, rewards: Any, context: AdvantageContext | None = None, kl_coef: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The same, of an estimator with a critic: advantages and what the critic is trained towards, [B, T] each."""
+        """Return advantages and the critic's targets, [B, T] each, for an estimator with a critic."""
         return self.estimator.with_returns(*self.penalised(rewards, context, kl_coef))
 
     def penalised(self, rewards: Any, context: AdvantageContext | None, kl_coef: Any = None) -> tuple[jax.Array, Any]:
-        """Rewards and context with the penalty in them: in the outcome, or in ``step_rewards`` at each token."""
+        """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token."""
         rewards = numeric(rewards, "rewards")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, old_logp, ref_logp = arrays

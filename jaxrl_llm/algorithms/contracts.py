@@ -1,6 +1,6 @@
-"""What every function here asks of its arrays; wrong rank, shape or dtype is refused with the name of the argument.
+"""Checks of array arguments: a wrong rank, shape or dtype raises an error that names the argument.
 
-chex compares ranks and shapes, of traced arrays too; ``chex.disable_asserts()`` turns that off.
+chex compares ranks and shapes, of traced arrays too; ``chex.disable_asserts()`` disables that.
 """
 
 import math
@@ -13,10 +13,10 @@ import numpy as np
 
 
 def ranked(rank: int, **arrays: Any) -> None:
-    """Refuse an array that has not ``rank`` axes, and None.
+    """Refuse None and any array without exactly ``rank`` axes.
 
     Raises:
-      ValueError: names it.
+      ValueError: names the array.
     """
     import chex  # here, like its use below: what only reads settings needs none of it
 
@@ -27,10 +27,10 @@ def ranked(rank: int, **arrays: Any) -> None:
 
 
 def listed(**arrays: Any) -> None:
-    """Refuse an array that is neither one number nor [B].
+    """Refuse an array that is neither a scalar nor [B].
 
     Raises:
-      ValueError: names it.
+      ValueError: names the array.
     """
     for name, x in arrays.items():
         if np.ndim(x) > 1:
@@ -38,10 +38,10 @@ def listed(**arrays: Any) -> None:
 
 
 def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
-    """Refuse an array of another shape; one that is None is not looked at.
+    """Refuse an array of another shape; None is skipped.
 
     Raises:
-      ValueError: names it.
+      ValueError: names the array.
     """
     import chex
 
@@ -51,7 +51,7 @@ def shaped(shape: tuple[int, ...], **arrays: Any) -> None:
 
 
 def _holds(assertion: Callable[..., None], x: Any, wanted: Any, otherwise: str) -> None:
-    """Have chex assert something of one array, in our words, which name it: its own are of "input 0"."""
+    """Run a chex assertion on one array, with an error that names it: chex would call it "input 0"."""
     try:
         assertion([x if hasattr(x, "shape") else np.asarray(x)], wanted)
     except AssertionError:
@@ -59,10 +59,10 @@ def _holds(assertion: Callable[..., None], x: Any, wanted: Any, otherwise: str) 
 
 
 def array(x: Any, name: str) -> jax.Array:
-    """``x`` as an array.
+    """Return ``x`` as an array.
 
     Raises:
-      ValueError: it is None or nothing that an array can hold; the message says ``name``.
+      ValueError: ``x`` is None or cannot be converted; the message contains ``name``.
     """
     if x is None:
         raise ValueError(f"{name} must be given")
@@ -73,10 +73,10 @@ def array(x: Any, name: str) -> jax.Array:
 
 
 def floating(x: Any, name: str) -> jax.Array:
-    """``x`` as an array of floats.
+    """Return ``x`` as an array of floats.
 
     Raises:
-      ValueError: it holds something else; the message says ``name``.
+      ValueError: it has another dtype; the message contains ``name``.
     """
     x = array(x, name)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -85,10 +85,10 @@ def floating(x: Any, name: str) -> jax.Array:
 
 
 def numeric(x: Any, name: str) -> jax.Array:
-    """``x`` as an array of floats; integers and bools become float32.
+    """Return ``x`` as an array of floats; integers and bools become float32.
 
     Raises:
-      ValueError: it holds something else; the message says ``name``.
+      ValueError: it has another dtype; the message contains ``name``.
     """
     x = array(x, name)
     if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
@@ -97,10 +97,10 @@ def numeric(x: Any, name: str) -> jax.Array:
 
 
 def integers(x: Any, name: str) -> jax.Array:
-    """``x`` as an array of integers.
+    """Return ``x`` as an array of integers.
 
     Raises:
-      ValueError: it holds something else; the message says ``name``.
+      ValueError: it has another dtype; the message contains ``name``.
     """
     x = array(x, name)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -109,10 +109,10 @@ def integers(x: Any, name: str) -> jax.Array:
 
 
 def flags(x: Any, shape: tuple[int, ...], name: str) -> jax.Array:
-    """``x`` as bool of this shape, True where it is not 0: a mask, or where steps end.
+    """Return ``x`` as bool of this shape, True where it is not 0: a mask, or the ends of steps.
 
     Raises:
-      ValueError: another shape, or no numbers; the message says ``name``.
+      ValueError: wrong shape or not numeric; the message contains ``name``.
     """
     numeric(x, name)
     shaped(shape, **{name: x})
@@ -120,17 +120,17 @@ def flags(x: Any, shape: tuple[int, ...], name: str) -> jax.Array:
 
 
 def count(given: Any, counted: jax.Array, name: str, dtype: Any) -> jax.Array:
-    """What a loss is divided by: the count that was given, or the sum of what counts; at least 1.
+    """Return the divisor of a loss, at least 1: the given count, or the sum of ``counted``.
 
     Raises:
-      ValueError: it is no scalar; the message says ``name``.
+      ValueError: the given count is not a scalar; the message contains ``name``.
     """
     ranked(0, **{name: 0 if given is None else given})
     return jnp.maximum(jnp.sum(counted) if given is None else given, 1).astype(dtype)
 
 
 def positive(owner: Any, *names: str) -> None:
-    """Refuse a value whose fields of these names are not above 0.
+    """Refuse a value unless the named fields are above 0.
 
     Raises:
       ValueError: names class, field and value.
@@ -141,7 +141,7 @@ def positive(owner: Any, *names: str) -> None:
 
 
 def nonnegative(owner: Any, *names: str) -> None:
-    """Refuse a value whose fields of these names are below 0.
+    """Refuse a value unless the named fields are at least 0.
 
     Raises:
       ValueError: names class, field and value.
@@ -152,7 +152,7 @@ def nonnegative(owner: Any, *names: str) -> None:
 
 
 def finite(owner: Any, *names: str) -> None:
-    """Refuse a value whose fields of these names are infinite.
+    """Refuse a value if one of the named fields is infinite.
 
     Raises:
       ValueError: names class, field and value.
@@ -163,7 +163,7 @@ def finite(owner: Any, *names: str) -> None:
 
 
 def ordered(owner: Any, low: str, high: str) -> None:
-    """Refuse a value whose field ``low`` is below 0 or not below its field ``high``.
+    """Refuse a value unless ``0 <= low < high`` holds for the fields of these names.
 
     Raises:
       ValueError: names class, fields and values.
@@ -175,7 +175,7 @@ def ordered(owner: Any, low: str, high: str) -> None:
 
 
 def one_of(owner: Any, name: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value whose field of this name is none of those allowed.
+    """Refuse a value unless the named field has one of the allowed values.
 
     Raises:
       ValueError: names class, field and value.

@@ -1,4 +1,4 @@
-"""Keeping entropy: a coefficient of the entropy bonus that moves towards a target."""
+"""An adaptive coefficient of the entropy bonus, which steers the entropy towards a target."""
 
 import dataclasses
 
@@ -7,19 +7,19 @@ from jaxrl_llm.algorithms.contracts import finite, nonnegative, positive
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveEntropy:
-    """Skywork-OR1's rule (arXiv 2505.22312, adaptive entropy control): up where the entropy is below the target, down
-    where it is above; the bonus itself acts only while the entropy is not above it.
+    """Adaptive entropy control of Skywork-OR1 (arXiv 2505.22312): the coefficient rises below the target entropy and
+    falls above it; the bonus is applied only while the entropy is at most the target.
 
     ``c <- clip(c + rate [e < target] - rate [e > target], 0, largest)``, ``coefficient = c [e <= target]``
 
-    with e the step's ``entropy`` and c first the algorithm's ``entropy_coef``, which the first step has. A coefficient
-    is thus made of the entropy of the step before it, and c itself goes on while the bonus is off. The paper has no
-    ``largest``; it bounds what a long time below the target adds up to.
+    Here e is the step's ``entropy``, and c starts as the algorithm's ``entropy_coef``, which the first step uses. A
+    later step uses the coefficient computed from the entropy of the step before it; c is updated even while the bonus
+    is off. ``largest`` is our addition: it bounds the growth of c during a long time below the target.
 
     Attributes:
       target: nats per token, at the sampling temperature; the paper's is 0.2.
-      rate: of c in a step; the paper's is 0.005.
-      largest: of c.
+      rate: change of c in a step; the paper's is 0.005.
+      largest: upper bound of c.
     """
 
     target: float = 0.2
@@ -32,7 +32,7 @@ class AdaptiveEntropy:
         finite(self, "target", "rate", "largest")
 
     def __call__(self, coef: float, entropy: float) -> tuple[float, float]:
-        """The next c, from this one and the entropy just measured; and the coefficient that the next step has."""
+        """Return the next c, from this one and the measured entropy, and the coefficient for the next step."""
         moved = coef + self.rate * ((entropy < self.target) - (entropy > self.target))
         moved = min(max(moved, 0.0), self.largest)
         return moved, moved if entropy <= self.target else 0.0

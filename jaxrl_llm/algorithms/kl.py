@@ -1,6 +1,6 @@
 """Per-token estimates [B, T] of KL(policy || reference) from sampled tokens, nats, and controllers of its coefficient.
 
-Value and gradient are two things. With tokens drawn from the policy, and rho = reference / policy:
+The value and the gradient of an estimator differ. With tokens drawn from the policy, and rho = reference / policy:
 
 ===========  =======================  =====================  ==============================================
 estimator    value                    gradient on logp       expected gradient, used as a loss
@@ -12,12 +12,12 @@ K3Plus       k3's                     k2's                   that of KL(policy |
 UnbiasedK3   r k3                     r (logp - ref)         that of KL(policy || reference), off-policy too
 ===========  =======================  =====================  ==============================================
 
-All of it holds for the next token given its prefix, and prefixes are those that were sampled. The KL of whole sequences
-has one more term, through the probability of the prefix, which only K1 in the reward sees. After
-joschu.net/blog/kl-approx and arXiv 2512.02556.
+The table holds for the next token given its sampled prefix. The KL of whole sequences has one more term, through the
+probability of the prefix, which only K1 in the reward includes. After joschu.net/blog/kl-approx and arXiv 2512.02556.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class K1:
     """``logp - ref``: unbiased in value; its expected gradient is 0."""
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
+        """Return the estimate [B, T]; all arguments are [B, T]."""
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         return logp - ref_logp
 
@@ -47,7 +47,7 @@ class K2:
             positive(self, "clip")
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
+        """Return the estimate [B, T]; all arguments are [B, T]."""
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         difference = logp - ref_logp
         if self.clip is not None:
@@ -70,7 +70,7 @@ class K3:
             positive(self, "clip")
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
+        """Return the estimate [B, T]; all arguments are [B, T]."""
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         d = clamped_log_ratio(ref_logp, logp)
         estimate = jnp.expm1(d) - d
@@ -82,7 +82,7 @@ class K3Plus:
     """The value of k3 with the gradient of k2 (verl's ``k3+``): unbiased in both, on-policy."""
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
-        """All [B, T]; returns [B, T]."""
+        """Return the estimate [B, T]; all arguments are [B, T]."""
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         value = K3()(logp, ref_logp)
         slope = K2()(clamped_log_ratio(logp, ref_logp), jnp.zeros_like(logp))
@@ -94,10 +94,10 @@ class UnbiasedK3:
     """``r k3`` with the gradient of both: ``r (logp - ref)``, unbiased off-policy (arXiv 2512.02556, eq. 7)."""
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
-        """All [B, T]; returns [B, T].
+        """Return the estimate [B, T]; all arguments are [B, T].
 
-        ``log_ratio`` is the token's own, live against what sampled it; None means on-policy, a ratio of 1 with
-        gradient.
+        ``log_ratio`` is the token's own, of the live policy to the one that sampled it; None means on-policy, a ratio
+        of 1 with gradient.
         """
         logp, ref_logp = _checked(logp, ref_logp, log_ratio)
         log_ratio = logp - jax.lax.stop_gradient(logp) if log_ratio is None else log_ratio
@@ -115,28 +115,27 @@ class AdaptiveKL:
     """PPO's rule (arXiv 1707.06347, section 4): halve the coefficient below target / 1.5, double it above 1.5 target.
 
     ``target``: nats per token of KL(old || policy) for ``PenaltyKL``, of KL(policy || reference) otherwise. Both
-    controllers move the ``kl_coef`` argument of ``policy_loss``, which may be traced, never the algorithm: nothing is
-    compiled anew.
+    controllers change the ``kl_coef`` argument of ``policy_loss``, which may be traced, never the algorithm, so nothing
+    is recompiled.
     """
 
     target: float = 0.01
 
-    @property
-    def reads(self) -> str:
-        """The metric that it compares with its target."""
-        return "controller/kl"
+    reads: ClassVar[str] = "controller/kl"
+    """The metric that is compared with the target."""
 
     def __post_init__(self):
         positive(self, "target")
 
     def __call__(self, coef: float, kl: float, completions: int = 0) -> float:
-        """The next coefficient, from the KL of a token just measured; on how many completions does not matter."""
+        """Return the next coefficient, from the measured KL per token; ``completions`` is ignored."""
         return coef / 2 if kl < self.target / 1.5 else coef * 2 if kl > self.target * 1.5 else coef
 
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalKL:
-    """Ziegler et al. 2019 (arXiv 1909.08593): ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon``.
+    """The rule of Ziegler et al. 2019 (arXiv 1909.08593): ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions
+    / horizon``.
 
     ``target``: nats per sequence, the sum over its tokens (the paper's 6), of the KL that ``AdaptiveKL`` takes per
     token. ``horizon``: completions.
@@ -145,15 +144,13 @@ class ProportionalKL:
     target: float = 6.0
     horizon: int = 10000
 
-    @property
-    def reads(self) -> str:
-        """The metric that it compares with its target."""
-        return "controller/kl_sequence"
+    reads: ClassVar[str] = "controller/kl_sequence"
+    """The metric that is compared with the target."""
 
     def __post_init__(self):
         positive(self, "target", "horizon")
 
     def __call__(self, coef: float, kl: float, completions: int) -> float:
-        """The next coefficient, from the KL of a sequence just measured on so many completions."""
+        """Return the next coefficient, from the KL per sequence measured on this number of completions."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return coef * (1 + error * completions / self.horizon)

@@ -17,15 +17,15 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What the loss computes: ``reduce(w M surrogate(ratio, advantage)) + kl_coef reduce(kl) - entropy_coef
+    """A policy-gradient algorithm: ``reduce(w M surrogate(ratio, advantage)) + kl_coef reduce(kl) - entropy_coef
     reduce(H)``.
 
-    Any callable value of the right shape will do for a piece: the fields are open to pieces written elsewhere. A mix
-    that contradicts itself is refused when the value is made.
+    A piece may be any callable value of the right shape, also one written elsewhere. A contradictory combination is
+    refused when the value is made.
 
     Attributes:
       advantage: rewards [P, G] -> advantages [P, G] or, with a context, [B, T]. Where the KL is in the reward, it is
-        wrapped in ``advantages.KLInReward``, so that calling it does all there is to do.
+        wrapped in ``advantages.KLInReward``, so that a call includes the penalty.
       ratio: log importance ratios [B, T].
       surrogate: per-token loss [B, T].
       reduce: to a scalar, by global counts.
@@ -60,7 +60,7 @@ class Algorithm:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the per-token arrays that its pieces read beside log-probabilities; see ``Completion.extras``."""
+        """Return the names of the extra per-token arrays that the pieces read; see ``Completion.extras``."""
         pieces = (self.ratio, self.surrogate, self.correction, self.sequence_filter)
         return tuple(sorted({name for piece in pieces for name in getattr(piece, "reads", ())}))
 
@@ -92,11 +92,11 @@ PIECES = {
     "correction": ((), "ratios.TruncatedIS()"),
     "sequence_filter": ((), "ratios.OffPolicySequenceMask()"),
 }
-"""What each piece must say of itself beside being callable, and an example of one."""
+"""The attributes that each piece must have in addition to being callable, and an example of one."""
 
 
 def _check_pieces(algorithm: Algorithm) -> None:
-    """Refuse a name, a class in place of its value, and a piece of another kind."""
+    """Refuse a piece that is a name, a class instead of its value, or a value of another kind."""
     for field, (attributes, example) in PIECES.items():
         piece = getattr(algorithm, field)
         optional = piece is None and field in ("kl", "correction", "sequence_filter")
@@ -106,7 +106,7 @@ def _check_pieces(algorithm: Algorithm) -> None:
 
 
 def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
-    """Refuse pieces that contradict each other, with the reason."""
+    """Refuse contradictory pieces and give the reason."""
     ratio = algorithm.ratio
     surrogate = algorithm.surrogate
     kind = type(algorithm.surrogate).__name__
@@ -169,7 +169,7 @@ def policy_loss(
     kl_coef: Any = None,
     entropy_coef: Any = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Scalar loss to minimise, and its metrics.
+    """Return the scalar loss to minimise, and its metrics.
 
     Args:
       algorithm: static.
@@ -185,8 +185,8 @@ def policy_loss(
       The loss and a dict of scalars, divided by the same counts: adding them over microbatches gives the step's value.
 
     Raises:
-      ValueError: something that the algorithm needs is None or of the wrong shape, or nothing reads what is given; the
-        message names it.
+      ValueError: an input that the algorithm needs is None or of the wrong shape, or an input is given that nothing
+        reads; the message names it.
     """
     overridden = kl_coef is not None
     kl_coef = kl_coef if overridden else algorithm.kl_coef
@@ -218,14 +218,14 @@ def policy_loss(
 
 
 def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple[jax.Array, jax.Array]:
-    """Where the gradient is cut at the lower bound, and at the upper one: bool[B, T] each, False at padding."""
+    """Return masks of gradients cut at the lower and at the upper bound: bool[B, T] each, False at padding."""
     at = clean_tokens(jax.lax.stop_gradient(logp), batch, algorithm.kl_coef)
     low, high = algorithm.surrogate.clipped(jnp.exp(algorithm.ratio(at)), at.advantages)
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
 
 
 def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
-    """The surrogate, weighted, and what to log of it; [B, T] or [B, 1] each."""
+    """Return the weighted surrogate and the per-token metrics; [B, T] or [B, 1] each."""
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
     low, high = algorithm.surrogate.clipped(ratio, at.advantages)
@@ -238,7 +238,7 @@ def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
 
 
 def _kl_term(algorithm: Algorithm, at: Tokens) -> jax.Array:
-    """The KL estimate [B, T]; its ratio is by token, whatever the surrogate's is."""
+    """Return the KL estimate [B, T]; its ratio is by token, whatever the level of the surrogate's."""
     if at.ref_logp is None:
         raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
     anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
@@ -246,5 +246,5 @@ def _kl_term(algorithm: Algorithm, at: Tokens) -> jax.Array:
 
 
 def _present(coefficient: Any) -> bool:
-    """Whether a term is computed: always where its coefficient is an array, which may be traced."""
+    """Whether a term is computed: always if its coefficient is an array, which may be traced."""
     return isinstance(coefficient, jax.Array) or coefficient != 0

@@ -1,4 +1,4 @@
-"""One ``Algorithm`` per published loss; ``dataclasses.replace`` makes a variant."""
+"""Presets: one ``Algorithm`` per published loss; ``dataclasses.replace`` makes a variant."""
 
 from jaxrl_llm.algorithms.advantages import GAE, GroupMean, GroupZScore, LeaveOneOut, Whitened
 from jaxrl_llm.algorithms.kl import K1, K2, K3, UnbiasedK3
@@ -51,4 +51,4 @@ PRESETS: dict[str, Algorithm] = {
     # arXiv 2512.01374, eq. 5 to 7.
     "minirl": Algorithm(GroupMean(), Token(), MiniRL(0.2, 0.27, 5.0), SequenceSum()),
 }
-"""Every preset by its key."""
+"""The presets by key."""

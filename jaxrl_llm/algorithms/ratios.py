@@ -1,8 +1,8 @@
-"""Importance ratios as clamped logarithms [B, T], and the corrections for what the sampler did differently.
+"""Importance ratios as clamped logarithms [B, T], and corrections for the gap between sampler and learner.
 
-Three policies stand behind one token: the live one (pi), the one at the start of the batch's updates (old), and what
-the engine really sampled from (mu). ``r = pi / old`` is the ratio that surrogates clip; ``w = old / mu`` is the gap
-between training and inference, which corrections weight by; ``pi / mu = r w``.
+A token has three policies: the live one (pi), the one at the start of the batch's updates (old), and the distribution
+that the engine sampled from (mu). Surrogates clip the ratio ``r = pi / old``; corrections weight by ``w = old / mu``,
+the gap between training and inference; ``pi / mu = r w``.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.contracts import nonnegative, one_of, ordered, positive
-from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, log_mismatch, sampled
+from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, sampled
 
 Level = Literal["token", "sequence", "geometric"]
 LEVELS = ("token", "sequence", "geometric")
@@ -22,7 +22,7 @@ LEVELS = ("token", "sequence", "geometric")
 class Token:
     """``log r_t = logp_t - old_t``: PPO (arXiv 1707.06347) and GRPO, one ratio for each token.
 
-    ``anchor="sampler"`` divides by what the engine sampled from instead: DeepSeek-V3.2 (arXiv 2512.02556, eq. 5), which
+    ``anchor="sampler"`` divides by the sampler's probability instead: DeepSeek-V3.2 (arXiv 2512.02556, eq. 5), which
     corrects for both kinds of drift at once.
     """
 
@@ -33,25 +33,25 @@ class Token:
         one_of(self, "anchor", ("old", "sampler"))
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Log ratios [B, T]."""
+        """Return log ratios [B, T]."""
         return clamped_log_ratio(at.logp, at.old_logp if self.anchor == "old" else sampled(at, self))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """``log s = mean_t (logp_t - old_t)``, the same for all tokens: GSPO (arXiv 2507.18071, eq. 7)."""
+    """``log s = mean_t (logp_t - old_t)``, one ratio for all tokens: GSPO (arXiv 2507.18071, eq. 7)."""
 
     anchor = "old"
     level = "sequence"
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Log ratios [B, 1]."""
+        """Return log ratios [B, 1]."""
         return at.mean(clamped_log_ratio(at.logp, at.old_logp))
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceToken:
-    """GSPO's ratio in value, the token's own in gradient: ``sg[s] * pi / sg[pi]`` (arXiv 2507.18071, eq. 14).
+    """``sg[s] * pi / sg[pi]``: GSPO's ratio in value, the token's own in gradient (arXiv 2507.18071, eq. 14).
 
     With one advantage for the whole sequence its gradient is GSPO's; it permits an advantage for each token.
     """
@@ -60,20 +60,20 @@ class SequenceToken:
     level = "sequence"
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Log ratios [B, T]."""
+        """Return log ratios [B, T]."""
         s = at.mean(clamped_log_ratio(at.logp, at.old_logp))
         return jax.lax.stop_gradient(s) + at.logp - jax.lax.stop_gradient(at.logp)
 
 
 def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
-    """``w = old / mu`` of each token, the product over its sequence, or their geometric mean; [B, T] or [B, 1].
+    """Return ``w = old / mu`` of each token [B, T], or its product or geometric mean over each sequence [B, 1].
 
-    Sums are taken of logarithms, and the exponential once, at the end. A product grows with length: 0.012 nats a token
-    are a factor of 3.3 after 100 tokens. TRL, verl and slime mean the product by "sequence", ms-swift the geometric
-    mean. Only the product, without a cap, makes the loss what it would be in expectation on samples of the old policy;
-    by token, prefixes stay the sampler's, at less variance.
+    Logarithms are summed and exponentiated once, at the end. A product grows with length: 0.012 nats per token give a
+    factor of 3.3 after 100 tokens. "sequence" is the product in TRL, verl and slime, the geometric mean in ms-swift.
+    Only the product, without a cap, gives in expectation the loss on samples of the old policy; by token, prefixes
+    stay the sampler's, with less variance.
     """
-    log_w = log_mismatch(at, owner)
+    log_w = clamped_log_ratio(at.old_logp, sampled(at, owner))
     if level == "token":
         return jnp.exp(log_w)
     total = at.mean(log_w) if level == "geometric" else at.total(log_w)
@@ -84,8 +84,8 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
 class TruncatedIS:
     """``min(w, cap)``: truncated importance sampling of the gap between training and inference.
 
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; cap 2 as TRL, verl and
-    slime have it.
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; cap 2 as in TRL, verl and
+    slime.
     """
 
     cap: float = 2.0
@@ -96,7 +96,7 @@ class TruncatedIS:
         one_of(self, "level", LEVELS)
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Weights [B, T] or, by sequence, [B, 1]."""
+        """Return weights [B, T] or, by sequence, [B, 1]."""
         return jnp.minimum(mismatch(at, self.level, self), self.cap)
 
 
@@ -104,7 +104,7 @@ class TruncatedIS:
 class MaskedIS:
     """``w`` where ``low <= w <= high``, else 0: masked importance sampling; with (0.5, 5) by token it is IcePop.
 
-    What is masked stays in the counts that the loss is divided by, as in TRL and OpenRLHF; verl's rejection rewrites
+    Masked tokens stay in the counts that the loss is divided by, as in TRL and OpenRLHF; verl's rejection rewrites
     the mask, so that its counts shrink.
     """
 
@@ -117,17 +117,17 @@ class MaskedIS:
         one_of(self, "level", LEVELS)
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Weights [B, T] or, by sequence, [B, 1]."""
+        """Return weights [B, T] or, by sequence, [B, 1]."""
         w = mismatch(at, self.level, self)
         return jnp.where((w >= self.low) & (w <= self.high), w, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceMask:
-    """Each token's ``w`` in sequences whose geometric mean of w lies in [low, high], else 0 (ProRL v2.1's
+    """``w`` by token if the geometric mean of w over its sequence is in [low, high], else 0 (ProRL v2.1's
     seq-mask-tis).
 
-    Sequences that are left out stay in the counts.
+    Masked sequences stay in the counts.
     """
 
     low: float = 0.999
@@ -137,15 +137,15 @@ class SequenceMask:
         ordered(self, "low", "high")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Weights [B, T]."""
+        """Return weights [B, T]."""
         mean = mismatch(at, "geometric", self)
         return jnp.where((mean >= self.low) & (mean <= self.high), mismatch(at, "token", self), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicySequenceMask:
-    """0 for sequences with ``A_i < 0`` and ``mean_t (mu - logp) > delta``, else 1: DeepSeek-V3.2 (arXiv 2512.02556, eq.
-    9).
+    """A filter: 0 for sequences with ``A_i < 0`` and ``mean_t (mu - logp) > delta``, else 1 (DeepSeek-V3.2, arXiv
+    2512.02556, eq. 9).
 
     It multiplies the policy term only; the KL and the counts stay. The paper publishes no delta; 0.5 nats is TRL's
     advice. Where advantages differ by token, A_i is their mean.
@@ -157,7 +157,7 @@ class OffPolicySequenceMask:
         nonnegative(self, "delta")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """0 or 1 for each sequence, [B, 1]."""
+        """Return 0 or 1 for each sequence, [B, 1]."""
         drift = at.mean(clamped_log_ratio(at.logp, sampled(at, self)))
         dropped = (at.mean(at.advantages) < 0) & (drift < -self.delta)
         return jnp.where(dropped, jnp.zeros_like(drift), 1)

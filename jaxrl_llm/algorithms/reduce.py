@@ -1,7 +1,7 @@
-"""From per-token losses [B, T] to a scalar: what one token weighs. The choice decides all length bias.
+"""Reducers of per-token losses [B, T] to a scalar; the weight of a token decides all length bias.
 
 Every reducer divides by the optimiser step's *global* counts, so summing over microbatches and devices gives the same
-number as one large batch. ``sequence_count`` leaves out rows with no valid token (verl and OpenRLHF do; TRL counts
+number as one large batch. ``sequence_count`` excludes rows without a valid token (as in verl and OpenRLHF; TRL counts
 them).
 
 =================  =========================  ====================================
@@ -13,9 +13,9 @@ SequenceSum        1 / sequences              REINFORCE, RLOO, Kimi k1.5, MiniRL
 ConstantLength(n)  1 / (sequences * n)        Dr. GRPO
 =================  =========================  ====================================
 
-Sums and constants climb the expected reward, whatever the baseline b. SequenceMean climbs ``E[(R - b) / L]``, so that b
-matters: right answers gain by being short, wrong ones by being long. TokenMean does the same by the group's mean
-length, of which each completion moves its own share only.
+Sums and constants ascend the expected reward, whatever the baseline b. SequenceMean ascends ``E[(R - b) / L]``, so that
+b matters: right answers gain by being short, wrong ones by being long. TokenMean does so by the group's mean length,
+which depends on each completion only by its own share.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from jaxrl_llm.algorithms.contracts import floating, numeric, positive, ranked, 
 
 
 class Reducer:
-    """A reducer says what a token weighs; a new one overrides ``weight``.
+    """The interface of a reducer, which gives each token its weight; a new one overrides ``weight``.
 
-    Weights come from lengths and counts alone, so that loss and gradient can be computed in one pass over the batch.
+    Weights depend on lengths and counts alone, so that loss and gradient can be computed in one pass over the batch.
     """
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """What a valid token weighs: a scalar, or [B, 1] by sequence; ``lengths`` [B, 1] are those of the sequences."""
+        """Return the weight of a valid token, a scalar or [B, 1] by sequence; ``lengths`` [B, 1] are in tokens."""
         raise NotImplementedError
 
     def __call__(
         self, loss: jax.Array, mask: jax.Array, token_count: jax.Array, sequence_count: jax.Array
     ) -> jax.Array:
-        """loss and mask [B, T], counts scalars; returns a scalar.
+        """Return the reduced loss, a scalar; loss and mask are [B, T], counts scalars.
 
         Raises:
           ValueError: a wrong rank or shape.
@@ -59,7 +59,7 @@ class TokenMean(Reducer):
     """``sum(loss) / token_count``."""
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """A scalar."""
+        """Return the weight of every token, a scalar."""
         return 1 / token_count
 
 
@@ -68,7 +68,7 @@ class SequenceMean(Reducer):
     """``sum_i (sum_t loss / L_i) / sequence_count``."""
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """[B, 1]."""
+        """Return the weight of a token of each sequence, [B, 1]."""
         return 1 / (sequence_count * jnp.maximum(lengths, 1))
 
 
@@ -77,7 +77,7 @@ class SequenceSum(Reducer):
     """``sum(loss) / sequence_count``."""
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """A scalar."""
+        """Return the weight of every token, a scalar."""
         return 1 / sequence_count
 
 
@@ -85,8 +85,7 @@ class SequenceSum(Reducer):
 class ConstantLength(Reducer):
     """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded (arXiv 2503.20783).
 
-    ``length`` is the generation budget in tokens, the same for all of training; None waits for the trainer to put in
-    the run's.
+    ``length`` is the generation budget in tokens, constant over training; for None the trainer fills in the run's.
     """
 
     length: int | None
@@ -96,7 +95,7 @@ class ConstantLength(Reducer):
             positive(self, "length")
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
-        """A scalar.
+        """Return the weight of every token, a scalar.
 
         Raises:
           ValueError: the length is None.
@@ -108,10 +107,10 @@ class ConstantLength(Reducer):
 
 @jax.custom_jvp
 def totals(*arrays: jax.Array) -> list[jax.Array]:
-    """The sum of each array, all of one shape, in one pass over memory where the compiler can.
+    """Sum each array, all of one shape, in one pass over memory if the compiler supports it.
 
-    XLA fuses several sums of one pass by itself for GPUs and TPUs, and then with what made their operands; for CPUs it
-    writes each operand down first, unless one reduction takes them all. The barrier keeps that reduction whole where
+    For GPUs and TPUs XLA fuses several sums of one pass by itself, and also with the computation of their operands; for
+    CPUs it materialises each operand unless one reduction takes them all. The barrier keeps that reduction whole where
     only some of its sums are used.
     """
     return jax.lax.platform_dependent(*arrays, cpu=_sum_together, default=lambda *xs: [jnp.sum(x) for x in xs])

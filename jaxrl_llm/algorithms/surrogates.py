@@ -1,4 +1,4 @@
-"""Per-token policy losses [B, T] to minimise, [B, 1] where all tokens of a sequence have the same.
+"""Per-token policy losses to minimise: [B, T], or [B, 1] where all tokens of a sequence share one value.
 
 r is the algorithm's importance ratio, A the advantage.
 
@@ -28,15 +28,15 @@ Bounds = tuple[jax.Array, jax.Array]
 
 
 class Surrogate:
-    """What a surrogate says of itself beside its loss; a new one overrides what differs.
+    """The interface of a surrogate and its defaults; a new surrogate overrides those that differ.
 
     Attributes:
-      reads_ratio: it uses ``log_ratio``.
-      reads_sampler: it weights by the sampler's log-probabilities itself, so that no correction may do so again.
-      reads: names of further arrays [B, T] that it finds in ``Tokens.extras``; in a run they are the sampler's.
-      reads_kl_coef: the KL coefficient is its own: there is no KL to a reference.
-      whole_sequences: its value is one number for each sequence, which only SequenceSum adds up as its paper does.
-      idle: what of it does nothing while every ratio is 1, in words; empty where that makes no difference.
+      reads_ratio: whether it uses ``log_ratio``.
+      reads_sampler: whether it weights by the sampler's log-probabilities itself; a correction would then count twice.
+      reads: names of further arrays [B, T] that it reads from ``Tokens.extras``; in a run the sampler provides them.
+      reads_kl_coef: whether it has a KL term of its own with the KL coefficient, instead of a KL to a reference.
+      whole_sequences: whether its value is one number per sequence, which only SequenceSum adds up as in its paper.
+      idle: the part, in words, that has no effect while every ratio is 1; empty without such a part.
     """
 
     reads_ratio = True
@@ -47,7 +47,7 @@ class Surrogate:
     idle = ""
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
-        """bool[B, T] each: where the lower and the upper bound cut, for the metrics; nowhere, unless overridden."""
+        """Return bool[B, T] masks of cuts at the lower and the upper bound, for metrics; all False by default."""
         return jnp.zeros(ratio.shape, bool), jnp.zeros(ratio.shape, bool)
 
 
@@ -58,20 +58,21 @@ class Likelihood(Surrogate):
     reads_ratio = False
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         return -at.advantages * at.logp
 
 
 @dataclasses.dataclass(frozen=True)
 class Unclipped(Surrogate):
-    """``-r A``: the surrogate objective itself (arXiv 1707.06347, eq. 6).
+    """``-r A``: the unclipped surrogate objective (arXiv 1707.06347, eq. 6).
 
-    However old the samples are, its expected gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``, which
-    is the expected reward's at the old policy, and anywhere for completions of one token; not of longer ones.
+    However old the samples are, its expected gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``. That
+    equals the gradient of the expected reward at the old policy, and anywhere for completions of one token, but not for
+    longer ones.
     """
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         return -jnp.exp(at.log_ratio) * at.advantages
 
 
@@ -80,7 +81,7 @@ class PPOClip(Surrogate):
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``: PPO (arXiv 1707.06347, eq. 7).
 
     ``high > low`` is DAPO's clip-higher (arXiv 2503.14476, eq. 8). ``dual`` bounds the loss of negative advantages at
-    ``-dual * A`` (arXiv 1912.09729); None, as in the papers above, leaves it unbounded. verl has dual=3 on by default.
+    ``-dual * A`` (arXiv 1912.09729); None, as in the papers above, leaves it unbounded. verl defaults to dual=3.
     """
 
     low: float = 0.2
@@ -94,7 +95,7 @@ class PPOClip(Surrogate):
             raise ValueError(f"PPOClip.dual must be above 1 (it bounds a ratio), got {self.dual}")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         ratio = jnp.exp(at.log_ratio)
         low, high = self.clipped(ratio, at.advantages)
         # The smaller objective is the clipped one exactly where the bound that the advantage pushes to is passed.
@@ -104,7 +105,7 @@ class PPOClip(Surrogate):
         return jnp.where(at.advantages < 0, jnp.minimum(loss, -self.dual * at.advantages), loss)
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
-        """bool[B, T] each: where the lower and the upper bound cut the gradient."""
+        """Return bool[B, T] masks of tokens with the gradient cut at the lower and at the upper bound."""
         return (ratio < 1 - self.low) & (advantages < 0), (ratio > 1 + self.high) & (advantages > 0)
 
 
@@ -113,7 +114,7 @@ class CISPO(Surrogate):
     """``-sg[clip(r, ratio_min, ratio_max)] A logp``: MiniMax-M1 (arXiv 2506.13585, eq. 4).
 
     Both bounds are absolute ratios. The paper has no lower bound and does not publish its upper one; 5.0 is TRL's and
-    ScaleRL's. verl and slime write the same bound as its distance from 1. The gradient never vanishes.
+    ScaleRL's. verl and slime give the bound as its distance from 1. The gradient never vanishes.
     """
 
     ratio_max: float = 5.0
@@ -130,12 +131,12 @@ class CISPO(Surrogate):
             raise ValueError(f"CISPO.ratio_min is an absolute ratio from 0 to 1, got {self.ratio_min}")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         weight = jax.lax.stop_gradient(jnp.clip(jnp.exp(at.log_ratio), self.ratio_min, self.ratio_max))
         return -weight * at.advantages * at.logp
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
-        """bool[B, T] each: where the weight is cut at the lower and the upper bound."""
+        """Return bool[B, T] masks of tokens with the weight cut at the lower and at the upper bound."""
         return ratio < self.ratio_min, ratio > self.ratio_max
 
 
@@ -143,9 +144,9 @@ class CISPO(Surrogate):
 class SAPO(Surrogate):
     """``-(4 / tau) sigmoid(tau (r - 1)) A``: soft adaptive policy optimisation (arXiv 2511.20347, eq. 5).
 
-    ``tau`` is ``tau_pos`` where A > 0, else ``tau_neg``; a larger one forgets faster. At r = 1 the gradient is that of
-    GRPO for any tau, and tau -> 0 is the unclipped ratio. Being symmetric around 1, it also damps steps back to r = 1,
-    which PPO's clip leaves at full weight.
+    ``tau`` is ``tau_pos`` where A > 0, else ``tau_neg``; with a larger tau the gradient decays faster. At r = 1 the
+    gradient is GRPO's for any tau, and tau -> 0 is the unclipped ratio. Being symmetric around 1, it also damps steps
+    back to r = 1, which PPO's clip leaves at full weight.
     """
 
     tau_pos: float = 1.0
@@ -156,7 +157,7 @@ class SAPO(Surrogate):
         positive(self, "tau_pos", "tau_neg")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         tau = jnp.where(at.advantages > 0, jnp.asarray(self.tau_pos, at.logp.dtype), self.tau_neg)
         return -4 / tau * jax.nn.sigmoid(tau * (jnp.exp(at.log_ratio) - 1)) * at.advantages
 
@@ -165,9 +166,9 @@ class SAPO(Surrogate):
 class MirrorDescent(Surrogate):
     """``(A - tau sum_t log r_t)^2 / (2 tau)`` for each sequence: Kimi k1.5 (arXiv 2501.12599, eq. 2 and 3).
 
-    With A = R - mean(R) in place of ``R - tau log Z``, as the paper does. The paper's loss has no ``1 / (2 tau)``; with
-    it the gradient is minus its equation 3. The value is spread as value / L over a sequence's L tokens, so that
-    SequenceSum adds it up once.
+    A = R - mean(R) replaces ``R - tau log Z``, as in the paper. The paper's loss has no ``1 / (2 tau)``; with it the
+    gradient is minus its equation 3. Each of a sequence's L tokens gets value / L, so that SequenceSum adds the value
+    up once.
     """
 
     tau: float = 1.0
@@ -178,7 +179,7 @@ class MirrorDescent(Surrogate):
         positive(self, "tau")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, 1]."""
+        """Return losses [B, 1]."""
         length = jnp.maximum(at.lengths, 1)
         gap = at.mean(at.advantages) - self.tau * at.total(at.log_ratio)
         return gap**2 / (2 * self.tau * length)
@@ -203,13 +204,13 @@ class MiniRL(Surrogate):
         positive(self, "cap")
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         low, high = self.clipped(jnp.exp(at.log_ratio), at.advantages)
         weight = jnp.minimum(jnp.exp(clamped_log_ratio(at.logp, sampled(at, self))), self.cap)
         return -jax.lax.stop_gradient(jnp.where(low | high, 0, weight)) * at.advantages * at.logp
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
-        """bool[B, T] each: where the lower and the upper bound cut the gradient."""
+        """Return bool[B, T] masks of tokens with the gradient cut at the lower and at the upper bound."""
         return PPOClip(self.low, self.high).clipped(ratio, advantages)
 
 
@@ -218,15 +219,15 @@ class PenaltyKL(Surrogate):
     """``-r A + beta (r - 1 - log r)``: PPO with a penalty in place of the clip (arXiv 1707.06347, section 4).
 
     The paper's penalty is the exact KL(old || policy) over the vocabulary. That needs the old logits, which are never
-    held, so this is its k3 estimate from the sampled token: never negative, unbiased under the old policy, in value and
-    in gradient. beta is the algorithm's ``kl_coef``, so that a controller can move it (``kl.AdaptiveKL``). It is no KL
-    to a reference.
+    kept, so this is its k3 estimate from the sampled token: never negative, and unbiased under the old policy in value
+    and in gradient. beta is the algorithm's ``kl_coef``, so that a controller can change it (``kl.AdaptiveKL``). It is
+    not a KL to a reference.
     """
 
     reads_kl_coef = True
     idle = "the penalty is 0"
 
     def __call__(self, at: Tokens) -> jax.Array:
-        """Losses [B, T]."""
+        """Return losses [B, T]."""
         excess = jnp.expm1(at.log_ratio)
         return -(excess + 1) * at.advantages + at.kl_coef * (excess - at.log_ratio)

@@ -1,4 +1,4 @@
-"""The arrays of one loss, checked and cleaned once; ratios, surrogates, corrections and filters read them."""
+"""The arrays of one loss, checked and cleaned once, for ratios, surrogates, corrections and filters."""
 
 from typing import Any, NamedTuple
 
@@ -9,26 +9,26 @@ from jaxrl_llm.algorithms.contracts import flags, floating, numeric, ranked, sha
 from jaxrl_llm.types import PolicyBatch
 
 LOG_RATIO_BOUND = 20.0
-"""Every log ratio is clamped to this size, in nats, so that no ratio overflows."""
+"""Bound on the size of every log ratio, in nats, so that no ratio overflows."""
 LOWEST_LOGP = -1e4
-"""Log-probabilities of impossible tokens (-inf) become this number of nats: differences of them stay finite."""
+"""Lower bound on log-probabilities, in nats: differences stay finite where a token is impossible (-inf)."""
 
 
 class Tokens(NamedTuple):
-    """What the pieces of an algorithm may read; [B, T] in one floating dtype, 0 where the mask is 0.
+    """The inputs of an algorithm's pieces; [B, T] in one floating dtype, 0 where the mask is 0.
 
-    What is the same for a whole sequence may be [B, 1]: advantages, log ratios, and the losses made of them.
+    Values shared by a whole sequence may be [B, 1]: advantages, log ratios, and the losses made of them.
 
     Attributes:
       logp: the live policy, nats, with gradient.
       mask: 1 where a token counts.
       advantages: [B, T] or [B, 1], without gradient.
       old_logp: the policy at the start of the batch's updates, nats.
-      sampler_logp: what was really sampled from, nats; None where it is not known.
-      ref_logp: the reference, nats; None where there is none.
-      log_ratio: the algorithm's log importance ratio [B, T] or [B, 1], with gradient; None until its ratio has made it.
-      kl_coef: scalar, the KL coefficient in force.
-      extras: what else the pieces read, by name, without gradient.
+      sampler_logp: the distribution that was sampled from, nats; None if unknown.
+      ref_logp: the reference, nats; None without a reference.
+      log_ratio: the algorithm's log importance ratio [B, T] or [B, 1], with gradient; None until it is computed.
+      kl_coef: scalar, the current KL coefficient.
+      extras: further inputs of the pieces, by name, without gradient.
     """
 
     logp: jax.Array
@@ -43,23 +43,23 @@ class Tokens(NamedTuple):
 
     @property
     def lengths(self) -> jax.Array:
-        """Valid tokens of each sequence, [B, 1].
+        """Return the number of valid tokens of each sequence, [B, 1].
 
-        Counted as integers, which compilers do without writing the mask down.
+        It is counted in integers, which compilers do without materialising the mask.
         """
         return jnp.sum(self.mask > 0, axis=1, keepdims=True, dtype=jnp.int32).astype(self.mask.dtype)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sum of x [B, T] over each sequence's valid tokens, [B, 1]."""
+        """Sum x [B, T] over each sequence's valid tokens, [B, 1]."""
         return jnp.sum(x * self.mask, axis=1, keepdims=True)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """Mean of x [B, T] over them, 0 where there is none; one number a sequence, [B, 1], is its own mean."""
+        """Average x [B, T] over each sequence's valid tokens, [B, 1], 0 without any; return x [B, 1] unchanged."""
         return x if x.shape[1] == 1 else self.total(x) / jnp.maximum(self.lengths, 1)
 
 
 def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
-    """The arrays of a loss: checked, in one dtype, 0 at padding, -inf made finite, gradients stopped but for ``logp``.
+    """Check and clean the arrays of a loss: one dtype, 0 at padding, finite, gradient only through ``logp``.
 
     Raises:
       ValueError: a wrong rank, shape or dtype; the message names the argument.
@@ -92,24 +92,15 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
 
 
 def clamped_log_ratio(logp: jax.Array, other: jax.Array) -> jax.Array:
-    """``logp - other`` within ±20 nats; its gradient is 0 beyond. Every importance ratio comes from here."""
+    """Return ``logp - other`` clamped to ±20 nats, with gradient 0 beyond; every importance ratio uses it."""
     return jnp.clip(logp - other, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def log_mismatch(at: Tokens, owner: Any) -> jax.Array:
-    """``old - sampler`` [B, T], clamped: the logarithm of w, the gap between training and inference.
-
-    Raises:
-      ValueError: the sampler's log-probabilities are missing; the message says which piece needs them.
-    """
-    return clamped_log_ratio(at.old_logp, sampled(at, owner))
-
-
 def sampled(at: Tokens, owner: Any) -> jax.Array:
-    """``sampler_logp`` [B, T].
+    """Return ``sampler_logp`` [B, T].
 
     Raises:
-      ValueError: it is missing; the message says which piece needs it.
+      ValueError: it is missing; the message names the piece that needs it.
     """
     if at.sampler_logp is None:
         raise ValueError(f"{type(owner).__name__} compares with the sampler: batch.sampler_logp must be given")

@@ -1,4 +1,4 @@
-"""The critic's side of PPO: what advantages are made of, targets and loss."""
+"""The critic's side of PPO: generalised advantages, targets and the value loss."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from jaxrl_llm.algorithms.contracts import count, flags, floating, ranked, shape
 def gae(
     rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float, after: jax.Array
 ) -> jax.Array:
-    """Generalised advantages float[B, T] of token rewards and values [B, T] (see ``advantages.GAE``).
+    """Compute generalised advantages float[B, T] of token rewards and values [B, T] (see ``advantages.GAE``).
 
-    ``after``: values [B] of the states after the last tokens. 0 where the mask is False.
+    ``after``: values [B] of the states after the last tokens. The result is 0 where the mask is False.
     """
 
     def back(later: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
@@ -27,7 +27,7 @@ def gae(
 
 
 def returns(advantages: Any, values: Any) -> jax.Array:
-    """``A_t + V_t`` [B, T]: the targets of the value loss, from advantages that are not whitened (arXiv 1506.02438)."""
+    """Return ``A_t + V_t`` [B, T], the targets of the value loss, for unwhitened advantages (arXiv 1506.02438)."""
     advantages = floating(advantages, "advantages")
     values = floating(values, "values")
     ranked(2, advantages=advantages)
@@ -38,7 +38,7 @@ def returns(advantages: Any, values: Any) -> jax.Array:
 def value_loss(
     values: Any, targets: Any, mask: Any, old_values: Any = None, clip: float | None = None, token_count: Any = None
 ) -> jax.Array:
-    """``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
+    """Compute ``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
 
     The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's
     whole loss is ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.

@@ -1,15 +1,17 @@
-"""The command line. Nothing slow is imported before the arguments are known to be sound."""
+"""The command line. Slow modules are imported only after the arguments are checked."""
 
 import gc
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from jaxrl_llm.cli.flags import let_go, suggest
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import NO_ROOM
-from jaxrl_llm.signals import answering, between_steps, listen, while_read
+from jaxrl_llm.system.paths import NO_ROOM
+from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
 
 USAGE = """usage: jaxrl-llm COMMAND ...
 
@@ -30,18 +32,30 @@ MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too 
 MARKS_OF_NO_RIGHT = ("Permission denied", "Read-only file system", "Operation not permitted")
 MARKS_OF_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 LESS_MEMORY = {
-    "train": "--learner.microbatch_rows (learning) or --rollout.slots (sampling)",
-    "eval": "--slots or --max_new_tokens",
-    "collect": "--slots or --max_new_tokens",
-    "generate": "--max_new_tokens",
+    "train": "lower --learner.microbatch_rows (learning) or --rollout.slots (sampling)",
+    "eval": "lower --slots or --max_new_tokens",
+    "collect": "lower --slots or --max_new_tokens",
+    "generate": "lower --max_new_tokens",
 }
-"""What to lower, by command."""
+"""Remedies for lack of memory, by command."""
+COMMANDS = {
+    "train": "train:train",
+    "eval": "eval:evaluate",
+    "collect": "collect:collect",
+    "generate": "generate:generate",
+    "export": "export:export",
+    "reset": "runs:reset",
+    "report": "runs:report",
+    "plan": "plan:plan",
+    "list": "names:list_names",
+}
+"""Module and function of each command, imported on demand."""
 SELDOM = (50_000, 10, 10)
-"""How many new objects make Python look for garbage: of those that JAX traces, nearly all stay."""
+"""Thresholds of Python's garbage collector: nearly all objects that JAX traces stay, so it should run seldom."""
 
 
 def main() -> None:
-    """Entry point of ``jaxrl-llm``.
+    """Run ``jaxrl-llm``, the entry point.
 
     Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143, 129) quit by Ctrl-C (SIGTERM,
     SIGHUP).
@@ -63,8 +77,9 @@ def main() -> None:
 
 
 def _report(unraisable: Any) -> None:
-    """Python's own report, without what TensorStore's threads tell an event loop that Orbax has "
-    "closed after a failure."""
+    """Report an unraisable exception like Python, except those of TensorStore's threads about an event loop that Orbax
+    closed after a failure.
+    """
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -86,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def explain(error: BaseException | None, command: str) -> str | None:
-    """One line for a failure that the machine causes and a person can mend; None for any other.
+    """Return one line for a failure of the machine that a person can mend; None for any other.
 
     Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too. A full disk
     comes first: TensorStore calls that RESOURCE_EXHAUSTED as well.
@@ -95,33 +110,28 @@ def explain(error: BaseException | None, command: str) -> str | None:
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
+    where = {id(link): getattr(link, "filename", None) or "while writing" for link in chain}
     for link in chain:
         if getattr(link, "errno", None) in NO_ROOM or any(mark in str(link) for mark in MARKS_OF_NO_ROOM):
-            where = getattr(link, "filename", None) or "while writing"
-            return f"the disk is full ({where}): free some space and run the same command again"
+            return f"the disk is full ({where[id(link)]}): free some space and run the same command again"
     for link in chain:
-        mark = next((mark for mark in MARKS_OF_NO_RIGHT if mark in str(link)), None)
-        if mark is not None:
-            where = getattr(link, "filename", None) or "while writing"
-            return f"{mark.lower()} ({where}): make it readable and writable, and run the same command again"
-    for link in chain:
-        if isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY):
-            return (
-                f"out of memory: lower {LESS_MEMORY[command]}"
-                if command in LESS_MEMORY
-                else "out of memory: use a larger machine"
-            )
+        for mark in MARKS_OF_NO_RIGHT:
+            if mark in str(link):
+                remedy = "make it readable and writable, and run the same command again"
+                return f"{mark.lower()} ({where[id(link)]}): {remedy}"
+    if any(isinstance(link, MemoryError) or any(mark in str(link) for mark in MARKS_OF_NO_MEMORY) for link in chain):
+        return f"out of memory: {LESS_MEMORY.get(command, 'use a larger machine')}"
     return None
 
 
 def refuse(message: str) -> int:
-    """One line on stderr; exit code 2."""
+    """Print one line on stderr and return exit code 2."""
     print(f"jaxrl-llm: {' '.join(message.split())}", file=sys.stderr)
     return WRONG_INPUT
 
 
 def dispatch(arguments: list[str]) -> int:
-    """Find the command and hand it the rest."""
+    """Find the command and pass the remaining arguments to it."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return DONE
@@ -134,72 +144,7 @@ def dispatch(arguments: list[str]) -> int:
         return DONE
     if name not in COMMANDS:
         raise InputError(f"no command {name!r}: {suggest(name, list(COMMANDS))}")
-    return COMMANDS[name](rest)
-
-
-def _train(arguments: list[str]) -> int:
-    with answering(between_steps):
-        from jaxrl_llm.cli.train import train
-
-        return train(arguments)
-
-
-def _eval(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.eval import evaluate
-
-    return evaluate(arguments)
-
-
-def _collect(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.collect import collect
-
-    return collect(arguments)
-
-
-def _generate(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.generate import generate
-
-    return generate(arguments)
-
-
-def _export(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.export import export
-
-    return export(arguments)
-
-
-def _reset(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.reset import reset
-
-    return reset(arguments)
-
-
-def _report_page(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.report import report
-
-    return report(arguments)
-
-
-def _plan(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.plan import plan
-
-    return plan(arguments)
-
-
-def _list(arguments: list[str]) -> int:
-    from jaxrl_llm.cli.names import list_names
-
-    return list_names(arguments)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "eval": _eval,
-    "collect": _collect,
-    "generate": _generate,
-    "export": _export,
-    "reset": _reset,
-    "report": _report_page,
-    "plan": _plan,
-    "list": _list,
-}
+    module, _, function = COMMANDS[name].partition(":")
+    quits = answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS))
+    with quits if name == "train" else nullcontext():
+        return getattr(importlib.import_module(f"jaxrl_llm.cli.{module}"), function)(rest)

@@ -1,46 +1,74 @@
-"""What ``eval`` and ``collect`` share: a model that answers a task's problems, and what verifies its answers."""
+"""Loading of a model by name, and sampling of verified answers to a task's problems."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import take
-from jaxrl_llm.cli.policy import Policy, load_policy
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.signals import farewell
+from jaxrl_llm.runs.load import Trained, find_run, load_trained
+from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.template import check_tokenizer
-from jaxrl_llm.trained import Trained, find_run
 from jaxrl_llm.types import Problem
+
+if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
+    from jaxrl_llm.rollout.respond import Answerer
 
 
 @dataclasses.dataclass(frozen=True)
-class Desk:
-    """Where problems are asked.
+class Policy:
+    """A loaded model with its tokenizer and mesh.
 
     Attributes:
-      policy: the model as it was loaded.
-      prompts: of the task, as token ids.
-      engine: samples.
-      model: weights to sample from.
-      scorer: verifies, or scores.
+      name: as it was given.
+      run: the run it comes from; None for a model.
+      step: the run's checkpoint; None for a model.
+      model: the decoder, or a reward model, laid out on ``mesh``.
+      tokenizer: the tokenizer, or None.
+      mesh: over all devices.
     """
 
-    policy: Policy
-    prompts: Any
-    engine: Any
+    name: str
+    run: configs.Configuration | None
+    step: int | None
     model: Any
-    scorer: Any
+    tokenizer: Any
+    mesh: Any
+
+
+def load_policy(name: str, trained: Trained | None, writes: bool = False) -> Policy:
+    """Load a run's policy, or the model of this name; the weights are float32 for a model. An adapter is merged.
+
+    ``writes``: whether it must be a language model; if not it may be a reward model.
+
+    Raises:
+      InputError: the model cannot be found, read or obeyed.
+    """
+    from jaxrl_llm.models.heads import ScalarModel
+    from jaxrl_llm.models.pretrained import load_either
+    from jaxrl_llm.sharding import MeshShape, make_mesh
+
+    if trained is None:
+        mesh = make_mesh(MeshShape())
+        model, tokenizer = load_either(name, "float32", mesh)
+    else:
+        mesh = make_mesh(trained.run.mesh)
+        model, tokenizer = load_trained(trained, mesh)
+    if writes and isinstance(model, ScalarModel):
+        raise InputError(f"{name} is a reward model, which scores text and writes none: give a language model")
+    run = None if trained is None else trained.run
+    return Policy(name, run, None if trained is None else trained.step, model, tokenizer, mesh)
 
 
 def find_settings(name: str, arguments: list[str]) -> tuple[Trained | None, configs.Run]:
-    """The run that is named, None for a model; and the settings whose task is asked: those of ``--config``, which is
+    """Return the run of this name, None for a model; and the settings with the task: those of ``--config``, which is
     removed from the arguments, else the run's own, else quickstart's.
 
     Raises:
-      InputError: neither is there, or the run has no task.
+      InputError: neither exists, or the run has no task.
     """
     chosen = take(arguments, "--config", True)
     trained = find_run(name, tests=chosen is None)
@@ -63,83 +91,63 @@ def asking(
     options: Any,
     status: Callable[[str], None],
     refusals: bool = False,
-) -> Generator[Desk]:
-    """The model, loaded, with what it takes to ask it these problems.
+) -> Generator[tuple[Policy, Any, "Answerer"]]:
+    """Yield the loaded model, the task's prompts as token ids, and an answerer of these problems.
 
     Args:
-      name: of the run or model.
-      trained: the run.
+      name, trained: of the run or model.
       settings: give the rewards, the dtype and the engine's chunk.
-      task: the problems', or several; their templates write the prompts.
+      task: the problems' task or mixture; its templates write the prompts.
       problems: at least one.
       options: ``max_new_tokens`` and ``slots``.
-      status: hears what is going on.
-      refusals: also tell which answers refuse, where the settings say by what.
+      status: called with the current activity.
+      refusals: also detect answers that refuse, if the settings define how.
 
     Raises:
-      InputError: a model that cannot be loaded, that has no tokenizer or no words, or that is too short.
+      InputError: a model that cannot be loaded, has no tokenizer, is not a language model, or is too short.
     """
     import jax
-    import jax.numpy as jnp
 
-    from jaxrl_llm.engine.weight_transfer import for_sampling
-    from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.rewards import Scorer
-    from jaxrl_llm.rollout import Engine
-    from jaxrl_llm.sharding import platform_of
-    from jaxrl_llm.stages.judges import judges_of
+    from jaxrl_llm.engine.backend import backend_for
+    from jaxrl_llm.rewards import Accuracy, Scorer
+    from jaxrl_llm.rollout.respond import Answerer
+    from jaxrl_llm.stages.rl.judges import judges_of
     from jaxrl_llm.tasks import Prompts
 
     status(f"loading {name}")
     policy = load_policy(name, trained, writes=True)
     check_tokenizer(policy.tokenizer, name)
-    rewards = judges(settings, problems)
+    verified = all(problem.verifier != "none" for problem in problems)
+    rewards: tuple[Any, ...] = (Accuracy(),) if verified else configs.rewards(settings)
     watched = configs.refusals(settings) if refusals else {}
     with (
         jax.set_mesh(policy.mesh),
         Scorer(rewards, settings.scoring.workers, settings.scoring.timeout_s, watched=watched) as scorer,
-        farewell(lambda *reason: scorer.close()),
+        on_exit(lambda *reason: scorer.close()),
     ):
         prompts = Prompts(configs.tasks_in(task), policy.tokenizer)
-        length = max_length(prompts.longest(problems), options.max_new_tokens, policy)
+        longest = prompts.longest(problems)
+        length = longest + options.max_new_tokens
+        positions = policy.model.config.attention.max_positions
+        configs.require(
+            length <= positions,
+            f"--max_new_tokens {options.max_new_tokens} after a prompt of {longest} tokens need {length} positions, "
+            f"and the model was made for {positions}: lower it by {length - positions}",
+        )
         scoring = configs.Scoring(rewards, refusals=settings.scoring.refusals if refusals else None)
-        asked = as_asked(name, settings, scoring, length - options.max_new_tokens, options.max_new_tokens)
-        labels = [one.label for one in prompts.tasks]
-        scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, dict.fromkeys(labels, prompts), status)
-        dtype = jnp.dtype(settings.learner.compute_dtype)
-        platform = platform_of(policy.mesh)
-        model = jax.jit(lambda m: for_sampling(cast(m, dtype), platform))(policy.model)
-        engine = Engine(model, options.slots, length, settings.rollout.chunk, policy.mesh)
-        yield Desk(policy, prompts, engine, model, scorer)
-
-
-def judges(settings: configs.Run, problems: Sequence[Problem]) -> tuple[Any, ...]:
-    """The verifier alone; where some answers are not verified, all rewards of the configuration."""
-    from jaxrl_llm.rewards import Accuracy
-
-    return (Accuracy(),) if all(problem.verifier != "none" for problem in problems) else configs.rewards(settings)
+        asked = as_asked(name, settings, scoring, longest, options.max_new_tokens)
+        by_task = {one.label: prompts for one in prompts.tasks}
+        scorer.models = judges_of(asked, policy.mesh, policy.tokenizer, by_task, status)
+        dtype = jax.numpy.dtype(settings.learner.compute_dtype)
+        sizes = {"slots": options.slots, "max_length": length, "chunk": settings.rollout.chunk}
+        engine, prepared = backend_for(policy.model, dtype, policy.mesh, policy.mesh, **sizes)
+        yield policy, prompts, Answerer(engine, prepared(policy.model), policy.tokenizer, scorer)
 
 
 def as_asked(
     name: str, settings: configs.Run, scoring: configs.Scoring, prompt_tokens: int, new_tokens: int
 ) -> configs.Run:
-    """The settings with what this model is asked, for judges on the devices."""
+    """Return the settings with this model and its lengths, for judges on the devices."""
     rollout = dataclasses.replace(settings.rollout, max_prompt_tokens=prompt_tokens, max_new_tokens=new_tokens)
     evaluation = dataclasses.replace(settings.evaluation, judge=None)
     return dataclasses.replace(settings, model=name, rollout=rollout, scoring=scoring, evaluation=evaluation)
-
-
-def max_length(longest: int, max_new_tokens: int, policy: Policy) -> int:
-    """The longest prompt and a completion, in tokens.
-
-    Raises:
-      InputError: it is longer than what the model was made for.
-    """
-    length = longest + max_new_tokens
-    positions = policy.model.config.attention.max_positions
-    configs.require(
-        length <= positions,
-        f"--max_new_tokens {max_new_tokens} after a prompt of {longest} tokens need {length} positions, and "
-        f"the model was made for {positions}: lower it by {length - positions}",
-    )
-    return length

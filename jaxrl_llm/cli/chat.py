@@ -1,4 +1,4 @@
-"""``jaxrl-llm generate`` on a terminal: a chat, each of whose prompts is all that was said so far."""
+"""``jaxrl-llm generate`` on a terminal: a chat with the whole conversation in each prompt."""
 
 import contextlib
 import os
@@ -7,11 +7,11 @@ import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 
-from jaxrl_llm.cli.policy import Policy
-from jaxrl_llm.cli.speech import encode, say
+from jaxrl_llm.cli.asking import Policy
+from jaxrl_llm.cli.generate import encode, say
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.signals import answering, farewell, quit_now
+from jaxrl_llm.system.signals import answering, on_exit, quit_now
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.template import worded
 from jaxrl_llm.types import Message
@@ -26,14 +26,14 @@ HELP = """/new (or /clear)   forget what was said and begin anew
 Ctrl-C ends an answer before its end; pressed again, or where no answer is being given, it ends the program."""
 NEW, BYE, HELPS = ("/new", "/clear", "/reset"), ("/bye", "/exit", "/quit"), ("/help", "/?")
 UNBRACKETED = b"\x1b[?2004l"
-"""Has a terminal no longer mark what is pasted."""
+"""Escape sequence that turns off a terminal's marks around pasted text."""
 _COMMAND = re.compile(r"/[a-z?]+")
 
 
 def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
     """Answer message after message; the n-th of all is sampled with ``seed`` + n, counted from 0.
 
-    ``task``: how prompts are written.
+    ``task``: gives the wording of prompts.
     """
     history: tuple[Message, ...] = ()
     note(GREETING)
@@ -58,7 +58,8 @@ def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
 
 
 def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Sampling, seed: int) -> tuple[Message, ...]:
-    """Answer the last message; returns the chat with the answer, or as it was before where there is none.
+    """Answer the last message; return the chat with the answer, or the earlier chat if the answer is empty.
+
 
     Raises:
       InputError: the message alone leaves no room for an answer, or the chat template refuses the chat.
@@ -69,7 +70,14 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
             f"the chat is longer than the model was made for ({policy.model.config.attention.max_positions} tokens): "
             "its beginning is left out"
         )
-    with interruptible() as asked:
+    asked: list[int] = []
+
+    def interrupted(number: int) -> None:  # the first Ctrl-C ends the answer, the second the program
+        if asked or number != signal.SIGINT:
+            quit_now(128 + number, "interrupted")
+        asked.append(number)
+
+    with answering(interrupted):
         done = say(policy, tokens, seed, sampling, lambda: bool(asked))
     said = len(done.tokens)
     if done.finish_reason == "length":
@@ -83,10 +91,10 @@ def turn(policy: Policy, messages: Sequence[Message], task: Task, sampling: Samp
 def fitted(
     policy: Policy, messages: Sequence[Message], task: Task, longest: int
 ) -> tuple[Sequence[int], Sequence[Message]]:
-    """The token ids of a chat, and the chat, without so many of its first turns that an answer has room.
+    """Return the token ids of a chat, and the chat, without its first turns as needed to leave room for an answer.
 
-    Room is ``longest`` tokens, or a quarter of what the model was made for where that is less. The system message and
-    the last message stay.
+    The room is ``longest`` tokens, or a quarter of the model's positions where that is less. The system message and the
+    last message stay.
     """
     positions = policy.model.config.attention.max_positions
     room = positions - min(longest, positions // 4)
@@ -100,7 +108,7 @@ def fitted(
 
 
 def typed() -> Iterator[str]:
-    """The lines that a person types, without the empty ones, up to Ctrl-D."""
+    """Yield the non-empty lines that a person types, up to Ctrl-D."""
     with contextlib.suppress(ImportError):
         import readline  # from here on lines can be edited, and earlier ones found again
 
@@ -109,7 +117,12 @@ def typed() -> Iterator[str]:
     while True:
         try:
             with as_it_was():
-                line = input(PROMPT) if sys.stdout.isatty() else _line()
+                if sys.stdout.isatty():
+                    line = input(PROMPT)
+                else:  # answers go elsewhere than to the terminal
+                    print(PROMPT, end="", file=sys.stderr, flush=True)
+                    if not (line := sys.stdin.readline()):
+                        raise EOFError
         except EOFError:
             note("")
             return
@@ -117,18 +130,9 @@ def typed() -> Iterator[str]:
             yield line.strip()
 
 
-def _line() -> str:
-    """One line where answers go elsewhere than to the terminal."""
-    print(PROMPT, end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
-
-
 @contextlib.contextmanager
 def as_it_was() -> Generator[None]:
-    """Have the terminal's mode put back if the process is quit in the block, for readline reads in one of its own."""
+    """Restore the terminal's mode if the process quits in the block, since readline changes it."""
     import termios
 
     mode = termios.tcgetattr(sys.stdin)
@@ -137,24 +141,10 @@ def as_it_was() -> Generator[None]:
         os.write(sys.stdin.fileno(), UNBRACKETED)
         termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
-    with farewell(put_back):
+    with on_exit(put_back):
         yield
 
 
-@contextlib.contextmanager
-def interruptible() -> Generator[list[int]]:
-    """A list that the first Ctrl-C within the block makes an entry in; the second quits."""
-    asked: list[int] = []
-
-    def answer(number: int) -> None:
-        if asked or number != signal.SIGINT:
-            quit_now(128 + number, "interrupted")
-        asked.append(number)
-
-    with answering(answer):
-        yield asked
-
-
 def note(text: str) -> None:
-    """Say something that is no answer."""
+    """Print a notice on stderr, apart from the answers."""
     print(text, file=sys.stderr, flush=True)

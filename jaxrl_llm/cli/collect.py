@@ -1,4 +1,4 @@
-"""``jaxrl-llm collect``: a model's own answers, verified, as data to learn from."""
+"""``jaxrl-llm collect``: a model's own verified answers as training data."""
 
 import dataclasses
 import datetime
@@ -12,12 +12,13 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.asking import asking, find_settings
 from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.collection.ledger import check_free
+from jaxrl_llm.data import Collected, check_collected
+from jaxrl_llm.data.datasets import KINDS, Kind
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import prepare_libraries
-from jaxrl_llm.signals import answering, quit_now
-from jaxrl_llm.tasks import Collected, check_collected, dated
-from jaxrl_llm.tasks.collected import KINDS, Kind
-from jaxrl_llm.trained import Trained
+from jaxrl_llm.runs.load import Trained
+from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.system.signals import answering, quit_now
+from jaxrl_llm.tasks import dated
 
 USAGE = """usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
                          [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
@@ -32,10 +33,10 @@ STOPPED = "interrupted: run the same command again to go on"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to ask, and what to make of the answers.
+    """The data to collect and how to sample it.
 
     Attributes:
-      data: what is asked and kept.
+      data: which problems to ask and which answers to keep.
       kind: texts (right answers), pairs (a right and a wrong one), or steps (answers in steps with labels).
       max_new_tokens: longest answer, in tokens.
       slots: answers sampled at one time.
@@ -52,7 +53,7 @@ class Options:
 
 
 def collect(arguments: list[str]) -> int:
-    """``collect RUN_OR_MODEL --out FILE [--config NAME] [--field value ...]``; returns the exit code."""
+    """Run ``collect RUN_OR_MODEL --out FILE [--config NAME] [--field value ...]``; return the exit code."""
     name = first(
         arguments, USAGE, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
     )
@@ -88,7 +89,7 @@ def collect(arguments: list[str]) -> int:
 
 
 def check(name: str, out: str | None, options: Options) -> Path:
-    """The file to write; what cannot work is refused before anything is loaded."""
+    """Return the file to write; wrong options are refused before anything is loaded."""
     if out is None:
         raise InputError(f"collect needs a file to write: jaxrl-llm collect {name} --out answers.jsonl")
     path = Path(out)
@@ -105,9 +106,8 @@ def check(name: str, out: str | None, options: Options) -> Path:
 def answer(
     name: str, trained: Trained | None, settings: configs.Run, options: Options, path: Path
 ) -> tuple[int | None, Any]:
-    """(step of the run, what became of the problems)."""
-    from jaxrl_llm.collection.collect import collect
-    from jaxrl_llm.collection.sampling import Answerer, Asked
+    """Collect the answers; return (step of the run, results of the problems)."""
+    from jaxrl_llm.collection.collect import Asked, collect
     from jaxrl_llm.tasks import load
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
@@ -117,17 +117,20 @@ def answer(
         progress.status(f"reading task {data.task.label}")
         loaded = load(data.task)
         problems = loaded.train[: data.limit or None]
-        with asking(name, trained, settings, data.task, problems, options, progress.status) as desk:
+        with asking(name, trained, settings, data.task, problems, options, progress.status) as (
+            policy,
+            prompts,
+            by,
+        ):
             for note in loaded.notes:
                 progress.note(note)
-            by = Answerer(desk.engine, desk.model, desk.policy.tokenizer, desk.scorer)
-            asked = Asked(desk.prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
+            asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
             found = collect(by, asked, path, status=progress.status)
-    return desk.policy.step, found
+    return policy.step, found
 
 
 def as_table(name: str, step: int | None, options: Options, path: Path, found: Any) -> list[str]:
-    """What was found, for people, and how the file is read."""
+    """Return the results as lines for people, with the code that reads the file."""
     data = options.data
     where = f"{name}, step {step}" if step is not None else name
     reader = next(kind.__name__ for kind, known in KINDS.items() if known == options.kind)

@@ -1,4 +1,4 @@
-"""``jaxrl-llm eval ... --kl_to``: how far a model is from another, on answers that it has sampled itself."""
+"""``jaxrl-llm eval ... --kl_to``: the KL of a model to another, on answers that it sampled itself."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import Desk
-from jaxrl_llm.trained import find_run, load_model
+from jaxrl_llm.cli.asking import Policy
+from jaxrl_llm.runs.load import find_run, load_model
 
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """KL(tested || other) of the next token given those before it, nats, from tokens that the tested model sampled.
+    """Estimates of KL(tested || other) of the next token, nats, on tokens that the tested model sampled.
 
-    ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are p's at the
+    ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are sampled from p at the
     temperature at which p and q are taken; k3 is never negative, and varies less where the two are near.
 
     Attributes:
       to: the other's name, as it was given.
-      step: of the run that it is of; None for a model.
-      task: the label of the task whose answers these are.
+      step: of the other's run; None for a model.
+      task: the label of the task with these answers.
       sums: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3.
     """
 
@@ -31,16 +31,16 @@ class Distance:
     sums: np.ndarray
 
     def metrics(self) -> dict[str, float]:
-        """``eval/<task>/kl_k1`` and ``kl_k3``: means over all tokens."""
+        """Return ``eval/<task>/kl_k1`` and ``kl_k3``: means over all tokens."""
         tokens, k1, k3 = self.sums.sum(axis=0)
         return {f"eval/{self.task}/kl_k1": float(k1 / tokens), f"eval/{self.task}/kl_k3": float(k3 / tokens)}
 
     def rows(self) -> list[dict[str, float]]:
-        """The same over the tokens of each completion, for a file."""
+        """Return the means of k1 and k3 over the tokens of each completion, for a file."""
         return [{"kl_k1": float(k1 / tokens), "kl_k3": float(k3 / tokens)} for tokens, k1, k3 in self.sums]
 
     def lines(self) -> list[str]:
-        """Two of a table for people."""
+        """Return two lines of a table for people."""
         k1, k3 = self.metrics().values()
         step = "" if self.step is None else f", step {self.step}"
         of = f"nats a token to {self.to}{step}"
@@ -48,7 +48,7 @@ class Distance:
 
 
 def check_distance(to: str | None, options: Any) -> None:
-    """Refuse a sampling under which the estimates would be of something else, and a model that is not there.
+    """Refuse sampling settings that would bias the estimates, and a model that does not exist.
 
     Raises:
       InputError: names the flag and the remedy.
@@ -66,24 +66,29 @@ def check_distance(to: str | None, options: Any) -> None:
 
 
 def measure(
-    to: str, desk: Desk, settings: configs.Run, options: Any, found: Sequence[Any], status: Callable[[str], None]
+    to: str,
+    policy: Policy,
+    prompts: Any,
+    settings: configs.Run,
+    options: Any,
+    found: Sequence[Any],
+    status: Callable[[str], None],
 ) -> tuple[Distance, ...]:
-    """How far the model at the desk is from the one named ``to``, on the answers that it has just given to each task.
+    """Measure the KL of a policy to the model ``to``, on its fresh answers to each task.
 
     Both are read by the learner's own forward pass at the sampling temperature: a model is at distance 0 from itself,
     bit for bit.
 
     Raises:
-      InputError: the other is no language model, has other tokens, or was made for shorter texts.
+      InputError: the other is not a language model, has other tokens, or was made for shorter texts.
     """
     from jaxrl_llm.learner import Forward, Sample
     from jaxrl_llm.learner.platform import compute_for, layout_for
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.sharding import platform_of
     from jaxrl_llm.sharding.mesh import batch_parts
-    from jaxrl_llm.stages.reading import scored
+    from jaxrl_llm.stages.stage import scored
 
-    policy = desk.policy
     status(f"loading {to}")
     other, tokenizer = load_model(to, settings.learner.dtype, policy.mesh)
     trained = find_run(to)
@@ -95,7 +100,7 @@ def measure(
         f"--kl_to {to} has other tokens than {policy.name}: no KL between the two is defined",
     )
     samples = [
-        Sample(np.asarray(desk.prompts[problem], np.int32), completion.tokens, completion.mask)
+        Sample(np.asarray(prompts[problem], np.int32), completion.tokens, completion.mask)
         for one in found
         for problem, row in zip(one.problems, one.completions, strict=True)
         for completion in row
@@ -119,6 +124,6 @@ def measure(
 
 
 def _sums(mask: np.ndarray, own: np.ndarray, its: np.ndarray) -> tuple[float, float, float]:
-    """Tokens, and the sums over them of k1 and of k3, in float64."""
+    """Return the number of tokens, and the sums over them of k1 and of k3, in float64."""
     away = (its.astype(np.float64) - own)[mask]
     return float(mask.sum()), float(-away.sum()), float((np.expm1(away) - away).sum())

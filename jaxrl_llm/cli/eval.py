@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import asking, find_settings
+from jaxrl_llm.cli.asking import Policy, asking, find_settings
 from jaxrl_llm.cli.distance import Distance, check_distance, measure
 from jaxrl_llm.cli.eval_data import evaluate_data
 from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.policy import Policy
-from jaxrl_llm.cli.reranking import check_rerank, check_verified, reranker, untold_rerank
+from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.folders import check_file, prepare_libraries, writable
+from jaxrl_llm.runs.load import Trained, find_run
+from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
 from jaxrl_llm.tasks import Task
-from jaxrl_llm.trained import Trained, find_run
 
 USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
                       [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
@@ -34,21 +33,21 @@ jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to test on, and how.
+    """The problems to evaluate on, and how to sample.
 
     Attributes:
-      task: the problems, of one task or of several; those held out, or all where none are.
+      task: the problems, of one task or of several; those held out, or all if the task holds out no problems.
       samples: k, completions of each problem.
       temperature: 0 is greedy.
-      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      top_p: keep the smallest set of most likely tokens with at least this total probability; 1 keeps all.
       limit: problems at most; 0 for all.
       max_new_tokens: longest completion, in tokens.
       slots: completions sampled at one time.
       seed: of the sampling.
       json: print one JSON object instead of a table.
       rerank: a reward model that chooses one of the samples: RUN[@STEP] or a directory; None for no choice.
-      rerank_by: its score of the whole answer; or of the scores that it gives the steps, as a process reward model
-        does, the product, the lowest or the last.
+      rerank_by: score (of the whole answer); or product, minimum or last of the scores of the answer's steps, from a
+        process reward model.
       give_up_after: an answer ends, and is wrong, where this many steps in a row have each had a lower score than the
         one before; needs a process reward model. 0 lets all go on.
     """
@@ -68,7 +67,7 @@ class Options:
 
 
 def evaluate(arguments: list[str]) -> int:
-    """``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; returns the exit code."""
+    """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
     name = first(arguments, USAGE, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     if name is None:
         return 0
@@ -80,6 +79,10 @@ def evaluate(arguments: list[str]) -> int:
         configs.require(to is None, f"--kl_to {to} needs a task to answer: name a configuration that has one, --config")
         return evaluate_data(name, arguments)
     trained, settings = find_settings(name, arguments)
+    proposed = defaults(settings)
+    if to is not None:  # answers are drawn from the policy as it was trained: at its temperature, with nothing cut off
+        temperature = configs.resolved(settings).rollout.temperature
+        proposed = dataclasses.replace(proposed, temperature=temperature, top_p=1.0)
     out = take(arguments, "--out", True)
     options = parse(
         Options,
@@ -87,21 +90,25 @@ def evaluate(arguments: list[str]) -> int:
         f"jaxrl-llm eval {name}",
         "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
         "RUN_OR_MODEL measures how far the model is from that one.",
-        defaults(settings) if to is None else as_sampled(settings),
+        proposed,
     )
     check(options, settings)
     check_distance(to, options)
-    check_out(out)
+    if out is not None:  # a file that cannot hold the answers is refused before anything is sampled
+        configs.require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
+        check_file(Path(out), "--out")
     # A task that a run only ever tests on has no part that it learned from.
     whole = settings.evaluation.task is not None and options.task == settings.evaluation.task
     # A run's tasks have its date; prompts of what has none are templated twice, and midnight may lie between.
     options = dataclasses.replace(options, task=configs.dated(options.task, datetime.date.today().isoformat()))
     policy, found, notes, far = test(name, trained, settings, options, whole, to)
     if out is not None:
-        from jaxrl_llm.telemetry.rows import write_rows
+        from jaxrl_llm.system.json_lines import write_rows
 
         with writable(Path(out), "--out"):
-            write_rows(Path(out), rows_of(found, far))
+            rows = [row for one in found for row in one.rows()]
+            away = [row for one in far for row in one.rows()] or [{}] * len(rows)
+            write_rows(Path(out), [row | more for row, more in zip(rows, away, strict=True)])
     print(
         as_json(policy, options, found, far)
         if options.json
@@ -110,15 +117,8 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def check_out(out: str | None) -> None:
-    """Refuse a file that cannot hold the answers, before anything is sampled."""
-    if out is not None:
-        configs.require(out.endswith(".jsonl"), f"--out {out} is written as JSON lines: end it in .jsonl")
-        check_file(Path(out), "--out")
-
-
 def defaults(run: configs.Run) -> Options:
-    """What the run's own evaluations do."""
+    """Return the options of the run's own evaluations."""
     e = run.evaluation
     return Options(
         e.task or run.task,
@@ -132,13 +132,8 @@ def defaults(run: configs.Run) -> Options:
     )
 
 
-def as_sampled(run: configs.Run) -> Options:
-    """The same, with answers drawn from the policy as it was trained: at its temperature, with nothing cut off."""
-    return dataclasses.replace(defaults(run), temperature=configs.resolved(run).rollout.temperature, top_p=1.0)
-
-
 def check(options: Options, settings: configs.Run) -> None:
-    """Refuse what cannot work before anything is loaded."""
+    """Refuse wrong options before anything is loaded."""
     from jaxrl_llm.tasks import check as check_task
 
     for task in configs.tasks_in(options.task):
@@ -164,39 +159,48 @@ def check(options: Options, settings: configs.Run) -> None:
 def test(
     name: str, trained: Trained | None, settings: configs.Run, options: Options, whole: bool, to: str | None
 ) -> tuple[Policy, tuple[Any, ...], list[str], tuple[Distance, ...]]:
-    """(policy, what ``evaluate`` found of each task, notes on the problems, how far it is from the model named ``to``
-    on each; empty where none is)."""
-    from jaxrl_llm.evaluate import Questions, evaluate, evaluate_tasks
+    """Evaluate; return (policy, results of each task, notes on the problems, KL to the model ``to`` on each task;
+    empty without ``to``).
+    """
+    from jaxrl_llm.rollout.evaluate import Questions, evaluate
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
 
     with Progress(Schedule(1)) as progress:
         problems, notes = read_problems(options, settings, whole, progress.status)
-        check_verified(options, problems)
-        with asking(name, trained, settings, options.task, problems, options, progress.status, True) as desk:
-            stops = desk.model.config.tokens.eos
+        configs.require(
+            options.rerank is None or problems[0].verifier != "none",
+            f"--rerank has nothing to measure on task {options.task.label}, which verifies no answers: give a task "
+            "with answers and a verifier",
+        )
+        with asking(name, trained, settings, options.task, problems, options, progress.status, True) as (
+            policy,
+            prompts,
+            by,
+        ):
+            stops = policy.model.config.tokens.eos
             sampling = Sampling(options.temperature, 0, options.top_p, options.max_new_tokens, stops)
             limits = {
                 name: min(most, options.max_new_tokens)
                 for name, most in configs.limits_of(configs.parts_of_task(options.task), options.max_new_tokens).items()
             }
-            asked = Questions(desk.prompts, problems, options.samples, options.seed, limits)
-            using = (desk.engine, desk.model, desk.policy.tokenizer, asked, desk.scorer, sampling, progress.status)
-            rerank = reranker(options, desk, settings, progress.status)
-            for line in untold_rerank(options):
+            asked = Questions(prompts, problems, options.samples, options.seed, limits)
+            longest = by.engine.max_length - options.max_new_tokens
+            rerank = reranker(options, policy, prompts, longest, settings, progress.status)
+            for line in () if rerank is None else reader_of(options).untold(options.rerank):
                 progress.note(line)
-            if rerank is None:
-                found = evaluate_tasks(*using)
-            else:
-                found = (rerank.choose(evaluate(*using, rerank.watch(problems, options.samples))),)
-            far = () if to is None else measure(to, desk, settings, options, found, progress.status)
-    return desk.policy, found, notes, far
+            watch = None if rerank is None else rerank.watch(problems, options.samples)
+            found = evaluate(by, asked, sampling, progress.status, watch)
+            if rerank is not None:
+                found = tuple(rerank.choose(one) for one in found)
+            far = () if to is None else measure(to, policy, prompts, settings, options, found, progress.status)
+    return policy, found, notes, far
 
 
 def read_problems(
     options: Options, settings: configs.Run, whole: bool, status: Callable[[str], None]
 ) -> tuple[list[Any], list[str]]:
-    """The problems to test on, task by task, and a note where they may have been learned from."""
+    """Return the problems to test on, task by task, and a note if the run may have learned from them."""
     from jaxrl_llm.tasks import load
 
     loaded = []
@@ -211,7 +215,7 @@ def read_problems(
 
 
 def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...]) -> str:
-    """One object: what was tested, how, and ``eval/<task>/...`` by their names in metrics.jsonl."""
+    """Return one JSON object: model, sampling, and ``eval/<task>/...`` by their names in metrics.jsonl."""
     about = {
         "model": policy.name,
         "step": policy.step,
@@ -223,24 +227,17 @@ def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple
         about |= {"rerank": options.rerank, "rerank_by": options.rerank_by, "give_up_after": options.give_up_after}
     if far:
         about |= {"kl_to": far[0].to, "kl_to_step": far[0].step}
-    from jaxrl_llm.evaluate import Tested
+    from jaxrl_llm.rollout.evaluate import Tested
 
     away = {name: value for one in far for name, value in one.metrics().items()}
     return json.dumps(about | Tested({}, found).metrics() | away)
 
 
-def rows_of(found: tuple[Any, ...], far: tuple[Distance, ...]) -> list[dict[str, Any]]:
-    """One for each answer, for a file."""
-    rows = [row for one in found for row in one.rows()]
-    away = [row for one in far for row in one.rows()] or [{}] * len(rows)
-    return [row | more for row, more in zip(rows, away, strict=True)]
-
-
 def as_table(
     policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...], notes: list[str]
 ) -> list[str]:
-    """A small table for each task, for people; of several the average too."""
-    from jaxrl_llm.evaluate import AVERAGE, averages
+    """Return a small table for each task, for people, and the average over several."""
+    from jaxrl_llm.rollout.evaluate import AVERAGE, averages
 
     step = "" if policy.step is None else f", step {policy.step}"
     tables = [of_task(f"{policy.name}{step}", options, one) for one in found]
@@ -257,7 +254,7 @@ def as_table(
 
 
 def of_task(name: str, options: Options, found: Any) -> list[str]:
-    """What was found of one task; the error is the standard error over problems."""
+    """Return the results of one task as lines; the error is the standard error over problems."""
     import numpy as np
 
     scores = found.rewards if found.correct is None else found.correct

@@ -1,4 +1,4 @@
-"""``jaxrl-llm eval`` of a run that learns from data: its own test, on what it holds out."""
+"""``jaxrl-llm eval`` of a run that learns from data: its own evaluation, on the held-out data."""
 
 import dataclasses
 import json
@@ -7,17 +7,17 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import parse
-from jaxrl_llm.trained import Trained, find_run
+from jaxrl_llm.runs.load import Trained, find_run
 
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """How to test.
+    """Options of the evaluation of a run that learns from data.
 
     Attributes:
       samples: k, answers to each problem of the run's task, where it has one.
       temperature: 0 is greedy.
-      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      top_p: keep the smallest set of most likely tokens with at least this total probability; 1 keeps all.
       limit: rows and problems at most; 0 for all.
       max_new_tokens: longest answer, in tokens.
       slots: answers sampled at one time.
@@ -33,32 +33,22 @@ class DataOptions:
     json: bool = False
 
 
+PARTS = dict.fromkeys(("samples", "temperature", "top_p", "limit"), "evaluation")
+PARTS |= dict.fromkeys(("max_new_tokens", "slots"), "answering")
+"""The part of the run's settings that has each option."""
+
+
 def evaluate_data(name: str, arguments: list[str]) -> int:
-    """Test a run on the data that it holds out and on its task; returns the exit code."""
+    """Evaluate a run on its held-out data and on its task; return the exit code."""
     trained = find_run(name, tests=True)
     directory = configs.split_step(name)[0]
     run: Any = trained.run
-    evaluation = run.evaluation
-    before = DataOptions(
-        evaluation.samples,
-        evaluation.temperature,
-        evaluation.top_p,
-        evaluation.limit,
-        run.answering.max_new_tokens,
-        run.answering.slots,
-    )
-    options = parse(DataOptions, arguments, f"jaxrl-llm eval {name}", "Test a run on what it holds out.", before)
-    run = dataclasses.replace(
-        run,
-        evaluation=dataclasses.replace(
-            evaluation,
-            samples=options.samples,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            limit=options.limit,
-        ),
-        answering=dataclasses.replace(run.answering, max_new_tokens=options.max_new_tokens, slots=options.slots),
-    )
+    before = {option: getattr(getattr(run, part), option) for option, part in PARTS.items()}
+    about = "Test a run on what it holds out."
+    options = parse(DataOptions, arguments, f"jaxrl-llm eval {name}", about, DataOptions(**before))
+    for part in set(PARTS.values()):
+        given = {option: getattr(options, option) for option, of in PARTS.items() if of == part}
+        run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **given)})
     configs.validate(run)
     found = tested(dataclasses.replace(trained, run=run), directory)
     if options.json:
@@ -71,17 +61,17 @@ def evaluate_data(name: str, arguments: list[str]) -> int:
 
 
 def tested(trained: Trained, directory: Path) -> dict[str, float]:
-    """``eval/...`` by their names in metrics.jsonl."""
+    """Return ``eval/...`` metrics by their names in metrics.jsonl."""
     import jax
 
     from jaxrl_llm.errors import InputError
+    from jaxrl_llm.runs.load import load_base, load_trained
     from jaxrl_llm.sharding import make_mesh
     from jaxrl_llm.sharding.distributed import ALONE
-    from jaxrl_llm.signals import farewell
     from jaxrl_llm.stages import stage_of
+    from jaxrl_llm.system.signals import on_exit
     from jaxrl_llm.telemetry.pace import Schedule
     from jaxrl_llm.telemetry.progress import Progress
-    from jaxrl_llm.trained import load_base, load_trained
 
     run: Any = trained.run
     mesh = make_mesh(run.mesh)
@@ -90,7 +80,7 @@ def tested(trained: Trained, directory: Path) -> dict[str, float]:
         jax.set_mesh(mesh),
         Progress(Schedule(1)) as progress,
         kind.resources(run, ALONE, directory) as resources,
-        farewell(lambda *reason: resources.close()),
+        on_exit(lambda *reason: resources.close()),
     ):
         progress.status(f"loading {run.model}")
         compares = isinstance(run, configs.Preference)  # with the model as it was at the start

@@ -1,16 +1,19 @@
-"""``jaxrl-llm export``: a run's policy as a directory for transformers or as a GGUF file, or its adapter alone."""
+"""``jaxrl-llm export``: a run's policy as a directory for transformers or as a GGUF file, or only its adapter."""
 
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, status, take
-from jaxrl_llm.cli.model_card import model_card
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import check_file, prepare_libraries, writable
-from jaxrl_llm.trained import Trained, find_run, load_adapter, load_trained
+from jaxrl_llm.runs.load import Trained, find_run, load_adapter, load_trained
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
+from jaxrl_llm.system.text import shown
+from jaxrl_llm.tasks import Steps
 
 USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
        jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
@@ -20,10 +23,46 @@ README.md that says what was trained and what tests found. --adapter writes a ru
 must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
 tokenizer and chat template."""
 GENERATE = '  jaxrl-llm generate {} --prompt "What is 3 + 5?"'
+HEAD = """---
+base_model: {base}
+library_name: {library}
+tags: [{tags}]
+---
+
+# {title}
+
+{method} from `{base}`, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`.
+
+{evaluations}{scoring}## Commands
+
+```
+{commands}
+```
+
+`config.json` of the run has every setting.
+"""
+SCORING = """## How to score
+
+```python
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({out!r})
+model = AutoModelForSequenceClassification.from_pretrained({out!r})
+{ids}
+score = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+```
+
+{place}
+
+"""
+WRITTEN = "ids = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)"
+ASKED = "ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)"
+FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
 
 
 def export(arguments: list[str]) -> int:
-    """``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; returns the exit code."""
+    """Run ``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; return the exit code."""
     name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model")
     if name is None:
         return 0
@@ -55,10 +94,10 @@ def export(arguments: list[str]) -> int:
 
 
 def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: bool) -> None:
-    """Write the whole model as one file.
+    """Write the whole model as one GGUF file.
 
     Raises:
-      InputError: the file is there already, or cannot hold what is asked for.
+      InputError: the file exists already, or cannot hold the model.
     """
     from jaxrl_llm.models.gguf_writing import KINDS, save_gguf
 
@@ -79,7 +118,7 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
 def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     """Write the whole model as a directory; an adapter is merged.
 
-    That of a reward model says what it was taught, and its tokenizer writes chats with the template of that.
+    A reward model's directory describes its training, and its tokenizer has the chat template of that training.
     """
     from jaxrl_llm.models import save_pretrained
     from jaxrl_llm.stages.taught import taught_by
@@ -106,14 +145,14 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
     """Write the adapter alone.
 
     Raises:
-      InputError: the run trains none, or one of a reward model.
+      InputError: the run trains the whole model, or the adapter is a reward model's.
     """
     run = trained.run
     if not run.learner.lora.rank:
         raise InputError(f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
     if isinstance(run, configs.RewardModel):
         raise InputError(f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
-    from jaxrl_llm.models.peft import save_adapter
+    from jaxrl_llm.models.lora import save_adapter
 
     def save(base: Any, adapter: Any) -> None:
         save_adapter(adapter, base.config, run.learner.lora, run.model, target, card)
@@ -123,7 +162,7 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
 
 
 def write(name: str, trained: Trained, target: Path, load: Callable[..., Any], save: Callable[..., None]) -> None:
-    """``save`` what ``load`` makes of the run on its mesh, and say meanwhile which of them is at work."""
+    """Load the run on its mesh and save the result, with a status line for each."""
     from jaxrl_llm.sharding import make_mesh
 
     status(f"loading {name}")
@@ -132,3 +171,89 @@ def write(name: str, trained: Trained, target: Path, load: Callable[..., Any], s
     with writable(target, "--out"):
         save(*found)
     status("")
+
+
+def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
+    """Return a model card: Markdown with the metadata that model hubs read.
+
+    Args:
+      name: of the run, as it was given.
+      trained: the run.
+      out: the export's folder.
+      adapter: whether it holds the adapter alone.
+    """
+    run = trained.run
+    rows = [row for row in read_rows(trained.directory.parent.parent / "metrics.jsonl") if row["step"] <= trained.step]
+    method, data = about(run)
+    scores = isinstance(run, configs.RewardModel)
+    answers = [] if adapter or scores else [f'jaxrl-llm generate {shlex.quote(out)} --prompt "..."']
+    return HEAD.format(
+        base=run.model,
+        library="peft" if adapter else "transformers",
+        tags=", ".join(["jaxrl_llm", "reward-model" if scores else "text-generation"]),
+        title=Path(out).name,
+        method=method,
+        version=jaxrl_llm.__version__,
+        step=trained.step,
+        steps=run.steps,
+        data=data,
+        evaluations=table(rows),
+        scoring=how_to_score(run, out) if isinstance(run, configs.RewardModel) else "",
+        commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
+    )
+
+
+def how_to_score(run: configs.RewardModel, out: str) -> str:
+    """Return Markdown with code that scores an answer to a prompt as in training; ``out`` is the model's folder."""
+    wording = configs.wording(run)
+    plain = wording.template == "plain"
+    steps = isinstance(run.data, Steps)
+    whole = not (plain or steps or run.score_at == "stop")
+    asked = f'"..."{f" + {wording.suffix!r}" if wording.suffix else ""}'
+    system = [] if wording.system is None else [str({"role": "system", "content": wording.system})]
+    messages = ", ".join([*system, f'{{"role": "user", "content": {asked}}}'])
+    lines = [f"prompt = {asked if plain else f'[{messages}]'}"]
+    if whole:
+        lines += ['answer = {"role": "assistant", "content": "..."}', WRITTEN]
+    else:
+        lines += ['answer = "..."', "ids = tokenizer(prompt)['input_ids']" if plain else ASKED]
+        lines += [FOLLOWS.format(text="answer" if steps else "answer + tokenizer.eos_token")]
+    place = "The score is read at the token that ends the answer; of one that was cut off, at its last token."
+    if steps:
+        place = (
+            "An answer that goes up to the end of a step gets that step's score, which `sigmoid` makes a probability; "
+        )
+        place += f"steps end with {run.data.separator!r}."
+    elif whole:
+        place = "The score is read at the last token that the chat template writes; of an answer that was cut off, at "
+        place += "its own last token."
+    return SCORING.format(out=out, ids="\n".join(lines), place=place)
+
+
+def about(run: configs.Configuration) -> tuple[str, str]:
+    """Return a description of the run's training method, and the label of its data or task.
+
+    Raises:
+      TypeError: an unknown kind of run.
+    """
+    match run:
+        case configs.Run():
+            return f"Reinforcement learning by the recipe {run.recipe.name}", run.task.label
+        case configs.Supervised():
+            return "Supervised fine-tuning", run.data.label
+        case configs.Preference():
+            return f"Preference learning by {type(run.loss).__name__}", run.data.label
+        case configs.RewardModel():
+            return "A reward model", run.data.label
+    raise TypeError(f"no kind of run: {type(run).__name__}")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the first and the last evaluation; empty without evaluations."""
+    found = [{k: v for k, v in row.items() if k.startswith("eval/") and v is not None} for row in rows]
+    found = [numbers for numbers in found if numbers]
+    if not found:
+        return ""
+    first = found[0]
+    lines = [f"| {name} | {shown(first.get(name))} | {shown(value)} |" for name, value in found[-1].items()]
+    return "\n".join(["| held out | before | after |", "|---|---|---|", *lines, "", ""])

@@ -1,4 +1,4 @@
-"""Flags to values: tyro does the parsing, and whatever is wrong becomes one line with a suggestion."""
+"""Parsing of flags into values by tyro; any error becomes one line with a suggestion."""
 
 import contextlib
 import difflib
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.folders import local
+from jaxrl_llm.system.paths import local
 
 
 def suggest(name: str, known: Sequence[str], more: str = "") -> str:
-    """The nearest known name as a question, or all of them."""
+    """Suggest the nearest known name as a question, or list all of them."""
     close = difflib.get_close_matches(name, known, 1, 0.5)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}{more}"
 
 
 def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
-    """A value of the dataclass ``kind`` from flags, which start from ``default``; ``--help`` prints and exits.
+    """Parse flags into a value of the dataclass ``kind``, starting from ``default``; ``--help`` prints and exits.
 
     Raises:
       InputError: an unknown flag (the nearest one is named) or a value of the wrong type.
@@ -62,7 +62,7 @@ def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> 
 
 
 def _meant(name: str, fields: set[str]) -> str:
-    """What to write in place of an option that is not known; empty where nothing comes to mind."""
+    """Suggest a replacement for an unknown option; empty if none is close."""
     from jaxrl_llm.cli.dialects import hint
 
     field, note = hint(name)
@@ -78,7 +78,7 @@ def _meant(name: str, fields: set[str]) -> str:
 
 
 def flatten(box: str) -> str:
-    """The text of one of tyro's boxes in one short line: ``--steps: expected INT, got 'x'`` where it says as much."""
+    """Shorten the text of one of tyro's boxes to one line: ``--steps: expected INT, got 'x'`` where possible."""
     lines = [re.sub(r"[│╰╯─]+|-{4,}", " ", line).strip() for line in box.splitlines() if not line.startswith("╭")]
     text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
     choice = re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text)
@@ -104,10 +104,10 @@ def flatten(box: str) -> str:
 
 
 def take(arguments: list[str], flag: str, value: bool) -> Any:
-    """Remove ``flag`` (and its value) from the arguments; returns the value, or whether it was there.
+    """Remove ``flag`` (and its value) from the arguments; return the value, or whether the flag was given.
 
     Raises:
-      InputError: the value is missing, there where none belongs, or an address.
+      InputError: the value is missing, unexpected, or an address.
     """
     for index, argument in enumerate(arguments):
         name, equals, inline = argument.partition("=")
@@ -126,10 +126,10 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
 
 
 def first(arguments: list[str], usage: str, missing: str) -> str | None:
-    """Remove and return the leading argument; None where help was asked for, which is printed.
+    """Remove and return the leading argument; None after printing the help if that was requested.
 
     Raises:
-      InputError: there is none (the message is ``missing``), or it is an address.
+      InputError: the argument is missing (the message is ``missing``), or an address.
     """
     if arguments and not arguments[0].startswith("-"):
         return local(arguments.pop(0))
@@ -140,13 +140,11 @@ def first(arguments: list[str], usage: str, missing: str) -> str | None:
 
 
 def let_go(file: TextIO) -> None:
-    """Send to nowhere all that is still to be written: whoever read it has seen enough, and Python would complain again
-    when it closes the file.
-    """
+    """Discard further output to a file with a closed reader: Python would complain again when it closes the file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def status(text: str) -> None:
-    """Show what is going on in place of the last status, on a terminal; in a log or a pipe it would only be noise."""
+    """Show the current activity in place of the last one, on a terminal; in a log or a pipe it would only be noise."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``jaxrl-llm list``: what there is to name on the command line."""
+"""``jaxrl-llm list``: configurations, tasks, recipes and models by name."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxrl_llm.cli.flags import suggest
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import prepare_libraries
+from jaxrl_llm.system.paths import prepare_libraries
 
 LONGEST_NOTE = 110
 INDENT = "  "
@@ -27,11 +27,11 @@ KINDS_OF_TASK = [
     ("Mixture((Part(...), ...))", "several tasks at once: shares of the prompts, rewards of their own"),
     ("Instructions(...)", "generated prompts with instructions to follow: extractor whole, verifier instructions"),
 ]
-"""What may stand in a configuration, and what it is."""
+"""Kinds of tasks in a configuration, each with a description."""
 
 
 def list_names(arguments: list[str]) -> int:
-    """``list [configs|tasks|recipes|models]``; returns the exit code."""
+    """Run ``list [configs|tasks|recipes|models]``; return the exit code."""
     topics: dict[str, Callable[[bool], list[str]]] = {
         "configs": configs,
         "tasks": tasks,
@@ -56,19 +56,19 @@ def list_names(arguments: list[str]) -> int:
 
 
 def configs(whole: bool) -> list[str]:
-    """Each shipped configuration with the first sentence of its docstring; no configuration is run for it."""
+    """List each shipped configuration with the first line of its docstring, without executing it."""
     from jaxrl_llm.config import config_folder, config_names
 
     return _table([(name, first_line(config_folder() / f"{name}.py")) for name in config_names()])
 
 
 def first_line(path: Path) -> str:
-    """The first line of a Python file's docstring."""
+    """Return the first line of a Python file's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n", 1)[0]
 
 
 def tasks(whole: bool) -> list[str]:
-    """How tasks are named; with ``whole`` every name that reasoning-gym has."""
+    """List the kinds of tasks; with ``whole`` every name of reasoning-gym."""
     if not whole:
         return [*_table(KINDS_OF_TASK), "jaxrl-llm list tasks names all of reasoning-gym's"]
     from reasoning_gym.factory import DATASETS
@@ -77,7 +77,7 @@ def tasks(whole: bool) -> list[str]:
 
 
 def recipes(whole: bool) -> list[str]:
-    """Each recipe with the first sentence written under it in recipes.py."""
+    """List each recipe with the first sentence of its docstring in recipes.py."""
     from jaxrl_llm import recipes as module
 
     body = ast.parse(Path(module.__file__).read_text()).body
@@ -92,7 +92,7 @@ def recipes(whole: bool) -> list[str]:
 
 
 def models(whole: bool) -> list[str]:
-    """The models that need no path, and the families that can be loaded from one."""
+    """List the built-in models, and the families that can be loaded from a path."""
     from jaxrl_llm.models.builtin import BUILTIN
     from jaxrl_llm.models.families import FAMILIES
 
@@ -105,7 +105,7 @@ def models(whole: bool) -> list[str]:
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
-    """Names, and beside them what they are, in as many lines as it takes."""
+    """Format names with their descriptions, wrapped in a second column."""
     width = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, text in rows:
@@ -115,7 +115,7 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _columns() -> int:
-    """Of the terminal, without the indent; 80 where there is none, and at least 60."""
+    """Return the terminal's columns without the indent: at least 60, and 80 without a terminal."""
     return max(60, shutil.get_terminal_size((80, 24)).columns) - len(INDENT)
 
 

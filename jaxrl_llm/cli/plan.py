@@ -1,4 +1,4 @@
-"""``jaxrl-llm plan``: does a run fit a machine, how fast can it be, and what holds it back; before it is rented."""
+"""``jaxrl-llm plan``: whether a run fits a machine, how fast it can be, and its bottleneck, before it is rented."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse, status, take
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import check_file, prepare_libraries, writable
+from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
 
 if TYPE_CHECKING:
     from jaxrl_llm.plan.machines import Machine
@@ -35,23 +35,23 @@ HELP = (
     "--recipe: jaxrl-llm plan --help."
 )
 PICTURES = (".svg", ".png", ".pdf")
-"""Endings of a picture's file."""
+"""Suffixes of a picture's file."""
 FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 
 def plan(arguments: list[str]) -> int:
-    """``plan CONFIG --topology NAME ...``; returns the exit code."""
+    """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
     given = first(arguments, USAGE, MISSING)
     if given is None:
         return 0
     prepare_libraries()
-    from jaxrl_llm.plan.topology import prepare_compilers
+    from jaxrl_llm.plan.machines import prepare_compilers
 
     prepare_compilers()
     asked = options(arguments)
     run = settings(given, arguments, asked["--slices"])
+    from jaxrl_llm.plan.lowering import model_config
     from jaxrl_llm.plan.machines import parse_topology
-    from jaxrl_llm.plan.shapes import model_config
 
     machine = parse_topology(asked["--topology"], asked["--slices"])
     devices, lacking = described(machine, asked["--quick"])
@@ -75,10 +75,10 @@ def plan(arguments: list[str]) -> int:
 
 
 def chosen_phase(run: Any, number: int | None) -> Any:
-    """The settings of one phase of the run, counted from 1; of the first where none is named, which is said.
+    """Return the settings of one phase of the run, counted from 1; without a number the first, which is printed.
 
     Raises:
-      InputError: it has no such phase.
+      InputError: the run has fewer phases.
     """
     phases = configs.phases_of(run)
     if len(phases) == 1 and number is None:
@@ -91,8 +91,8 @@ def chosen_phase(run: Any, number: int | None) -> Any:
 
 
 def described(machine: "Machine", quick: bool) -> tuple[list[Any] | None, str]:
-    """Its devices for the compiler; None for GPUs that nothing is compiled for, and what to say of that."""
-    from jaxrl_llm.plan.topology import NO_COMPILER, compiles_for_gpus, describe
+    """Return the machine's devices for the compiler; None for GPUs without a compiler, and a note about that."""
+    from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe
 
     if machine.chip.platform == "gpu" and (quick or not compiles_for_gpus()):
         return None, "" if quick else NO_COMPILER["gpu"]
@@ -100,10 +100,10 @@ def described(machine: "Machine", quick: bool) -> tuple[list[Any] | None, str]:
 
 
 def options(arguments: list[str]) -> dict[str, Any]:
-    """The command's own options, removed from the arguments.
+    """Return the command's own options, removed from the arguments.
 
     Raises:
-      InputError: no topology, or no number where one belongs.
+      InputError: the topology is missing, or a value is not a number.
     """
     found: dict[str, Any] = {flag: take(arguments, flag, False) for flag in FLAGS}
     found |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot")}
@@ -127,7 +127,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
 
 
 def settings(given: str, arguments: list[str], slices: int) -> Any:
-    """The run as it would be trained, with models where they are found from here."""
+    """Return the run as it would be trained, with model paths resolved from the current folder."""
     found = configs.find_config(given)
     run: Any = found.run
     recipe = take(arguments, "--recipe", True)
@@ -139,8 +139,8 @@ def settings(given: str, arguments: list[str], slices: int) -> Any:
 
 
 def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
-    """Print it, and write what was asked for."""
-    from jaxrl_llm.plan.report import lines, loop_lines, to_json, write
+    """Print a plan, and write the requested files."""
+    from jaxrl_llm.plan.tables import lines, loop_lines, to_json, write
 
     print("\n".join(lines(made, source)))
     if asked["--loops"] and made.compiled:
@@ -149,7 +149,7 @@ def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
         with writable(Path(asked["--json"]), "--json"):
             write(Path(asked["--json"]), [(made, source)])
     if asked["--plot"]:
-        from jaxrl_llm.plan.picture import draw
+        from jaxrl_llm.plan.tables import draw
 
         with writable(Path(asked["--plot"]), "--plot"):
             draw([to_json(made, source)], Path(asked["--plot"]))
@@ -158,15 +158,14 @@ def show(made: "Plan", source: str, asked: dict[str, Any]) -> None:
 def search(
     run: configs.Configuration, config: Any, machine: "Machine", devices: list[Any] | None, asked: dict[str, Any]
 ) -> int:
-    """Meshes and microbatches, the best first."""
-    from jaxrl_llm.plan.search import best, table
+    """Search meshes and microbatches, and print the plans, the best first."""
+    from jaxrl_llm.plan.planning import best
+    from jaxrl_llm.plan.tables import table, write
 
     found = best(run, config, machine, devices, asked["--mean_tokens"], asked["--quick"], status)
     status("")
     print("\n".join(table(found)))
     if asked["--json"]:
-        from jaxrl_llm.plan.report import write
-
         with writable(Path(asked["--json"]), "--json"):
             write(Path(asked["--json"]), [(one, "") for one in found])
     if not found:

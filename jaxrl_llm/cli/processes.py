@@ -1,4 +1,4 @@
-"""A command that several processes run as one: the flags that say so, and an end that all of them share."""
+"""Commands that several processes run as one: their flags, and a common end."""
 
 import contextlib
 import sys
@@ -7,20 +7,20 @@ from collections.abc import Generator
 
 from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sharding.departure import Departure
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
-from jaxrl_llm.signals import farewell
+from jaxrl_llm.sharding.shutdown import Shutdown
+from jaxrl_llm.system.signals import on_exit
 
 FLAGS = ("coordinator", "processes", "process", "heartbeat-s")
 MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
-"""In errors of collectives and of the coordination service whose other side is gone."""
+"""Texts in errors of collectives and of the coordination service after the loss of a process."""
 
 
 def take_distributed(arguments: list[str]) -> Distributed:
-    """Remove ``--distributed.*``; they say where a run goes on, never what it is, so no config.json holds them.
+    """Remove ``--distributed.*``; they depend on the place of a run, not its settings, so no config.json holds them.
 
     Raises:
-      InputError: a number is none, or another of their names is given.
+      InputError: a value is not a number, or such an option is unknown.
     """
     found: dict[str, str | int] = {}
     for name in FLAGS:
@@ -40,29 +40,29 @@ def take_distributed(arguments: list[str]) -> Distributed:
 
 @contextlib.contextmanager
 def together(given: Distributed) -> Generator[Peers]:
-    """The link to the other processes; whatever ends the block early on one of them ends all, with one line each."""
+    """Yield the link to the other processes; an early end of the block on one process ends all, with one line each."""
     peers = join(given)
-    if peers.departure is None:
+    if peers.shutdown is None:
         yield peers
         return
     try:
-        with farewell(peers.departure.quit):
+        with on_exit(peers.shutdown.quit):
             yield peers
     except BaseException as error:
-        end_all(peers.departure, error)
+        _end_all(peers.shutdown, error)
     peers.close()
 
 
-def end_all(departure: Departure, error: BaseException) -> None:
-    """Stop every process for the reason that this one has; does not return."""
+def _end_all(shutdown: Shutdown, error: BaseException) -> None:
+    """Stop every process for this process's reason; never return."""
     from jaxrl_llm.cli import WRONG_INPUT, explain
 
     reason = str(error) if isinstance(error, InputError) else explain(error, "train")
     if reason is not None:
-        departure.stop(WRONG_INPUT, reason)
+        shutdown.stop(WRONG_INPUT, reason)
     if isinstance(error, Disagreement):
-        departure.stop(1, str(error))
+        shutdown.stop(1, str(error))
     if any(mark in str(error) for mark in MARKS_OF_LOSS):
-        departure.lost(str(error))
+        shutdown.lost(str(error))
     traceback.print_exception(error, file=sys.stderr)
-    departure.stop(1, f"{type(error).__name__}: {error}"[:500])
+    shutdown.stop(1, f"{type(error).__name__}: {error}"[:500])

@@ -1,4 +1,4 @@
-"""The best of a model's answers, by a reward model: ``jaxrl-llm eval --rerank``."""
+"""Choice of the best of a model's answers by a reward model: ``jaxrl-llm eval --rerank``."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import Desk, as_asked
+from jaxrl_llm.cli.asking import Policy, as_asked
 from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, Reader, taught
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is imported
-    from jaxrl_llm.evaluate import Evaluated
+    from jaxrl_llm.rollout.evaluate import Evaluated
 
 
 def check_rerank(options: Any) -> None:
-    """Refuse what leaves nothing to choose, or a reward model that learned to score something else.
+    """Refuse options without a choice to make, or a reward model that learned to score something else.
+
 
     Raises:
       InputError: names the flag, its value and the remedy.
@@ -45,34 +46,20 @@ def check_rerank(options: Any) -> None:
 
 
 def reader_of(options: Any) -> Reader:
-    """What ``--rerank_by`` takes the reward model for."""
+    """Return the role of the reward model under ``--rerank_by``."""
     if options.rerank_by == "score":
         return Reader("--rerank", "ranking", "set --rerank_by product, minimum or last")
     return Reader("--rerank", "steps", "set --rerank_by score")
 
 
-def untold_rerank(options: Any) -> list[str]:
-    """A line where the reward model does not say what it was taught; none without one."""
-    return [] if options.rerank is None else reader_of(options).untold(options.rerank)
-
-
-def check_verified(options: Any, problems: Sequence[Problem]) -> None:
-    """Refuse problems of which nobody knows whether the chosen answer is right."""
-    configs.require(
-        options.rerank is None or problems[0].verifier != "none",
-        f"--rerank has nothing to measure on task {options.task.label}, which verifies no answers: give a task with "
-        "answers and a verifier",
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Reranker:
-    """A reward model that chooses, and that may end what it gives no chance.
+    """A reward model that chooses among answers, and that may end hopeless ones early.
 
     Attributes:
-      model: where it scores.
+      model: scores answers on the devices.
       by: "score", "product", "minimum" or "last".
-      give_up_after: steps in a row whose scores have each fallen; 0 never.
+      give_up_after: consecutive steps with falling scores that end an answer; 0 never.
       separator: ends a step.
       tokenizer: the policy's.
     """
@@ -84,8 +71,8 @@ class Reranker:
     tokenizer: Any
 
     def watch(self, problems: Sequence[Problem], samples: int) -> Any:
-        """What ends answers while they are sampled, so many to each problem; None where nothing does."""
-        from jaxrl_llm.stages.falling import FallingSteps
+        """Return a watcher that ends answers early, ``samples`` per problem; None without ``give_up_after``."""
+        from jaxrl_llm.stages.rl.prm_stopping import FallingSteps
 
         if not self.give_up_after:
             return None
@@ -93,9 +80,9 @@ class Reranker:
         return FallingSteps(self.model, asked, self.separator, self.give_up_after, self.tokenizer)
 
     def choose(self, found: "Evaluated") -> "Evaluated":
-        """The evaluation with what it makes of the answers."""
-        from jaxrl_llm.evaluate import reranked
-        from jaxrl_llm.stages.judges import solution_scores
+        """Return the evaluation with its answers reranked."""
+        from jaxrl_llm.rollout.evaluate import reranked
+        from jaxrl_llm.stages.rl.step_rewards import solution_scores
 
         items = [(problem, c) for problem, row in zip(found.problems, found.completions, strict=True) for c in row]
         scores = solution_scores(self.model, items, self.by, self.separator, self.tokenizer)
@@ -104,21 +91,21 @@ class Reranker:
         return reranked(found, scores, weights)
 
 
-def reranker(options: Any, desk: Desk, settings: configs.Run, status: Callable[[str], None]) -> Reranker | None:
-    """What chooses among the answers; None where nothing is asked to.
+def reranker(
+    options: Any, policy: Policy, prompts: Any, longest: int, settings: configs.Run, status: Callable[[str], None]
+) -> Reranker | None:
+    """Return the reranker; None without ``--rerank``. ``longest``: most tokens of a prompt.
 
     Raises:
-      InputError: a reward model that is not there, is none, or cannot read what the model writes.
+      InputError: the reward model does not exist, is a language model, or cannot read the model's texts.
     """
     if options.rerank is None:
         return None
-    from jaxrl_llm.stages.judges import load_judge
+    from jaxrl_llm.stages.rl.device_model import load_judge
 
-    policy = desk.policy
-    longest = desk.engine.max_length - options.max_new_tokens
     asked = as_asked(policy.name, settings, configs.Scoring(()), longest, options.max_new_tokens)
-    prompts = {options.task.label: desk.prompts}
-    model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, prompts, status)
+    known_prompts = {options.task.label: prompts}
+    model = load_judge(asked, options.rerank, "--rerank", policy.mesh, policy.tokenizer, known_prompts, status)
     known = taught(options.rerank)
     separator = (known and known.separator) or DEFAULT_SEPARATOR
     return Reranker(model, options.rerank_by, options.give_up_after, separator, policy.tokenizer)

@@ -14,10 +14,10 @@ from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, let_go, parse, take
 from jaxrl_llm.cli.processes import take_distributed, together
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import prepare_libraries
-from jaxrl_llm.launch import launch
-from jaxrl_llm.telemetry.voice import Voice
-from jaxrl_llm.trained import find_run
+from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.trainer.launch import launch
 
 USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
                        [--quiet] [--json] [--field value ...]
@@ -41,11 +41,11 @@ HELP = (
 )
 
 OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
-"""What verl's overrides begin with."""
+"""First parts of verl's overrides."""
 
 
 def train(arguments: list[str]) -> int:
-    """``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field value ...]``; returns the exit code."""
+    """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
     given = first(arguments, USAGE, MISSING)
     if given is None:
         return 0
@@ -81,10 +81,10 @@ def train(arguments: list[str]) -> int:
 
 
 def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Configuration:
-    """The settings with each ``--guard KIND``, which is taken from the arguments.
+    """Return the settings with each ``--guard KIND``, which is removed from the arguments.
 
     Raises:
-      InputError: a kind of run that has no guards.
+      InputError: a kind of run without guards.
     """
     kinds = []
     while (kind := take(arguments, "--guard", True)) is not None:
@@ -100,18 +100,18 @@ def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Co
 
 
 @contextlib.contextmanager
-def speaking(quiet: bool, as_json: bool) -> Generator[Voice]:
-    """What a run says within the block; where rows go to stdout, nothing else does: the rest goes to stderr."""
+def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
+    """Yield the verbosity of a run; if rows go to stdout, all other output of the block goes to stderr."""
     if not as_json:
-        yield Voice(quiet)
+        yield Verbosity(quiet)
         return
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        yield Voice(quiet, printing(out))
+        yield Verbosity(quiet, printing(out))
 
 
 def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
-    """Prints a row as one line of JSON; once nobody reads them any more that is said, and the run goes on."""
+    """Return a function that prints a row as one line of JSON; a closed reader is reported, and the run continues."""
 
     def show(row: dict[str, Any]) -> None:
         try:
@@ -124,10 +124,10 @@ def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
 
 
 def take_spellings(arguments: list[str]) -> dict[str, str]:
-    """Remove what is spelled as TRL (``--name value``) or verl (also ``name=value``) does; values by name.
+    """Remove and return, by name, the values of TRL's spellings (``--name value``) and verl's (also ``name=value``).
 
     Raises:
-      InputError: one is given twice or has no value, or an override begins as verl's do and is none that is known.
+      InputError: a spelling is repeated or lacks a value, or an override starts like verl's but is unknown.
     """
     found = {}
     rest = []
@@ -157,7 +157,7 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
 
 
 def _meant(name: str) -> str:
-    """What to write in place of one of verl's overrides that is not translated."""
+    """Suggest a replacement for an override of verl's without a translation."""
     field, note = hint(name)
     if field:
         return f"here it is --{field}{f' ({note})' if note else ''}"

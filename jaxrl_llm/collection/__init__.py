@@ -1,1 +1,1 @@
-"""Data from a model's own answers: right ones to learn, right ones against wrong ones, steps with their labels."""
+"""Data from a model's own answers: right answers as texts, pairs of right and wrong ones, steps with labels."""

@@ -1,18 +1,104 @@
-"""A file of data from a model's own answers: problem after problem, going on where an earlier attempt stopped."""
+"""Collection of data from a model's own answers: sampled and verified some problems at a time, and written as rows to a
+file that survives the end of the process."""
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxrl_llm.collection.counts import Counts
-from jaxrl_llm.collection.ledger import Entry, Ledger, opened
-from jaxrl_llm.collection.sampling import Answerer, Asked, ask
+import numpy as np
+
+from jaxrl_llm.collection.ledger import COLLECTED, Entry, Ledger, Tally, opened
+from jaxrl_llm.collection.rows import Answer, Row, distinct, pair_rows, prefix_tokens, row_of, split_steps, text_rows
+from jaxrl_llm.data.datasets import KINDS, Collected, Kind
+from jaxrl_llm.engine.requests import first_tokens
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import digest, weights_digest
+from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.tasks import Pairs, Prompts, Steps, Table, Texts
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
+from jaxrl_llm.types import Completion, Problem
+
+FILL = 4
+"""Answers per call, as a multiple of the slots: at its end few slots stay empty for long."""
+Data = TypeVar("Data", Texts, Pairs, Steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The problems to ask, and the rows to make of the answers.
+
+    Attributes:
+      prompts: of the task, as token ids.
+      problems: in the order of the rows.
+      data: how many answers, how they are sampled, which are kept.
+      kind: of the rows.
+      max_new_tokens: longest answer, the stop token included.
+      seed: decides every random number.
+      separator: of steps: the text between two.
+    """
+
+    prompts: Prompts
+    problems: Sequence[Problem]
+    data: Collected
+    kind: Kind
+    max_new_tokens: int
+    seed: int
+    separator: str = "\n"
+
+    def __post_init__(self) -> None:
+        each = self.max_new_tokens * self.data.continuations if self.kind == "steps" else 1
+        most = SeedSpace.CONTINUATION - SeedSpace.COLLECTION
+        if len(self.problems) * self.data.samples * each > most:
+            raise InputError(
+                f"{len(self.problems)} problems with {self.data.samples} samples may need more than {most} random "
+                "numbers: ask fewer at a time (limit), each part with another seed"
+            )
+
+    def sampling(self, stops: tuple[int, ...]) -> Sampling:
+        """Return how answers are sampled; ``stops``: the tokens that end them."""
+        return Sampling(self.data.temperature, 0, self.data.top_p, self.max_new_tokens, stops)
+
+    def at_once(self, slots: int) -> int:
+        """Return the number of problems sampled together; for rows of steps fewer, since each answer makes many
+        requests."""
+        return max(1, (slots if self.kind == "steps" else FILL * slots) // self.data.samples)
+
+    def answer_seed(self, number: int, sample: int) -> int:
+        """Return the seed of an answer to the problem with this number."""
+        return request_seed(self.seed, SeedSpace.COLLECTION + number * self.data.samples + sample)
+
+    def continuation_seed(self, number: int, sample: int, begin: int, index: int) -> int:
+        """Return the seed of a continuation of an answer's first ``begin`` tokens."""
+        place = (number * self.data.samples + sample) * self.max_new_tokens + begin
+        return request_seed(self.seed, SeedSpace.CONTINUATION + place * self.data.continuations + index)
+
+    def settings(self, model: Any) -> dict[str, Any]:
+        """Return all that decides a model's rows, as JSON values; weights, problems and prompts by their
+        fingerprints."""
+        data = self.data
+        settings = {
+            "weights": weights_digest(model),
+            "problems": fingerprint_of_problems(self.problems)["order"],
+            "checked": sorted({f"{problem.verifier} of {problem.extractor}" for problem in self.problems}),
+            "prompts": digest([self.prompts[problem] for problem in self.problems]),
+            "kind": self.kind,
+            "samples": data.samples,
+            "temperature": data.temperature,
+            "top_p": data.top_p,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+        }
+        if self.kind == "steps":
+            return settings | {"continuations": data.continuations, "separator": self.separator}
+        if self.kind == "pairs":
+            settings |= {"match_length": data.match_length, "cut_off": data.cut_off}
+        return settings | {"keep": data.keep}
 
 
 def collect(
@@ -21,17 +107,17 @@ def collect(
     path: Path,
     peers: Peers = ALONE,
     status: Callable[[str], None] = lambda text: None,
-) -> Counts:
-    """Write the rows of all problems, in their order, as JSON lines; returns what became of all of them.
+) -> Tally:
+    """Write the rows of all problems, in their order, as JSON lines; return the total counts.
 
-    Until the last problem is done they stand in ``PATH.part``, and the same call goes on from there, whatever ended the
-    one before: the file is then the same, byte for byte. Problems that are asked together stay together for that, so
-    that at most so many are asked again. Of several processes all sample and the first writes.
+    Until the last problem is done they are in ``PATH.part``, and the same call resumes from there, however the previous
+    one ended: the resulting file is identical, byte for byte. For that, problems asked together stay together; at most
+    that many are asked again. All processes sample, and the first writes.
 
     Raises:
-      InputError: the file is there, or was begun with other settings; nothing has been sampled then.
+      InputError: the file exists, or was begun with other settings; nothing has been sampled then.
     """
-    settings = settings_of(by, asked)
+    settings = asked.settings(by.model)
     total = len(asked.problems)
     with contextlib.ExitStack() as stack:
         book: list[Ledger] = []
@@ -41,13 +127,15 @@ def collect(
             return book[0].done, dataclasses.asdict(book[0].counts)
 
         done, found = peers.first(begin)
-        counts = Counts(**found)
+        counts = Tally(**found)
         size = asked.at_once(by.engine.slots)
         for first in range(done // size * size, total, size):
             progress = f"collecting {first}/{total} problems, {counts.rows} rows: "
             began = time.perf_counter()
             entries = ask(by, asked, first, lambda text, progress=progress: status(progress + text))
-            new = timed(entries[max(done - first, 0) :], time.perf_counter() - began)
+            entries = entries[max(done - first, 0) :]
+            share = Tally(seconds=(time.perf_counter() - began) / max(len(entries), 1))
+            new = [dataclasses.replace(entry, counts=entry.counts + share) for entry in entries]
             for ledger in book:
                 ledger.add(new)
             counts = sum((entry.counts for entry in new), counts)
@@ -56,29 +144,136 @@ def collect(
     return counts
 
 
-def timed(entries: Sequence[Entry], seconds: float) -> list[Entry]:
-    """The entries, each with its share of the seconds that all of them took."""
-    share = Counts(seconds=seconds / max(len(entries), 1))
-    return [dataclasses.replace(entry, counts=entry.counts + share) for entry in entries]
+def ask(by: Answerer, asked: Asked, first: int, status: Callable[[str], None]) -> list[Entry]:
+    """Return answers to the problems from number ``first`` on, as many as are asked together, as entries of rows and
+    counts.
 
-
-def settings_of(by: Answerer, asked: Asked) -> dict[str, Any]:
-    """All that decides the rows, as JSON values; weights, problems and prompts by their fingerprints."""
-    data = asked.data
-    settings = {
-        "weights": weights_digest(by.model),
-        "problems": fingerprint_of_problems(asked.problems)["order"],
-        "checked": sorted({f"{problem.verifier} of {problem.extractor}" for problem in asked.problems}),
-        "prompts": digest([asked.prompts[problem] for problem in asked.problems]),
-        "kind": asked.kind,
-        "samples": data.samples,
-        "temperature": data.temperature,
-        "top_p": data.top_p,
-        "max_new_tokens": asked.max_new_tokens,
-        "seed": asked.seed,
-    }
+    They depend on the weights, the settings and the engine's slots, but not on earlier problems.
+    """
+    problems = asked.problems[first : first + asked.at_once(by.engine.slots)]
+    count = asked.data.samples
+    places = list(itertools.product(range(len(problems)), range(count)))
+    requests = Requests(by.engine, asked.sampling(by.model.config.tokens.eos))
+    prompts = [asked.prompts[problems[i]] for i, _ in places]
+    seeds = [asked.answer_seed(first + i, sample) for i, sample in places]
+    requests.submit(places, prompts, seeds, **{"keep": True} if asked.kind == "steps" else {})
+    done = gather(requests, by.model, by.tokenizer, status)
+    right = by.scorer.verify([(problems[i], done[i, sample]) for i, sample in places]) >= 1
+    flat = [answer_of(by.tokenizer, c, bool(true)) for c, true in zip(done.values(), right, strict=True)]
+    answers = [flat[i * count : (i + 1) * count] for i in range(len(problems))]
+    more = [0] * len(problems)
     if asked.kind == "steps":
-        return settings | {"continuations": data.continuations, "separator": asked.separator}
-    if asked.kind == "pairs":
-        settings |= {"match_length": data.match_length, "cut_off": data.cut_off}
-    return settings | {"keep": data.keep}
+        rows, more = _labelled(by, asked, first, answers, requests, done, status)
+    elif asked.kind == "pairs":
+        rows = [pair_rows(p, a, asked.data) for p, a in zip(problems, answers, strict=True)]
+    else:
+        rows = [text_rows(p, a, asked.data.keep) for p, a in zip(problems, answers, strict=True)]
+    entries = []
+    for some, own, tokens in zip(answers, rows, more, strict=True):
+        right_ones = sum(answer.right for answer in some)
+        length = sum(answer.length for answer in some)
+        ended = sum(answer.ended for answer in some)
+        counts = Tally(1, int(right_ones > 0), len(some), right_ones, ended, len(own), length, length + tokens)
+        entries.append(Entry(own, counts))
+    return entries
+
+
+def _labelled(
+    by: Answerer,
+    asked: Asked,
+    first: int,
+    answers: Sequence[Sequence[Answer]],
+    requests: Requests,
+    completions: dict[Any, Completion],
+    status: Callable[[str], None],
+) -> tuple[list[list[Row]], list[int]]:
+    """Return the rows of steps for each problem, and the number of tokens sampled for their labels.
+
+    A step's label is the right share of k continuations of the text up to its end (arXiv 2312.08935, the soft
+    estimation of section 3.3); the last step's label is the answer's own.
+    """
+    problems = asked.problems[first:]
+    k = asked.data.continuations
+    cuts = {}  # of each answer that can be a row: its steps, and its tokens up to the end of each but the last
+    for i, some in enumerate(answers):
+        for sample in distinct(some):
+            steps = split_steps(some[sample].text, asked.separator)
+            tokens = completions[i, sample].tokens[:-1]
+            cuts[i, sample] = steps, prefix_tokens(tokens, steps, asked.separator, lambda ids: _text(by.tokenizer, ids))
+    # Two steps may end within one token: a continuation's key names the step, not where it begins.
+    begins = {(*at, step): begin for at, (_, ends) in cuts.items() for step, begin in enumerate(ends)}
+    keys = [(*at, index) for at in begins for index in range(k)]
+    requests.submit(
+        keys,
+        [asked.prompts[problems[i]] for i, *_ in keys],
+        [asked.continuation_seed(first + i, sample, begins[i, sample, step], n) for i, sample, step, n in keys],
+        begun=[first_tokens(completions[i, sample], begins[i, sample, step]) for i, sample, step, _ in keys],
+    )
+    done = gather(requests, by.model, by.tokenizer, lambda text: status(text.replace("sampling", "labelling", 1)))
+    items = [(problems[key[0]], completion) for key, completion in done.items()]
+    shares = iter(np.mean((by.scorer.verify(items) >= 1).reshape(-1, k), axis=1) if items else ())
+    rows: list[list[Row]] = [[] for _ in answers]
+    for (i, sample), (steps, ends) in cuts.items():
+        labels = [float(next(shares)) for _ in ends] + [float(answers[i][sample].right)]
+        rows[i].append(row_of(problems[i], completions=steps, labels=labels))
+    tokens = [0] * len(answers)
+    for (*at, _), completion in done.items():
+        tokens[at[0]] += len(completion.tokens) - begins[tuple(at)]
+    return rows, tokens
+
+
+def answer_of(tokenizer: Any, completion: Completion, right: bool) -> Answer:
+    """Make an answer of a verified completion; its text excludes the token that ended it, special or not."""
+    ended = completion.finish_reason == "stop"
+    text = _text(tokenizer, completion.tokens[:-1] if ended else completion.tokens)
+    return Answer(text, len(completion.tokens), ended, right)
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Decode tokens exactly, so that the text is tokenised to them again."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def collected(
+    data: Data,
+    problems: Sequence[Problem],
+    answerer: Callable[[], Answerer],
+    max_new_tokens: int,
+    seed: int,
+    directory: Path,
+    peers: Peers,
+    status: Callable[[str], None],
+) -> Data:
+    """Collect the data of a run before its first step; return it with a table in place of its ``Collected`` source, and
+    with the wording of the prompts that the model read.
+
+    Args:
+      data: to collect; its source is a ``Collected``.
+      problems: to ask.
+      answerer: makes the answerer; not called if an earlier start of the run has collected everything.
+      max_new_tokens: longest answer, the stop token included.
+      seed: decides every random number.
+      directory: the run's.
+      peers: its processes.
+      status: called with lines on the progress.
+
+    Raises:
+      InputError: no answer makes a row.
+    """
+    path = directory / COLLECTED
+    task = data.source.task
+    if not peers.first(path.exists):
+        by = answerer()
+        separator = data.separator if isinstance(data, Steps) else "\n"
+        asked = Asked(
+            Prompts(task, by.tokenizer), problems, data.source, KINDS[type(data)], max_new_tokens, seed, separator
+        )
+        counts = collect(by, asked, path, peers, status)
+        if not counts.rows:
+            peers.first(path.unlink)  # another attempt may ask otherwise
+            raise InputError(
+                f"none of {counts.answers} answers to {data.source.label} makes a row ({counts.right} are right, "
+                f"{counts.ended} came to their end): ask a better model, for more samples or longer answers"
+            )
+    words = {name: getattr(task, name) for name in ("template", "system", "suffix", "date")}
+    return dataclasses.replace(data, source=Table(str(path)), name=data.label, **words)

@@ -1,4 +1,4 @@
-"""A file of rows in the making: what is done of it survives whatever ends the process."""
+"""Files of rows in the making: finished problems survive any end of the process."""
 
 import contextlib
 import dataclasses
@@ -9,40 +9,90 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxrl_llm.collection.counts import Counts
 from jaxrl_llm.collection.rows import Row
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import HELD, InUse, new_file, open_nofollow, writable
-from jaxrl_llm.telemetry.rows import append_rows, encode_row, read_rows
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.system.json_lines import append_rows, encode_row, read_rows
+from jaxrl_llm.system.paths import HELD, InUse, new_file, open_nofollow, writable
 
 COLLECTED = "collected.jsonl"
-"""In a run's directory: what its data was collected to."""
+"""The file in a run's directory with its collected data."""
 ELSEWHERE = "give another file with --out"
 
 
 @dataclasses.dataclass(frozen=True)
+class Tally:
+    """Sums over the problems asked; those of several parts add up.
+
+    Attributes:
+      problems: asked.
+      solved: of these, with at least one right answer.
+      answers: sampled, K to each problem.
+      right: of these.
+      ended: of these, those that were not cut off.
+      rows: written.
+      length: tokens of the answers.
+      tokens: sampled, those of continuations too.
+      seconds: taken.
+    """
+
+    problems: int = 0
+    solved: int = 0
+    answers: int = 0
+    right: int = 0
+    ended: int = 0
+    rows: int = 0
+    length: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(one + more for one, more in zip(dataclasses.astuple(self), dataclasses.astuple(other))))  # noqa: B905  both are of one class
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the sums by name, with the usual shares and means."""
+        return dataclasses.asdict(self) | {
+            "pass@1": self.right / max(self.answers, 1),
+            "solved_fraction": self.solved / max(self.problems, 1),
+            "mean_length": self.length / max(self.answers, 1),
+        }
+
+    def lines(self) -> list[str]:
+        """Format the sums as lines for people."""
+        found = self.numbers()
+        return [
+            f"  {'pass@1':<12}{100 * found['pass@1']:6.1f} %  {self.right:,} of {self.answers:,} answers are right, "
+            f"{self.ended:,} came to their end",
+            f"  {'solved':<12}{100 * found['solved_fraction']:6.1f} %  {self.solved:,} of {self.problems:,} problems "
+            "have a right answer",
+            f"  {'length':<12}{found['mean_length']:6.1f} tokens",
+            f"  {'sampled':<12}{self.tokens:,} tokens in {self.seconds:,.1f} s",
+            f"  {'rows':<12}{self.rows:,}",
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
-    """One problem that is done.
+    """One finished problem.
 
     Attributes:
       rows: that it gave, perhaps none.
-      counts: what became of it.
+      counts: its share of the sums.
     """
 
     rows: Sequence[Row]
-    counts: Counts
+    counts: Tally
 
 
 def part_of(path: Path) -> Path:
-    """Where the problems that are done stand, a line each after one with the settings, until all of them are."""
+    """Return the file of the finished problems while others remain: one line each, after a line with the settings."""
     return path.with_name(f"{path.name}.part")
 
 
 def check_free(path: Path) -> None:
-    """Refuses a file that is there, unless it was being put in its place when an earlier attempt ended.
+    """Refuse an existing file, unless an earlier attempt ended while it was put in its place.
 
     Raises:
-      InputError: it is.
+      InputError: the file exists.
     """
     if path.exists() and not part_of(path).exists():
         raise InputError(f"{path} is there already: {ELSEWHERE}, or remove it first")
@@ -52,24 +102,24 @@ class Ledger:
     """Owner of a file in the making.
 
     Attributes:
-      done: problems that are in it.
+      done: the number of finished problems.
       counts: of these.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, done: int, counts: Counts):
+    def __init__(self, path: Path, file: BinaryIO, done: int, counts: Tally):
         self.done = done
         self.counts = counts
         self._path = path
         self._file = file
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """The next problems; they are on the disk when this returns."""
+        """Append the next problems; they are on the disk when this returns."""
         append_rows(self._file, [{"rows": e.rows, "counts": dataclasses.asdict(e.counts)} for e in entries])
         self.done += len(entries)
         self.counts = sum((entry.counts for entry in entries), self.counts)
 
     def finish(self) -> None:
-        """All problems are done: the rows become the file, in one move."""
+        """Write the final file, atomically, after all problems are done."""
         with new_file(self._path) as whole, open(whole, "wb") as file:
             for line in read_rows(part_of(self._path)):
                 file.write(b"".join(encode_row(row) for row in line.get("rows", ())))
@@ -80,15 +130,14 @@ class Ledger:
 
 @contextlib.contextmanager
 def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
-    """The ledger of a file, begun or gone on with, and held for this process alone.
+    """Open the ledger of a file, new or to resume, locked for this process.
 
     Args:
-      path: of the file of rows, which is not there before all problems are done.
+      path: of the file of rows, which does not exist before all problems are done.
       settings: all that decides its rows, as JSON values.
 
     Raises:
-      InputError: the file is there, it was begun with other settings, another process is at it, or it cannot be
-        written.
+      InputError: the file exists, was begun with other settings, is locked by another process, or cannot be written.
     """
     check_free(path)
     part = part_of(path)
@@ -96,43 +145,27 @@ def opened(path: Path, settings: dict[str, Any]) -> Generator[Ledger]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_nofollow(part)
     with file:
-        _hold(file, part)
-        os.truncate(part, _whole_lines(part))
+        try:  # the kernel lets go of it when this process ends
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                raise InUse(f"{part} is being written by another process: wait until it ends, or {ELSEWHERE}") from None
+        with open(part, "rb") as written:  # what comes after the last line that has an end was being written
+            size = sum(len(line) for line in written if line.endswith(b"\n"))
+        os.truncate(part, size)
         lines = read_rows(part)
         before = next(lines, None)
         if before is None:
             append_rows(file, [{"settings": settings}])
+        elif not isinstance(begun := before.get("settings"), dict):
+            raise InputError(f"{part} is no file of a collection: {ELSEWHERE}, or remove it first")
         else:
-            _refuse_other(before.get("settings"), settings, part)
-        counts = [Counts(**line["counts"]) for line in lines]
-        yield Ledger(path, file, len(counts), sum(counts, Counts()))
-
-
-def _hold(file: BinaryIO, part: Path) -> None:
-    """Refuse a file that another process writes; the kernel lets go of it when that process ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in HELD:
-            raise InUse(f"{part} is being written by another process: wait until it ends, or {ELSEWHERE}") from None
-
-
-def _whole_lines(part: Path) -> int:
-    """Bytes up to the end of the last line that has one: what comes after it was being written."""
-    size = 0
-    with open(part, "rb") as file:
-        for line in file:
-            size += len(line) if line.endswith(b"\n") else 0
-    return size
-
-
-def _refuse_other(before: Any, now: dict[str, Any], part: Path) -> None:
-    if not isinstance(before, dict):
-        raise InputError(f"{part} is no file of a collection: {ELSEWHERE}, or remove it first")
-    now = json.loads(json.dumps(now))
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if names:
-        shown = "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in names[:3])
-        raise InputError(
-            f"{part} was begun with other settings ({shown}): take the old ones, {ELSEWHERE}, or remove it first"
-        )
+            now = json.loads(json.dumps(settings))
+            names = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
+            shown = "; ".join(f"{name}: {begun.get(name)} -> {now.get(name)}" for name in names[:3])
+            require(
+                not names,
+                f"{part} was begun with other settings ({shown}): take the old ones, {ELSEWHERE}, or remove it first",
+            )
+        counts = [Tally(**line["counts"]) for line in lines]
+        yield Ledger(path, file, len(counts), sum(counts, Tally()))

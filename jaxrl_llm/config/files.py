@@ -1,4 +1,4 @@
-"""Configurations by name: one Python file for each run."""
+"""Configurations by name: one Python file per run."""
 
 import dataclasses
 import difflib
@@ -6,21 +6,19 @@ import importlib
 import os
 from pathlib import Path
 
-from jaxrl_llm.checkpoint import steps_in
-from jaxrl_llm.config.code import execute
-from jaxrl_llm.config.field_types import check_types
-from jaxrl_llm.config.kinds import KINDS
-from jaxrl_llm.config.origin import Origin, Start, located, split_step
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed
+from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.config.checks import KINDS, check_types
+from jaxrl_llm.config.origin import Origin, Start, execute, located, split_step
 from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.saved import is_run, read, whole
-from jaxrl_llm.config.validation import require
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.snapshots import CHECKPOINTS, kept, listed
 
 
 def config_folder() -> Path:
-    """Where the shipped configurations lie: beside the package in a source tree, inside it where it is installed."""
+    """Return the folder of the shipped configurations: next to the package in a source tree, inside it once
+    installed."""
     tree = Path(__file__).resolve().parents[2]
     if (tree / "pyproject.toml").is_file() and (tree / "configs").is_dir():
         return tree / "configs"
@@ -28,19 +26,19 @@ def config_folder() -> Path:
 
 
 def config_names() -> list[str]:
-    """Names of the shipped configurations."""
+    """Return the names of the shipped configurations, sorted."""
     return sorted(p.stem for p in config_folder().glob("*.py") if p.stem != "__init__")
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A configuration and where it came from.
+    """A configuration and its origin.
 
     Attributes:
-      name: of the file or the run's directory: what a new run is called.
+      name: of the file or the run's directory; the name of a new run.
       run: its value.
       origin: its file, and the folder in which relative paths start.
-      directory: of the run that it is, where it is one's config.json.
+      directory: of the run, if it is loaded from a run's config.json.
     """
 
     name: str
@@ -50,22 +48,23 @@ class Found:
 
     @property
     def located(self) -> Configuration:
-        """The run with its data and model where they are found from here."""
+        """The run with the paths of its data and models resolved from the current folder."""
         return located(self.run, self.origin, self.directory)
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
-    """Name and value of a configuration: a Python file that sets ``config``, a shipped name, or a run's directory."""
+    """Load a configuration, as (name, value): a Python file that sets ``config``, a shipped name, or a run's
+    directory."""
     found = find_config(name)
     return found.name, found.run
 
 
 def find_config(name: str) -> Found:
-    """As ``load_config``, with where it came from. A run's directory, or the config.json in it, means that run, which
-    lies there.
+    """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's directory, or the
+    config.json in it, gives that run, with its ``run_dir`` there.
 
     Raises:
-      InputError: there is none, or it cannot be read; the line says what to do.
+      InputError: it is missing or unreadable; the line names the remedy.
     """
     path = Path(name)
     if path.suffix == ".json":
@@ -93,10 +92,10 @@ def find_config(name: str) -> Found:
 
 
 def find_start(name: str) -> Start:
-    """The checkpoint or snapshot that ``RUN@STEP`` names; the newest checkpoint of ``RUN``.
+    """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
 
     Raises:
-      InputError: there is no such run, or it keeps no such step.
+      InputError: the run does not exist, or does not keep this step.
     """
     directory, step = split_step(name)
     path = directory / "config.json"
@@ -126,10 +125,10 @@ def _saved(path: Path) -> Found:
 
 
 def with_recipe(run: Configuration, name: str) -> Run:
-    """The run with another method; ``prorl`` is its first version.
+    """Return the run with another recipe; ``prorl`` is short for ``prorl_v1``.
 
     Raises:
-      InputError: no such method, or a kind of run that has none.
+      InputError: unknown recipe, or a kind of run without recipes.
     """
     require(
         isinstance(run, Run),

@@ -1,11 +1,22 @@
-"""Several tasks in one run, each with its share of the prompts, its rewards and its token limit."""
+"""The tasks of a run: one, or several with their shares of the prompts, rewards and token limits."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rewards.bounds import REJECTED, TaskReward, Threshold, base_of
 from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.shaping import Reward
-from jaxrl_llm.tasks.task import Task
+from jaxrl_llm.rewards.group_shaping import RelativeLength
+from jaxrl_llm.rewards.models import OF_STEPS
+from jaxrl_llm.rewards.shaping import REFUSED, REFUSES_FROM, Accuracy, Reward, SoftOverlong
+from jaxrl_llm.system.setting import Setting
+from jaxrl_llm.tasks.task import UNANSWERED, Task
+from jaxrl_llm.types import MEAN_OF_TASKS
+
+JUDGED = "judged"
+"""The name of the scores that the judge of evaluations gives to answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +24,7 @@ class Part:
     """One task of a mixture.
 
     Attributes:
-      task: its source, template, extractor and verifier are its own.
+      task: with its own source, template, extractor and verifier.
       weight: its share of the prompts, among the weights of all parts.
       rewards: of its completions; None for ``scoring.rewards``.
       max_new_tokens: longest completion, the stop token included; None for ``rollout.max_new_tokens``, which is the
@@ -32,8 +43,8 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Tasks that are trained on together.
+class Mixture(Setting):
+    """Several tasks that a run trains on together.
 
     After each prompt every part has had its share of all prompts asked so far, to less than one prompt; which of a
     part's problems is asked is up to that part alone, whatever the others are.
@@ -51,29 +62,205 @@ class Mixture:
         parts = tuple(part if isinstance(part, Part) else Part(part) for part in given)
         object.__setattr__(self, "parts", parts)
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse tasks with equal names, and parts that cannot work."""
+        field = where.removesuffix(".")
+        require(bool(self.parts), f"{field}.parts is empty: give at least one Part(Task(...))")
+        names = [part.task.label for part in self.parts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise InputError(f"{field} has two tasks called {twice[0]!r}: give one of them another name (Task.name)")
+        require(
+            len(names) == 1 or MEAN_OF_TASKS not in names,
+            f"{field} has a task called {MEAN_OF_TASKS!r}, as the means over tasks are "
+            f"(eval/{MEAN_OF_TASKS}/...): give it another name (Task.name)",
+        )
+        for number, part in enumerate(self.parts):
+            require(
+                isinstance(part.weight, (int, float)) and 0 < part.weight < math.inf,
+                f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out",
+            )
+            require(
+                part.rewards != (),
+                f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's",
+            )
+        limit, most = run.longest_answer
+        for name, longest in limits_of(self.parts, most).items():
+            require(
+                1 <= longest <= most,
+                f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to {limit} {most}",
+            )
+        if where == "task.":
+            self._check_rewards(run)
+
+    def _check_rewards(self, run: Any) -> None:
+        """Refuse tasks with different rewards where the estimator, or a reward of steps, needs the same ones for
+        all."""
+        if all(rewards_of(run, part) == rewards_of(run, self.parts[0]) for part in self.parts):
+            return
+        estimator = run.recipe.algorithm.advantage
+        require(
+            not estimator.several,
+            f"{type(estimator).__name__} weighs each reward, and the tasks have different ones: give all parts the "
+            "same rewards, or take another estimator",
+        )
+        for reward in of_steps(given_rewards(run)):
+            raise InputError(
+                f"reward {reward.name} values steps, and the tasks have different rewards: give all parts the same ones"
+            )
+
     @property
     def label(self) -> str:
-        """Names it for people; metrics name its tasks."""
+        """The mixture's name for people; metrics name its tasks."""
         return self.name
 
 
 def parts_of_task(task: Task | Mixture | None) -> tuple[Part, ...]:
-    """What a task is made of: itself alone, or the parts of a mixture; nothing of none."""
+    """Return the parts of a task: itself alone, the parts of a mixture, or () for None."""
     if task is None:
         return ()
     return task.parts if isinstance(task, Mixture) else (Part(task),)
 
 
 def tasks_in(*given: Task | Mixture | None) -> list[Task]:
-    """All single tasks of these."""
+    """Return all single tasks of the given tasks and mixtures."""
     return [part.task for task in given for part in parts_of_task(task)]
 
 
 def limits_of(parts: Sequence[Part], most: int) -> dict[str, int]:
-    """The longest completion of each task in tokens, by its label; ``most`` where a part does not say it."""
+    """Return the longest completion of each task in tokens, by its label; ``most`` where a part sets no limit."""
     return {part.task.label: most if part.max_new_tokens is None else part.max_new_tokens for part in parts}
 
 
 def holds_out(task: Task | Mixture) -> bool:
-    """Whether any problem is held out."""
+    """Whether the task, or any task of the mixture, holds out problems."""
     return any(one.holdout for one in tasks_in(task))
+
+
+def rewards_of(run: Any, part: Part) -> tuple[Reward, ...]:
+    """Return the rewards of a task's completions."""
+    return run.scoring.rewards if part.rewards is None else part.rewards
+
+
+def given_rewards(run: Any) -> list[Reward]:
+    """Return the rewards of all tasks; one that several tasks share counts once."""
+    found: list[Reward] = []
+    for part in parts_of_task(run.task):
+        known = list(found)
+        for reward in rewards_of(run, part):
+            if reward in known:
+                known.remove(reward)
+            else:
+                found.append(reward)
+    return found
+
+
+def has_accuracy(rewards: Sequence[Reward]) -> bool:
+    """Whether the verifier's ``Accuracy`` is among the rewards."""
+    return any(isinstance(base_of(reward), Accuracy) for reward in rewards)
+
+
+def overlong_weight(run: Any) -> float:
+    """Return the recipe's punishment of a completion that reaches the end of the token budget; 0 for no punishment.
+
+    By default it is half of the distance between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of
+    the 2 between +1 and -1. Without an ``Accuracy`` that distance is unknown, and it is 0. In a mixture of tasks
+    with rewards of their own, ``scoring.rewards`` decides it.
+    """
+    recipe = run.recipe
+    if not recipe.overlong_share:
+        return 0.0
+    if recipe.overlong_weight is not None:
+        return recipe.overlong_weight
+    return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)
+
+
+def rewards(run: Any) -> tuple[Reward | TaskReward, ...]:
+    """Return the configured rewards and the recipe's punishment of completions near the length limit of their task.
+
+    A reward of only some tasks of a mixture is wrapped in ``TaskReward``.
+    """
+    parts = parts_of_task(run.task)
+    limits = limits_of(parts, run.rollout.max_new_tokens)
+    weight = overlong_weight(run)
+    found: list[tuple[Reward, list[str]]] = []
+    for part in parts:
+        label = part.task.label
+        longest = limits[label]
+        cache = round(run.recipe.overlong_share * longest)
+        punished = (SoftOverlong(longest, cache, weight),) if cache and weight else ()
+        for reward in rewards_of(run, part) + punished:
+            same = [having for one, having in found if one == reward and label not in having]
+            if same:
+                same[0].append(label)
+            else:
+                found.append((reward, [label]))
+    every = len(parts)
+    return tuple(reward if len(having) == every else TaskReward(reward, tuple(having)) for reward, having in found)
+
+
+def watched(run: Any) -> dict[str, Any]:
+    """Return the measures scored in addition to the rewards, by part name: costs of constraints, the gate, refusals."""
+    scoring = run.scoring
+    costs = {constraint.part: constraint.cost for constraint in scoring.constraints}
+    gate = {} if scoring.gate is None else {REJECTED: scoring.gate}
+    return costs | gate | refusals(run)
+
+
+def refusals(run: Any) -> dict[str, Any]:
+    """Return the detector of refusals by its part name; {} if the run does not measure refusals."""
+    given = run.scoring.refusals
+    return {} if given is None else {REFUSED: Threshold(given, REFUSES_FROM)}
+
+
+def asked(run: Any) -> dict[str, Any]:
+    """Return the measures scored in evaluations only, by part name: the judge's score of each answer."""
+    return {} if run.evaluation.judge is None else {JUDGED: run.evaluation.judge}
+
+
+def bases(run: Any) -> list[Any]:
+    """Return everything that the run scores, with bounds removed."""
+    return [base_of(reward) for reward in (*given_rewards(run), *watched(run).values(), *asked(run).values())]
+
+
+def of_steps(rewards: Sequence[Reward]) -> list[Any]:
+    """Return the rewards that score steps."""
+    return [reward for reward in rewards if isinstance(reward, OF_STEPS)]
+
+
+def verifies(run: Any, part: Part | None = None) -> bool:
+    """Whether a score of the run, or of one task (``part``), compares answers with references."""
+    if part is not None and part.rewards is not None:
+        beside = (*watched(run).values(), *asked(run).values())
+        return any(isinstance(base_of(reward), Accuracy) for reward in (*part.rewards, *beside))
+    return any(isinstance(base, Accuracy) for base in bases(run))
+
+
+def check_answers(run: Any) -> None:
+    """Refuse a task that declares no reference answers while a reward or shaping reads correctness, before it is
+    loaded.
+
+    Raises:
+      InputError: names the task's field, what reads the answers, and the remedy.
+    """
+    for name, task in (("task", run.task), ("evaluation.task", run.evaluation.task)):
+        for number, part in enumerate(parts_of_task(task)):
+            field = f"{name}.parts[{number}].task" if isinstance(task, Mixture) else name
+            if part.task.verifier == "none":
+                refuse_readers(run, part, f"{field}.verifier none")
+            elif part.task.verifier not in UNANSWERED and getattr(part.task.source, "answer_field", "") is None:
+                refuse_readers(run, part, f"{field}.source.answer_field None")
+
+
+def refuse_readers(run: Any, part: Part, cause: str) -> None:
+    """Refuse a run that reads correctness although no answer can be checked, for this ``cause``."""
+    if verifies(run, part):
+        raise InputError(
+            f"{cause} leaves the reward Accuracy nothing to compare: give the task its answers and a verifier, or take "
+            "Accuracy() out of scoring.rewards"
+        )
+    if any(isinstance(shape, RelativeLength) for shape in run.recipe.shaping):
+        raise InputError(
+            f"{cause}, but recipe.shaping RelativeLength rewards short answers that are right: give the task its "
+            "answers and a verifier, or take it out"
+        )

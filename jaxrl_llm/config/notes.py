@@ -1,4 +1,4 @@
-"""What of a run's settings does nothing, or something else than one might think; and the remedy.
+"""Notes on settings of a run that have no effect, or another one than expected, with the remedy.
 
 Said when the run begins.
 """
@@ -6,33 +6,42 @@ Said when the run begins.
 import math
 
 from jaxrl_llm.algorithms.advantages import ProcessSupervised
-from jaxrl_llm.config.mixture import parts_of_task
-from jaxrl_llm.config.run import Run, given_rewards, has_accuracy, overlong_weight, resolved, rewards_of
-from jaxrl_llm.config.scored import of_steps
+from jaxrl_llm.config.checks import resolved
+from jaxrl_llm.config.mixture import (
+    given_rewards,
+    has_accuracy,
+    of_steps,
+    overlong_weight,
+    parts_of_task,
+    rewards_of,
+)
+from jaxrl_llm.config.run import Run
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.models import OF_STEPS
+from jaxrl_llm.system.setting import settings_in
 
 MANY_SNAPSHOTS = 20
 LEAST_COMPLETIONS = 128
-"""Of an update, in the papers' own runs."""
+"""The fewest completions per update in the papers' own runs."""
 USUAL_MINIBATCHES = 4
-"""What would act where a paper does not say how many updates it makes of a batch."""
+"""The suggested number of minibatches where a paper does not publish its updates per batch."""
 
 
 def notes(run: Run) -> list[str]:
-    """Everything to be said of a run before it begins, one line each."""
+    """Return all notes on a run to print before it begins, one line each."""
     run = resolved(run)
-    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *_critic(run)]
+    own = [line for setting, _ in settings_in(run) for line in setting.notes(run)]
+    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *own, *_last_values(run)]
 
 
 def inert(run: Run) -> list[str]:
-    """Which pieces of the recipe cannot act under the run's settings, and the flag under which they would."""
+    """List the pieces of the recipe that cannot act under the run's settings, and the flag under which they would."""
     run = resolved(run)
     return [*_at_ratio_one(run), *_without_gap(run), *_too_late(run)]
 
 
 def _at_ratio_one(run: Run) -> list[str]:
-    """What waits for the policy to differ from the one that it is compared with.
+    """List the pieces that only act once the live policy differs from the policy that it is compared with.
 
     In a batch of one update the live policy is the old one, token for token, and, unless sampling runs ahead, the one
     that sampled. Tokens of earlier steps are compared with the policy of their own time.
@@ -62,20 +71,20 @@ def _at_ratio_one(run: Run) -> list[str]:
 
 
 def _learns_earlier(run: Run) -> bool:
-    """Whether a batch may hold tokens that an earlier policy than its own sampled: surplus, parts of
-    completions, or stored successes."""
+    """Whether a batch may hold tokens sampled by an earlier policy than its own: surplus groups, parts of completions,
+    or stored successes."""
     collect = run.rollout.collect
     leaves = bool(run.recipe.filter_groups or collect.token_budget or collect.interrupt or collect.replay)
     return collect.learn_earlier and leaves
 
 
 def _more_updates(run: Run) -> str:
-    """The flag that makes several updates of a batch."""
+    """Return the flag that makes several updates per batch."""
     return "--learner.epochs 2" if run.rollout.prompts == 1 else f"--learner.minibatches {_minibatches(run)}"
 
 
 def _minibatches(run: Run) -> int:
-    """The paper's count if minibatches of two groups remain."""
+    """Return the paper's number of updates, limited so that each minibatch has at least two groups; at least 2."""
     paper = run.recipe.paper
     wanted = paper.count if paper is not None and paper.count > 1 else USUAL_MINIBATCHES
     return max(2, min(wanted, run.rollout.prompts // 2))
@@ -90,7 +99,7 @@ def _in_the_paper(run: Run) -> str:
 
 
 def _few(run: Run) -> str:
-    """Where each of several updates would be of fewer completions than any paper's: that they are no advice."""
+    """Return a warning if several updates would have fewer completions each than any paper's; else an empty string."""
     size = run.rollout.prompts * run.rollout.group
     if run.rollout.prompts == 1 or size // _minibatches(run) >= LEAST_COMPLETIONS:
         return ""
@@ -98,7 +107,7 @@ def _few(run: Run) -> str:
 
 
 def _without_gap(run: Run) -> list[str]:
-    """A correction for what the sampler did differently, where it is the learner's own model and policy.
+    """Note a correction of the gap between sampler and learner where they are the same model and policy.
 
     A loss without a ratio leaves tokens of earlier steps to its correction.
     """
@@ -114,7 +123,7 @@ def _without_gap(run: Run) -> list[str]:
 
 
 def _too_late(run: Run) -> list[str]:
-    """What begins after the run has ended."""
+    """Note the pieces that would begin only after the run has ended."""
     recipe = run.recipe
     updates = run.steps * run.learner.updates
     lines = [
@@ -140,7 +149,7 @@ def _too_late(run: Run) -> list[str]:
 
 
 def _short_memory(run: Run) -> list[str]:
-    """An optimiser that begins anew before its first moment has averaged over as many gradients as it can."""
+    """Note an optimiser that is reset before its first moment averages over as many gradients as it can."""
     every = run.recipe.resets.optimiser_every
     optimiser = run.learner.optimiser
     learner = run.learner
@@ -161,7 +170,7 @@ def _short_memory(run: Run) -> list[str]:
 
 
 def _rewards(run: Run) -> list[str]:
-    """Punishments that punish nothing, and filters that read something else than they are known for."""
+    """Note punishments without effect, and group filters that read the reward for lack of ``Accuracy``."""
     recipe = run.recipe
     lines = []
     parts = parts_of_task(run.task)
@@ -184,7 +193,7 @@ def _rewards(run: Run) -> list[str]:
 
 
 def _steps(run: Run) -> list[str]:
-    """Rewards of steps, or of outcomes, that the estimator does not read."""
+    """Note rewards, of steps or of outcomes, that the estimator does not read."""
     rewards = given_rewards(run)
     steps = of_steps(rewards)
     estimator = run.recipe.algorithm.advantage
@@ -207,16 +216,11 @@ def _steps(run: Run) -> list[str]:
     return lines
 
 
-def _critic(run: Run) -> list[str]:
-    """When the policy waits for its critic, and completions whose last value goes unread."""
-    recipe = run.recipe
-    lines = []
-    if recipe.critic is not None and 0 < recipe.critic.warmup < run.steps:
-        steps = "step" if recipe.critic.warmup == 1 else f"{recipe.critic.warmup} steps"
-        lines.append(f"the critic learns alone in the first {steps} (recipe.critic.warmup)")
-    if recipe.drop_truncated and "bootstrap" in recipe.algorithm.advantage.needs:
-        lines.append(
-            "completions that are cut off are left out of the loss: the value of the state after them is never read; "
-            "--recipe.no-drop_truncated"
-        )
-    return lines
+def _last_values(run: Run) -> list[str]:
+    """Note bootstrap values that are never read, since truncated completions are left out of the loss."""
+    if not run.recipe.drop_truncated or "bootstrap" not in run.recipe.algorithm.advantage.needs:
+        return []
+    return [
+        "completions that are cut off are left out of the loss: the value of the state after them is never read; "
+        "--recipe.no-drop_truncated"
+    ]

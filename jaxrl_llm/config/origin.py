@@ -1,24 +1,34 @@
-"""Where a run came from: what config.json records beside the settings, so that all is found again from elsewhere."""
+"""The origin of a run: recorded in config.json next to the settings, so that its files are found from anywhere.
+
+A person's own Python modules next to a configuration stay importable for the life of the process, and config.json
+names them. Reading a run executes none of them unless the run has values of their classes. Then the files that
+config.json records are executed, as the configuration itself was: treat a run from a stranger as a program.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config.parts import parts_of, with_parts
-from jaxrl_llm.folders import local
+from jaxrl_llm.config.legacy import current
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Critic
-from jaxrl_llm.rewards.models import ModelReward, StepReward
-from jaxrl_llm.tasks.curriculum import Curriculum
-from jaxrl_llm.tasks.sources import HubDataset, Table
+from jaxrl_llm.system.paths import local
+from jaxrl_llm.system.setting import MODEL, OURS, PATH, Mark, annotations, parts_of, with_parts
 
 SAVED_RUNS = "runs"
-"""A run lies in ``runs/NAME`` below the folder where it began, unless it is told otherwise."""
+"""The folder of runs: ``runs/NAME`` below the folder where the run began, unless ``run_dir`` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a run's first weights are, where they are not the model's: those of another run.
+    """The step of another run that gives a run its first weights.
 
     Attributes:
       run: its directory.
@@ -31,12 +41,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """Which weights a model that a run reads has from the run's beginning to its end.
+    """The fixed version of a model that a run reads, the same from its first start to its end.
 
     Attributes:
       step: of the checkpoint or snapshot of a run; None for other models.
-      weights: their fingerprints, by the dtype in which they were read; of a run's step that of its files, under
-        ``files``. Empty where nothing is known of them.
+      weights: their fingerprints, by the dtype in which they were read; for a run's step that of its files, under
+        ``files``. Empty if unknown.
     """
 
     step: int | None = None
@@ -45,15 +55,16 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a run's settings came from.
+    """The origin of a run's settings.
 
     Attributes:
       folder: where the run began; relative paths of data and models start there.
       config: the configuration's file; None for a run that was made in Python.
-      modules: files of the modules beside the configuration that the run's own classes are defined in, by name.
-      start: whose weights it began with; None for those of the model.
-      models: the pins of the models that it reads, by the names that its settings give them; None where it has none
+      modules: files of the modules next to the configuration that define the run's own classes, by name.
+      start: the step of another run with its first weights; None for those of the model.
+      models: the pins of the models that it reads, by their names in its settings; None where it has no pins
         yet, and in runs of earlier versions.
+      changed: recorded changes of settings (``RECORDED_CHANGES``), each with the step after which it was made.
     """
 
     folder: str
@@ -61,22 +72,25 @@ class Origin:
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     start: Start | None = None
     models: Mapping[str, Pin] | None = None
+    changed: Sequence[tuple[int, Sequence[str]]] = ()
 
     def places(self) -> list[Path]:
-        """Where its modules lie: the configuration's folder, then that where it began; as far as they are there."""
+        """Return the existing folders of its modules: the configuration's, then the one where the run began."""
         beside = [] if self.config is None else [Path(self.config).parent]
         return [folder for folder in (*beside, Path(self.folder)) if folder.is_dir()]
 
     def to_json(self) -> dict[str, Any]:
-        """What config.json has beside the settings: ``origin``, and ``from`` where it began with another's weights."""
+        """Return the entries of config.json: ``origin``, and ``from`` if the run began with the weights of another."""
         origin: dict[str, Any] = {"folder": self.folder, "config": self.config, "modules": dict(self.modules)}
         if self.models is not None:
             origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
+        if self.changed:
+            origin["changed"] = [list(one) for one in self.changed]
         return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
 
 
 def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
-    """The inverse of ``to_json``, of a config.json in ``directory``; older ones do not say it, and are guessed at."""
+    """Return the origin that a config.json in ``directory`` records; for older files without one, guess it."""
     start = Start(**data["from"]) if "from" in data else None
     if "origin" in data:
         models = data["origin"].get("models")
@@ -86,20 +100,11 @@ def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:
     return Origin(str(usual.parent if usual.name == SAVED_RUNS else Path.cwd()), start=start)
 
 
-MODELS: tuple[tuple[type, str], ...] = ((Critic, "model"), (ModelReward, "path"), (StepReward, "path"))
-"""Fields that name a model, or several; so does every configuration's ``model``."""
-PLACES: tuple[tuple[type, str], ...] = (
-    (Table, "path"),
-    (HubDataset, "name"),
-    *MODELS,
-    (Curriculum, "statistics"),
-)
-"""Fields that name a file or a folder, or several."""
 OF_CRITIC = "recipe.critic.model"
 
 
 def split_step(name: str) -> tuple[Path, int | None]:
-    """``RUN@STEP`` as a directory and a number; without one, or where a folder has just this name, None.
+    """Split ``RUN@STEP`` into a directory and a step; the step is None without one, or if a folder has this exact name.
 
     Raises:
       InputError: it is an address.
@@ -109,37 +114,42 @@ def split_step(name: str) -> tuple[Path, int | None]:
 
 
 def without_step(name: str) -> str:
-    """``RUN`` for ``RUN@STEP``; any other name as it is."""
+    """Return ``RUN`` for ``RUN@STEP``, and any other name unchanged."""
     directory, step = split_step(name)
     return name if step is None else str(directory)
 
 
 def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
-    """The run with relative paths of data and models that are not found from the current folder written out.
+    """Return the run with relative paths of data and models expanded if they are not found from the current folder.
 
-    They are looked for in the folder where the run began, beside its configuration, above ``runs/`` where the run's
-    ``directory`` lies now, and in the current folder; the first that exists is taken.
+    They are looked for in the folder where the run began, next to its configuration, above ``runs/`` where the run's
+    ``directory`` is now, and in the current folder; the first that exists is taken.
     """
-    return _renamed(run, PLACES, lambda name: place_of(name, origin, directory))
+    return _renamed(run, (PATH, MODEL), lambda name: place_of(name, origin, directory))
 
 
-def _renamed(run: Any, fields: tuple[tuple[type, str], ...], rename: Callable[[str], str]) -> Any:
-    """The run with other names in these fields, and in its ``model``."""
+def _named(part: Any, marks: Sequence[Mark]) -> list[str]:
+    """Return the fields of a settings dataclass that have one of these marks."""
+    found = annotations(type(part)) if dataclasses.is_dataclass(part) else {}
+    return [name for name, (_, its) in found.items() if not set(marks).isdisjoint(its)]
+
+
+def _renamed(run: Any, marks: Sequence[Mark], rename: Callable[[str], str]) -> Any:
+    """Return the run with ``rename`` applied to the fields that have one of these marks."""
 
     def renamed(part: Any) -> Any:
-        for kind, field in fields:
-            if isinstance(part, kind):
-                named = getattr(part, field)
-                several = isinstance(named, (tuple, list))
-                new = tuple(rename(one) for one in named) if several else None if named is None else rename(named)
-                return dataclasses.replace(part, **{field: new})
-        return part
+        new = {}
+        for field in _named(part, marks):
+            named = getattr(part, field)
+            several = isinstance(named, (tuple, list))
+            new[field] = tuple(rename(one) for one in named) if several else None if named is None else rename(named)
+        return dataclasses.replace(part, **new) if new else part
 
-    return dataclasses.replace(with_parts(run, renamed), model=rename(run.model))
+    return with_parts(run, renamed)
 
 
 def place_of(text: str, origin: Origin, directory: Path | None) -> str:
-    """Where a relative path lies, as ``located`` writes it."""
+    """Resolve a relative path by the rules of ``located``; return it unchanged if no folder has it."""
     if Path(text).is_absolute() or not text:
         return text
     folders = [Path(origin.folder), *origin.places()]
@@ -152,21 +162,174 @@ def place_of(text: str, origin: Origin, directory: Path | None) -> str:
 
 
 def models_of(run: Any) -> Iterator[tuple[str, str]]:
-    """Each name that the settings give a model that the run reads, and the field or reward that names it."""
+    """Yield each model name in the settings, with the field or reward that names it."""
     yield run.model, "model"
     for part in parts_of(run):
-        for kind, field in MODELS:
-            if isinstance(part, kind):
-                named = getattr(part, field) or ()
-                label = OF_CRITIC if isinstance(part, Critic) else f"reward {part.name}"
-                yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
+        for field in _named(part, (MODEL,)) if part is not run else ():
+            named = getattr(part, field) or ()
+            label = OF_CRITIC if isinstance(part, Critic) else f"reward {part.name}"
+            yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
 
 
 def pinned(run: Any, origin: Origin) -> Any:
-    """The run with ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step."""
+    """Return the run with ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step."""
 
     def at_step(name: str) -> str:
         pin = (origin.models or {}).get(name, Pin())
         return name if pin.step is None or split_step(name)[1] is not None else f"{name}@{pin.step}"
 
-    return _renamed(run, MODELS, at_step)
+    return _renamed(run, (MODEL,), at_step)
+
+
+PREFIX = f"{OURS}_config_"
+"""The prefix of the module name of a configuration's file."""
+FOLDERS: list[str] = []
+"""Configurations' folders on ``sys.path``, the newest first; global to the process, as ``sys.path`` is."""
+
+
+def execute(path: Path) -> ModuleType:
+    """Execute a configuration's file; it can import the modules next to it.
+
+    Raises:
+      InputError: whatever it raises, with file and line.
+    """
+    folder = path.absolute().parent
+    make_findable(folder)
+    name = f"{PREFIX}{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a person's file raises
+        del sys.modules[name]
+        if isinstance(error, InputError):
+            raise
+        where = _where(error, folder) or path
+        raise InputError(f"{where}: {type(error).__name__}: {error}; correct the configuration") from error
+    return module
+
+
+def _where(error: Exception, folder: Path) -> str:
+    """Return the file and line of an error: the last frame in the configuration's folder, or an empty string."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).absolute().parent == folder]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def make_findable(folder: Path) -> None:
+    """Make the modules in a configuration's folder importable by name, in this process and in those started later.
+
+    Installed modules are found first; the folders of earlier configurations come after this one.
+    """
+    here = str(folder)
+    earlier = [place for place in FOLDERS if place != here]
+    _forget(earlier, folder)
+    before = next((index for index, place in enumerate(sys.path) if place in earlier), len(sys.path))
+    if here not in sys.path[:before]:
+        sys.path[:] = [*sys.path[:before], here, *(place for place in sys.path[before:] if place != here)]
+    FOLDERS[:] = [here, *earlier]
+    importlib.invalidate_caches()
+
+
+def _forget(earlier: list[str], folder: Path) -> None:
+    """Unload modules of the folders ``earlier`` that share a name with a module in ``folder``."""
+    if not earlier:
+        return
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    stale = {name for name in names if name in sys.modules and str(_home(sys.modules[name])) in earlier}
+    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
+        del sys.modules[name]
+
+
+def _home(module: ModuleType) -> Path | None:
+    """Return the folder from which a module is imported by its name; None for a module without a file."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return None
+    depth = module.__name__.count(".") + (Path(file).name == "__init__.py")
+    return Path(file).absolute().parents[depth]
+
+
+def own_modules(value: Any) -> dict[str, str]:
+    """Return the files of modules outside this package that define classes of the values in ``value``, by module
+    name."""
+    kinds = {type(part) for part in parts_of(value) if dataclasses.is_dataclass(part)}
+    names = {kind.__module__ for kind in kinds if not is_ours(kind)}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names - {"__main__"})}
+    return {name: os.path.abspath(file) for name, file in files.items() if file}
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a class is defined in this package."""
+    return kind.__module__.partition(".")[0] == OURS
+
+
+def why_not_found(kind: type) -> str:
+    """Explain why a class cannot be found again by its module's name; return an empty string if it can."""
+    if is_ours(kind) and "<locals>" not in kind.__qualname__:
+        return ""
+    if kind.__module__ == "__main__":
+        return f"its class {kind.__qualname__} is defined in the program itself or in a notebook: put it into a module"
+    module = sys.modules.get(kind.__module__)
+    found = "<locals>" not in kind.__qualname__ and getattr(module, "__file__", None) is not None
+    return "" if found else f"its class {kind.__qualname__} is not at the top of a file: put it there"
+
+
+def find_class(name: str, origin: Origin | None) -> type | None:
+    """Return the dataclass that ``module:class`` names, in this package or in the origin's modules; None for others.
+
+    Raises:
+      InputError: the file of such a module is not found, or is another.
+      ImportError: the module raises it.
+    """
+    module_name, _, path = current(name).partition(":")
+    if module_name.partition(".")[0] == OURS:
+        kind = importlib.import_module(module_name)
+    elif origin is not None and module_name in origin.modules:
+        kind = _own_module(module_name, origin)
+    else:
+        return None
+    for part in path.split("."):
+        kind = getattr(kind, part, None)
+        if not isinstance(kind, type):
+            return None
+    known = is_ours(kind) or (origin is not None and kind.__module__ in origin.modules)
+    return kind if known and isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def _own_module(name: str, origin: Origin) -> ModuleType:
+    path = _moved(Path(origin.modules[name]), Path(origin.folder))
+    loaded = sys.modules.get(name)
+    if loaded is not None and _same(loaded, path):
+        return loaded
+    if name.startswith(PREFIX):
+        return execute(path)
+    make_findable(path.parents[name.count(".") + (path.name == "__init__.py")])
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever a person's file raises
+        raise InputError(f"{path}: {type(error).__name__}: {error}") from error
+    if not _same(module, path):
+        raise InputError(f"the module {name} is {module.__file__} here, and the run has {path}: rename one of them")
+    return module
+
+
+def _same(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and os.path.exists(file) and os.path.samefile(file, path)
+
+
+def _moved(path: Path, folder: Path) -> Path:
+    """Find a recorded file: at its recorded path, or at the same place relative to the current folder as to
+    ``folder``."""
+    if path.is_file():
+        return path
+    here = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
+    if not here.is_file():
+        raise InputError(
+            f"it has classes of {path}, which is not there any more: go to the folder that has it as {here}"
+        )
+    return here.absolute()

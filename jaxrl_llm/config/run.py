@@ -1,62 +1,103 @@
-"""What decides a run: frozen dataclasses of at most twelve fields."""
+"""The settings of a run: frozen dataclasses of at most twelve fields."""
 
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+import difflib
+import math
+from typing import Annotated, Any, Protocol
 
-from jaxrl_llm.algorithms.ratios import TruncatedIS
-from jaxrl_llm.algorithms.reduce import ConstantLength
-from jaxrl_llm.config.mixture import Mixture, Part, parts_of_task
+from jaxrl_llm import tasks
+from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
+from jaxrl_llm.config import mixture
+from jaxrl_llm.config.mixture import Mixture, bases, of_steps, tasks_in
+from jaxrl_llm.diagnosis.findings import WORDS
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
-from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.recipes import DAPO, Recipe
-from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of
+from jaxrl_llm.rewards import shaping
+from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of, check_bound
 from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.shaping import Accuracy, Reward
+from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE, StepReward
+from jaxrl_llm.rewards.shaping import Accuracy, RepetitionPenalty, Reward
 from jaxrl_llm.rollout.settings import Rollout
+from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
+from jaxrl_llm.system.paths import local
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, taking_old_names
 from jaxrl_llm.tasks.task import Task
+
+MAX_SEED = 1 << 24
+"""The exclusive upper bound of seeds; larger ones would repeat the random numbers of smaller ones."""
+SEED = Range(f"[0, {MAX_SEED - 1}]")
+check_seed = SEED.check
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """When and how the policy is tested.
+class Evaluation(Setting):
+    """Settings of evaluations: when and how the policy is tested.
 
     Attributes:
       every: steps between evaluations; 0 for the start and the end only.
       samples: k, completions of each problem.
       temperature: 0 is greedy.
-      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      top_p: keep the smallest set of most likely tokens with at least this mass; 1 keeps all.
       limit: problems at most; 0 for all.
       task: None for the part of the training task, or of each of them, that is held out.
-      judge: a reward, or a function, whose scores say which of two answers is better: each evaluation tells how often
-        today's answers beat those that the first policy gave to the same problems. None for no such contest.
+      judge: a reward or a function; of two answers the one that scores higher wins: each evaluation reports how often
+        today's answers beat those that the first policy gave to the same problems. None for no judge.
     """
 
-    every: int = 0
-    samples: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    limit: int = 0
-    task: Task | Mixture | None = None
-    judge: Reward | None = None
+    every: Annotated[int, Count(0), RECORDED, FIXED] = 0
+    samples: Annotated[int, Count(1), RECORDED] = 1
+    temperature: Annotated[float, Range("[0, inf)", "0 is greedy"), RECORDED] = 0.0
+    top_p: Annotated[float, Range("(0, 1]"), RECORDED] = 1.0
+    limit: Annotated[int, Count(0), RECORDED] = 0
+    task: Annotated[Task | Mixture | None, RECORDED] = None
+    judge: Annotated[Reward | None, FIXED] = None
 
     def __post_init__(self) -> None:
         if self.judge is not None:
             object.__setattr__(self, "judge", as_reward(self.judge))
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse samples that would all be equal, and a judge that does not give one number per answer."""
+        require(
+            self.samples == 1 or self.temperature > 0,
+            f"{where}samples {self.samples} at temperature 0 would all be the same: set {where}temperature above 0",
+        )
+        judge = self.judge
+        require(
+            judge is None or isinstance(run, Run),
+            f"{where}judge compares the answers of a policy in reinforcement learning: leave it out",
+        )
+        held_out, field = run.holds_out
+        require(
+            not self.every or self.task is not None or held_out,
+            f"{where}every {self.every} has nothing to test on: set {field} above 0, or {where}task",
+        )
+        if judge is None:
+            return
+        shaping.check(judge)
+        require(
+            not isinstance(base_of(judge), OF_STEPS),
+            f"{where}judge is the step reward {judge.name}: give a reward with one value a completion",
+        )
+        require(judge.weight == 1, f"{where}judge has the weight {judge.weight:g}, which nothing reads: leave it out")
+        require(
+            self.task is not None or held_out,
+            f"{where}judge {judge.name} has no answers to compare: set {field} above 0, or {where}task",
+        )
+
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """What a run leaves behind.
+class Output(Setting):
+    """Settings of a run's output: checkpoints, samples and logs.
 
     Attributes:
       checkpoint_every: steps between checkpoints; the last step always has one.
       keep: checkpoints that stay.
-      samples: groups of each step whose completions are written to samples.jsonl; in turn, so that all tasks of a
-        mixture are seen.
+      samples: groups of each step that are written to samples.jsonl with their completions; in turn, so that all
+        tasks of a mixture are seen.
       ratios: write how much likelier the step has made each of their tokens, and which of them clipping would cut then;
         it takes one more forward pass of those.
       monitor_kl: where the recipe has no KL, keep the policy that the run begins with and measure each step how far the
@@ -64,38 +105,43 @@ class Output:
         bit.
       tensorboard: write curves for TensorBoard.
       wandb: project on Weights & Biases, for metrics and some completions of each evaluation; None for none.
-      run_dir: where it all lies; None for runs/NAME below the current folder. ``--run_dir`` is short for it.
+      run_dir: the run's directory; None for runs/NAME below the current folder. ``--run_dir`` is short for it.
     """
 
-    checkpoint_every: int = 50
-    keep: int = 2
-    samples: int = 1
-    ratios: bool = False
+    checkpoint_every: Annotated[int, Count(1), FREE] = 50
+    keep: Annotated[int, Count(1), FREE] = 2
+    samples: Annotated[int, Count(0), FREE] = 1
+    ratios: Annotated[bool, FREE] = False
     monitor_kl: bool = False
-    tensorboard: bool = True
-    wandb: str | None = None
-    run_dir: str | None = None
+    tensorboard: Annotated[bool, FREE] = True
+    wandb: Annotated[str | None, FREE] = None
+    run_dir: Annotated[str | None, FREE] = None
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse an address or an empty name as ``run_dir``."""
+        local(self.run_dir or "", "run_dir")
+        require(self.run_dir != "", "run_dir is empty: give a folder, or leave it out for runs/NAME")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
-    """How completions are scored.
+class Scoring(Setting):
+    """Settings of the scoring of completions.
 
     Attributes:
-      rewards: named parts, or functions of your own (``jaxrl_llm.rewards.forms`` says which); the reward is their
+      rewards: named parts, or functions of your own (``jaxrl_llm.rewards.functions`` says which); the reward is their
         weighted sum, without those that value steps (``StepFunction``).
       workers: processes for rewards that may hang or crash.
       timeout_s: seconds after which one completion's score is given up and its worker killed.
-      on_error: what such a completion, or one whose reward raises, scores.
+      on_error: the score of such a completion, and of one for which a reward raises an error.
       constraints: limits on the means of costs, each with a multiplier that a rule moves.
-      gate: what a completion must pass to be reinforced; None for nothing.
-      refusals: tells which completions refuse to answer, to be measured: ``Refusals()`` by patterns, or any reward or
+      gate: a condition for a completion to be reinforced; None for none.
+      refusals: detects completions that refuse to answer, to be measured: ``Refusals()`` by patterns, or any reward or
         function, where it is at least 0.5 (``Threshold(reward, at)`` for another bound). None for no such measure.
     """
 
     rewards: tuple[Reward, ...] = (Accuracy(),)
-    workers: int = 2
-    timeout_s: float = 5.0
+    workers: Annotated[int, Count(1), FREE] = 2
+    timeout_s: Annotated[float, Range("(0, inf)", words="above 0 seconds"), RECORDED] = 5.0
     on_error: float = 0.0
     constraints: tuple[Constraint, ...] = ()
     gate: Gate | None = None
@@ -109,15 +155,83 @@ class Scoring:
         if self.refusals is not None:
             object.__setattr__(self, "refusals", as_reward(self.refusals))
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse rewards and bounds that cannot work, and estimators that would not read them."""
+        self._check_bounds(run)
+        self._check_steps(run)
+        require(not math.isinf(self.on_error), f"{where}on_error must be a finite number or nan, got {self.on_error}")
+        require(bool(self.rewards), f"{where}rewards is empty: give at least one, such as Accuracy()")
+        for reward in mixture.rewards(run):
+            shaping.check(reward)
+        require(
+            run.rollout.repetition.on or not any(isinstance(base, RepetitionPenalty) for base in bases(run)),
+            f"{where}rewards has RepetitionPenalty, and nothing ends completions that repeat themselves: set "
+            "rollout.repetition.longest_period and times, or leave it out",
+        )
+
+    def _check_bounds(self, run: Any) -> None:
+        """Refuse constraints, gates and refusal measures that cannot work."""
+        gates = () if self.gate is None else (self.gate,)
+        for field, values, wanted in (("constraints", self.constraints, Constraint), ("gate", gates, Gate)):
+            for value in values:
+                require(
+                    isinstance(value, wanted),
+                    f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)",
+                )
+                check_bound(value, shaping.check)
+        for value in mixture.refusals(run).values():
+            check_bound(value, shaping.check)
+        labels = [constraint.label for constraint in self.constraints]
+        twice = {label for label in labels if labels.count(label) > 1}
+        if twice:
+            raise InputError(f"scoring.constraints has two of the name {min(twice)!r}: give one of them another name")
+        estimator = run.recipe.algorithm.advantage
+        seen = "each reward alone" if estimator.several else "the rewards of steps alone"
+        require(
+            not self.constraints or not (estimator.several or isinstance(estimator, ProcessSupervised)),
+            f"scoring.constraints changes the sum of the rewards, and {type(estimator).__name__} looks at {seen}: set "
+            "scoring.constraints (), or take another estimator",
+        )
+
+    def _check_steps(self, run: Any) -> None:
+        """Refuse an estimator of steps without rewards of steps, and the reverse."""
+        estimator = run.recipe.algorithm.advantage
+        kind = type(estimator).__name__
+        given = mixture.given_rewards(run)
+        steps = of_steps(given)
+        require(
+            "step_rewards" not in estimator.needs or bool(steps),
+            f"recipe.algorithm.advantage {kind} needs step_rewards, and no reward values steps: add "
+            "StepFunction('module:function') to scoring.rewards, or take an estimator of outcome rewards, such as "
+            "GroupZScore",
+        )
+        rising = [one for one in steps if isinstance(one, StepReward) and one.differences]
+        if rising and not isinstance(getattr(estimator, "estimator", estimator), GAE):
+            raise InputError(
+                f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
+                "leave a sum that depends on how many steps there are; take GAE (--recipe ppo), or differences False"
+            )
+        require(
+            not estimator.several or len(steps) < len(given),
+            f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one",
+        )
+
+
+def check_model(model: str) -> None:
+    """Refuse an empty model name."""
+    require(
+        bool(model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN"
+    )
+
 
 MOVED = {"run_dir": "run_dir"}
-"""Fields of configurations that are ``output``'s now."""
+"""Old fields of configurations that moved to ``output``."""
 
 
 @taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """Everything that decides a run.
+class Run(Setting):
+    """All settings of a reinforcement learning run.
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name or a hub id.
@@ -131,36 +245,91 @@ class Run:
       output: checkpoints and logs.
       steps: how many; each samples one batch of groups and learns from it.
       seed: decides every random number of the run.
-      rules: what else decides between steps: phases, guards.
+      rules: decisions between steps: phases, guards.
     """
 
-    model: str
+    model: Annotated[str, MODEL, FIXED]
     task: Task | Mixture
     scoring: Scoring = Scoring()
     recipe: Recipe = DAPO
     rollout: Rollout = Rollout()
     learner: Learner = Learner()
-    mesh: MeshShape = MeshShape()
+    mesh: Annotated[MeshShape, FREE, FIXED] = MeshShape()
     evaluation: Evaluation = Evaluation()
-    output: Output = Output()
-    steps: int = 100
-    seed: int = 0
-    rules: Rules = Rules()
+    output: Annotated[Output, FIXED] = Output()
+    steps: Annotated[int, Count(1), FREE, FIXED] = 100
+    seed: Annotated[int, SEED, FIXED] = 0
+    rules: Annotated[Rules, FIXED] = Rules()
+    first = ("rollout", "learner", "recipe", "evaluation", "scoring", "rules")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, RL_RATE))
 
     @property
     def run_dir(self) -> str | None:
-        """That of ``output``."""
+        """The run's directory, from ``output``."""
         return self.output.run_dir
+
+    @property
+    def groups(self) -> tuple[str, int]:
+        """The field with the number of groups per step, and that number."""
+        return "rollout.prompts", self.rollout.prompts
+
+    @property
+    def longest_row(self) -> int:
+        """The least tokens of a packed row: a prompt, its completion, and one if the state after it has a value."""
+        return self.rollout.max_length + int("bootstrap" in self.recipe.algorithm.advantage.needs)
+
+    @property
+    def longest_answer(self) -> tuple[str, int]:
+        """The field that limits the length of a completion, and its value in tokens."""
+        return "rollout.max_new_tokens", self.rollout.max_new_tokens
+
+    @property
+    def holds_out(self) -> tuple[bool, str]:
+        """Whether problems are held out for evaluation, and the field that sets how many."""
+        return mixture.holds_out(self.task), "task.holdout"
+
+    @property
+    def outcomes(self) -> int:
+        """The number of rewards that score whole completions."""
+        given = mixture.rewards(self)
+        return len(given) - len(of_steps(given))
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether ``Accuracy``, the verifier's score, is among the rewards."""
+        return mixture.has_accuracy(mixture.given_rewards(self))
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse settings that read missing answers, unknown guards, and tasks that cannot work."""
+        check_model(self.model)
+        if any(isinstance(base, ON_DEVICE) for base in bases(self)):
+            self._check_wording()
+        mixture.check_answers(self)
+        for kind in self.rules.guards:
+            if kind != ALL and kind not in WORDS:
+                close = difflib.get_close_matches(kind, WORDS, 1, 0.5)
+                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(WORDS)}, or all"
+                raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
+        for task in tasks_in(self.task, self.evaluation.task):
+            tasks.check(task)
+
+    def _check_wording(self) -> None:
+        """Refuse two tasks of one name with different wordings, since a reward model tells tasks apart by name."""
+        for tested in tasks_in(self.evaluation.task):
+            for trained in tasks_in(self.task):
+                wording = ("template", "system", "suffix", "date") if tested.label == trained.label else ()
+                for name in wording:
+                    require(
+                        getattr(trained, name) == getattr(tested, name),
+                        f"task and evaluation.task are both called {trained.label} and differ in {name}: give "
+                        "evaluation.task another name, by which reward models tell them apart",
+                    )
 
 
 class Configuration(Protocol):
-    """What every kind of run says; ``Run`` is the one of reinforcement learning.
-
-    The attributes are those of ``Run``.
-    """
+    """The fields that every kind of run has; ``Run``, the one of reinforcement learning, documents them."""
 
     model: str
     learner: Learner
@@ -172,77 +341,10 @@ class Configuration(Protocol):
 
     @property
     def run_dir(self) -> str | None:
-        """Where it lies."""
+        """The run's directory."""
         ...
-
-
-@functools.singledispatch
-def resolved(run: Any) -> Any:
-    """The run with what it leaves to others filled in."""
-    return run
-
-
-@resolved.register
-def _(run: Run) -> Run:
-    """Filled in are the recipe's temperature, the budget as Dr. GRPO's constant, a
-    correction for tokens that an older policy sampled where sampling runs ahead, the size of the overlong punishment,
-    and the reward as what a filter of groups reads where accuracy is no part of that of each task: groups that could
-    all teach would be thrown away."""
-    rollout = run.rollout
-    recipe = run.recipe
-    algorithm = run.recipe.algorithm
-    reads = run.recipe.filter_groups
-    if reads == "accuracy" and not all(has_accuracy(rewards_of(run, part)) for part in parts_of_task(run.task)):
-        reads = "reward"
-    if rollout.temperature is None:
-        rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)
-    if algorithm.reduce == ConstantLength(None):
-        algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
-    if rollout.collect.staleness and not (algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler"):
-        algorithm = dataclasses.replace(algorithm, correction=TruncatedIS())
-    weight = overlong_weight(run) or recipe.overlong_weight
-    recipe = dataclasses.replace(recipe, algorithm=algorithm, filter_groups=reads, overlong_weight=weight)
-    return dataclasses.replace(run, rollout=rollout, recipe=recipe)
 
 
 def keeps_reference(run: Run) -> bool:
     """Whether the policy is kept as it was, since the recipe has a KL to it, or since one is watched."""
     return run.recipe.algorithm.needs_reference or run.output.monitor_kl
-
-
-def rewards_of(run: Run, part: Part) -> tuple[Reward, ...]:
-    """The rewards of a task's completions."""
-    return run.scoring.rewards if part.rewards is None else part.rewards
-
-
-def given_rewards(run: Run) -> list[Reward]:
-    """The rewards of all tasks; those that several have count once."""
-    found: list[Reward] = []
-    for part in parts_of_task(run.task):
-        known = list(found)
-        for reward in rewards_of(run, part):
-            if reward in known:
-                known.remove(reward)
-            else:
-                found.append(reward)
-    return found
-
-
-def has_accuracy(rewards: Sequence[Reward]) -> bool:
-    """Whether what the verifier says is among them."""
-    return any(isinstance(base_of(reward), Accuracy) for reward in rewards)
-
-
-def overlong_weight(run: Run) -> float:
-    """What the recipe's punishment of long completions takes away at the end of the budget; 0 where it takes nothing.
-
-    Unless the recipe says it, half of what lies between a right answer and a wrong one: in DAPO (arXiv 2503.14476) 1 of
-    the 2 between +1 and -1. Without an ``Accuracy`` nothing says how far that is. Of a mixture's tasks with rewards of
-    their own it is what ``scoring.rewards`` make it.
-    """
-    recipe = run.recipe
-    if not recipe.overlong_share:
-        return 0.0
-    if recipe.overlong_weight is not None:
-        return recipe.overlong_weight
-    return max(0.0, sum(reward.weight for reward in run.scoring.rewards if isinstance(reward, Accuracy)) / 2)

@@ -1,68 +1,39 @@
-"""A run as JSON that loads again, and what differs between two runs."""
+"""Runs as JSON that loads again, and the differences between two runs."""
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.code import find_class, make_findable, own_modules, why_not_found
-from jaxrl_llm.config.field_types import check_types
-from jaxrl_llm.config.kinds import KINDS
-from jaxrl_llm.config.origin import Origin, origin_of
-from jaxrl_llm.config.parts import parts_of
+from jaxrl_llm.codec import flat
+from jaxrl_llm.config.checks import KINDS, check_types
+from jaxrl_llm.config.origin import Origin, find_class, make_findable, origin_of, own_modules, why_not_found
 from jaxrl_llm.config.run import Configuration, Run
 from jaxrl_llm.config.texts import RewardModel
-from jaxrl_llm.config.validation import require
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.data.datasets import Pairs
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import Recipe
-from jaxrl_llm.rewards.functions import Local, Lost
-from jaxrl_llm.rewards.steps import StepFunction
-from jaxrl_llm.tasks.memory import MISSING, Memory
-from jaxrl_llm.tasks.texts import Pairs
+from jaxrl_llm.rewards.functions import Local, Lost, StepFunction
+from jaxrl_llm.system.setting import FREE, RECORDED, names_marked, parts_of
+from jaxrl_llm.tasks.sources import MISSING, InMemory
 
-FREE_TO_CHANGE = (
-    "steps",
-    "mesh",
-    # All of the evaluation but its judge: what it compares with are answers from before the first step.
-    "evaluation.every",
-    "evaluation.samples",
-    "evaluation.temperature",
-    "evaluation.top_p",
-    "evaluation.limit",
-    "evaluation.task",
-    # All of the output but monitor_kl: what it measures from is kept from the first step on.
-    "output.checkpoint_every",
-    "output.keep",
-    "output.samples",
-    "output.ratios",
-    "output.tensorboard",
-    "output.wandb",
-    "output.run_dir",
-    # What fits a machine: a run that ran out of memory must be able to go on with less.
-    "learner.microbatch_rows",
-    "learner.row_tokens",
-    "learner.remat",
-    "learner.attention",
-    "rollout.slots",
-    "answering.slots",
-    "scoring.workers",
-    "answering.workers",
-    # What a paper does decides nothing here.
-    "recipe.paper",
-)
-"""Fields (and all below them) that a run may be continued with other values of."""
+FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, FREE)))
+"""Fields (and all below them) that may change when a run is resumed."""
+RECORDED_CHANGES = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, RECORDED)))
+"""Fields that may change when a run is resumed, with the change recorded, since it affects what is measured later."""
 LONGEST_SHOWN = 100
-"""Characters of a value that is shown as changed."""
+"""The most characters shown of a changed value."""
 RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
-"""The ``type`` of a config.json."""
+"""The values of ``type`` in a config.json."""
 ABOUT = ("type", "origin", "from")
-"""What stands in a config.json beside the run's fields."""
+"""The keys of a config.json that are not fields of the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unsaveable:
-    """Stands in a run that was read for what its config.json could not hold, or does not find again.
+    """A placeholder in a loaded run for a value that its config.json could not hold, or that is not found again.
 
     Attributes:
       why: the reason; a part of a sentence.
@@ -73,7 +44,7 @@ class Unsaveable:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a config.json holds.
+    """The contents of a config.json.
 
     Attributes:
       run: with ``Unsaveable`` in some places, perhaps.
@@ -85,13 +56,13 @@ class Saved:
 
 
 def to_json(value: Any) -> Any:
-    """Nested JSON values; a dataclass becomes an object whose ``type`` names its class.
+    """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``.
 
-    What JSON cannot hold becomes ``{"unsaveable": why}``.
+    A value that JSON cannot hold becomes ``{"unsaveable": why}``.
     """
     if isinstance(value, Unsaveable):
         return {"unsaveable": value.why}
-    if isinstance(value, (Local, StepFunction, Memory)):
+    if isinstance(value, (Local, StepFunction, InMemory)):
         value = value.to_save()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         why = why_not_found(type(value))
@@ -113,23 +84,23 @@ def _name(kind: type) -> str:
 
 
 def from_json(data: Any, origin: Origin | None = None) -> Any:
-    """The inverse of ``to_json``; lists come back as tuples. Only dataclasses are ever built.
+    """Rebuild a value from ``to_json``; lists become tuples. Only dataclasses are constructed.
 
     Args:
-      data: nested JSON values: a config.json is data, whoever wrote it.
-      origin: whose modules, beside those of this package, may be named.
+      data: nested JSON values, such as those of a config.json.
+      origin: classes of its modules and of this package may be named.
 
     Raises:
-      InputError: something was not saved, or names what may not be named or is not there; the line says why.
+      InputError: a part was not saved, or its class is not allowed or not found; the line says why.
     """
     return whole(rebuilt(data, origin))
 
 
 def whole(value: Any, where: str = "config.json") -> Any:
-    """The value, nothing of which is ``Unsaveable``.
+    """Return the value after checking that no part of it is ``Unsaveable``.
 
     Raises:
-      InputError: something is; the line begins with ``where`` and says why.
+      InputError: a part is; the line begins with ``where`` and gives the reason.
     """
     for part in parts_of(value):
         if isinstance(part, Unsaveable):
@@ -138,17 +109,18 @@ def whole(value: Any, where: str = "config.json") -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether nothing of it is ``Unsaveable``."""
+    """Whether no part of the value is ``Unsaveable``."""
     return not any(isinstance(part, Unsaveable) for part in parts_of(value))
 
 
 def as_read(run: Configuration) -> Configuration:
-    """The run as it will be read from its config.json."""
+    """Return the run as loading its config.json would give it."""
     return rebuilt(to_json(run), Origin("", modules=own_modules(run)))
 
 
 def rebuilt(data: Any, origin: Origin | None) -> Any:
-    """As ``from_json``, but what cannot be had is ``Unsaveable``, and so is what cannot be made without it."""
+    """Rebuild a value as ``from_json`` does, but with ``Unsaveable`` for parts that are unavailable or need such a
+    part."""
     if isinstance(data, list):
         return tuple(rebuilt(item, origin) for item in data)
     if not isinstance(data, dict):
@@ -175,23 +147,23 @@ def rebuilt(data: Any, origin: Origin | None) -> Any:
 
 
 def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields that a class has got since the file was written, where the old meaning is not the new default."""
+    """Return fields added to a class since the file was written if their old meaning differs from the new default."""
     if kind is RewardModel and isinstance(fields.get("data"), Pairs):
         return {"score_at": "stop"}
     return {"overlong_weight": 1.0} if kind is Recipe and fields.get("overlong_share") else {}
 
 
 def load_json(path: Path) -> Configuration:
-    """The run that a config.json describes.
+    """Load the run that a config.json describes.
 
     Raises:
-      InputError: there is none, or it cannot be had from there; the line says why.
+      InputError: it is missing or cannot be loaded; the line says why.
     """
     return whole(read(path).run, str(path))
 
 
 def read(path: Path, own: bool = True) -> Saved:
-    """What a config.json holds; what cannot be had from there is ``Unsaveable``.
+    """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
     Args:
       path: of the file.
@@ -222,7 +194,7 @@ def read(path: Path, own: bool = True) -> Saved:
 def is_run(path: Path) -> bool:
     """Whether a file is a run's config.json; a model's directory has a file of that name too.
 
-    One that cannot be read is a run's where checkpoints lie beside it.
+    An unreadable one is a run's if its folder has checkpoints.
     """
     try:
         data = json.loads(path.read_text())
@@ -234,14 +206,15 @@ def is_run(path: Path) -> bool:
 
 
 def reloads(run: Configuration) -> bool:
-    """Whether config.json holds all that the run trains with: functions and many rows are the program's own."""
+    """Whether config.json holds everything the run trains with; functions and large tables exist only in the
+    program."""
     values = flat(to_json(run)).values()
     lost = any(value == _name(Lost) or str(value).startswith(MISSING) for value in values)
     return not lost and is_whole(as_read(run))
 
 
 def changes(old: Configuration, new: Configuration) -> list[str]:
-    """Fields that differ, as ``name: old -> new``."""
+    """List the fields that differ, as ``name: old -> new``."""
     before = flat(to_json(old))
     after = flat(to_json(new))
     names = sorted(before.keys() | after.keys())
@@ -253,8 +226,23 @@ def changes(old: Configuration, new: Configuration) -> list[str]:
     ]
 
 
+def shown(found: Sequence[str]) -> str:
+    """Format changes in one line: the first three, and the number of others."""
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def changed_since(directory: Path, step: int | None) -> str:
+    """Report the settings of the run in a directory that changed at this step or later, in one line; empty if none
+    did."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return ""
+    changed = origin_of(json.loads(path.read_text()), directory).changed
+    return "; ".join(shown(names) for at, names in changed if at >= (step or 0))
+
+
 def evaluation_key(run: Run) -> str:
-    """Tells what the evaluations of a run measure from what others do: the problems, and how answers are sampled."""
+    """Return a key of the settings that evaluations depend on: equal keys measure the same problems in the same way."""
     test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)
     return hashlib.sha256(json.dumps(to_json(test)).encode()).hexdigest()[:16]
 
@@ -262,14 +250,3 @@ def evaluation_key(run: Run) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
-def flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested JSON values by dotted name."""
-    if isinstance(data, dict):
-        items = data.items()
-    elif isinstance(data, list):
-        items = enumerate(data)
-    else:
-        return {prefix: data}
-    return {k: v for name, item in items for k, v in flat(item, f"{prefix}.{name}" if prefix else str(name)).items()}

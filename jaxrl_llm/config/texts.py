@@ -1,36 +1,48 @@
-"""What decides a run that learns from data: supervised fine-tuning, preferences, reward models."""
+"""The settings of runs that learn from data: supervised fine-tuning, preferences, reward models."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO
-from jaxrl_llm.config.parts import dated, day_of
-from jaxrl_llm.config.run import MOVED, Evaluation, Output
+from jaxrl_llm.config.mixture import tasks_in
+from jaxrl_llm.config.run import MOVED, SEED, Configuration, Evaluation, Output, check_model
+from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
+from jaxrl_llm.data.loading import check_collected
+from jaxrl_llm.errors import require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
-from jaxrl_llm.moved import taking_old_names
 from jaxrl_llm.sharding.mesh import MeshShape
-from jaxrl_llm.tasks.collected import Collected
+from jaxrl_llm.system.setting import (
+    FREE,
+    MODEL,
+    RECORDED,
+    Count,
+    Range,
+    Setting,
+    parts_of,
+    taking_old_names,
+    with_parts,
+)
 from jaxrl_llm.tasks.sources import Rows
 from jaxrl_llm.tasks.task import Task
-from jaxrl_llm.tasks.texts import Pairs, Steps, Texts
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchSize:
-    """What each step learns from.
+class BatchSize(Setting):
+    """The size of the batch of each step.
 
     Attributes:
       rows: of the data: texts, pairs, rankings or solutions.
-      max_tokens: of a prompt with its completion; ``overlong`` of the data says what becomes of a longer one.
+      max_tokens: of a prompt with its completion; ``data.overlong`` decides on longer ones.
     """
 
-    rows: int = 32
-    max_tokens: int = 512
+    rows: Annotated[int, Count(1)] = 32
+    max_tokens: Annotated[int, Count(1)] = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Answering:
-    """How answers are sampled, to test the model on a task and to collect data from it.
+class Answering(Setting):
+    """Settings of sampling answers, to test the model on a task and to collect data from it.
 
     Attributes:
       max_new_tokens: longest completion, the stop token included.
@@ -40,62 +52,109 @@ class Answering:
       timeout_s: seconds after which an answer's verification is given up.
     """
 
-    max_new_tokens: int = 256
-    slots: int = 64
-    chunk: int = 16
-    workers: int = 2
-    timeout_s: float = 5.0
+    max_new_tokens: Annotated[int, Count(1)] = 256
+    slots: Annotated[int, Count(1), FREE] = 64
+    chunk: Annotated[int, Count(1)] = 16
+    workers: Annotated[int, Count(1), FREE] = 2
+    timeout_s: Annotated[float, Range("(0, inf]", words="above 0 seconds"), RECORDED] = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class FromData:
-    """What every run that learns from data says; a kind adds its own. All but the model and the data go by name.
+class FromData(Setting):
+    """Settings shared by all runs that learn from data. All arguments but the model and the data are keywords.
 
     Attributes:
       model: a Hugging Face directory, a .gguf file, a built-in name, a hub id, or RUN[@STEP].
-      data: what it learns from.
-      batch: what each step learns from.
+      data: to learn from.
+      batch: the size of each step's batch.
       learner: how.
       mesh: how devices are arranged.
-      evaluation: when and how the model is tested, beside what it makes of the data that is held out; its task is that
-        of collected data where it has none of its own.
+      evaluation: when and how the model is tested, in addition to its measures on held-out data; its task
+        defaults to that of collected data.
       answering: how answers are sampled.
       output: checkpoints and logs.
       steps: how many.
       seed: decides the order of the data and every other random number.
     """
 
-    model: str
+    model: Annotated[str, MODEL]
     data: Any
     _: dataclasses.KW_ONLY
     batch: BatchSize = BatchSize()
     learner: Learner = Learner()
-    mesh: MeshShape = MeshShape()
+    mesh: Annotated[MeshShape, FREE] = MeshShape()
     evaluation: Evaluation = Evaluation()
     answering: Answering = Answering()
     output: Output = Output()
-    steps: int = 100
-    seed: int = 0
+    steps: Annotated[int, Count(1), FREE] = 100
+    seed: Annotated[int, SEED] = 0
     usual_rate: ClassVar[Usual]
-    """The learning rate of this kind of run where its optimiser names none; those of TRL 1.16."""
+    """The learning rate of this kind of run if its optimiser sets none; the defaults of TRL 1.16."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
 
     @property
     def run_dir(self) -> str | None:
-        """That of ``output``."""
+        """The run's directory, from ``output``."""
         return self.output.run_dir
+
+    @property
+    def groups(self) -> tuple[str, int]:
+        """The field with the number of rows per step, and that number."""
+        return "batch.rows", self.batch.rows
+
+    @property
+    def longest_row(self) -> int:
+        """The least tokens of a packed row."""
+        return self.batch.max_tokens + 1
+
+    @property
+    def longest_answer(self) -> tuple[str, int]:
+        """The field that limits the length of an answer, and its value in tokens."""
+        return "answering.max_new_tokens", self.answering.max_new_tokens
+
+    @property
+    def holds_out(self) -> tuple[bool, str]:
+        """Whether data is held out for evaluation, and the field that sets how much."""
+        source = self.data.source
+        return self.data.holdout > 0 or (isinstance(source, Collected) and source.task.holdout > 0), "data.holdout"
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse data that cannot work, and settings of reinforcement learning."""
+        kind = type(self).__name__
+        source = self.data.source
+        check_model(self.model)
+        require(
+            not self.mesh.rollout,
+            f"mesh.rollout {self.mesh.rollout} sets devices aside for sampling, which a {kind} does not need: "
+            "set it to 0",
+        )
+        require(0 <= self.data.holdout < 1, f"data.holdout is a share from 0 to below 1, got {self.data.holdout}")
+        if isinstance(source, Collected):
+            check_collected(source, KINDS[type(self.data)], "data.source.")
+        target_kl = self.learner.target_kl
+        require(target_kl is None, f"learner.target_kl {target_kl} is for reinforcement learning: leave it out")
+        require(
+            not self.output.monitor_kl,
+            "output.monitor_kl is for reinforcement learning, whose policy samples what is measured: leave it out",
+        )
+        require(
+            not self.learner.keep_sampling_mask,
+            "learner.keep_sampling_mask is for tokens that a sampler drew, and these are data: leave it out",
+        )
+        for task in tasks_in(self.evaluation.task):
+            tasks.check(task)
 
 
 @taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Supervised(FromData):
-    """A run of supervised fine-tuning: the model learns to continue prompts as the data does.
+    """A supervised fine-tuning run: the model learns to continue prompts as the data does.
 
     Attributes:
       model, batch, learner, mesh, evaluation, answering, output, steps, seed: as in ``FromData``.
-      data: texts; or what the model itself answers rightly (``Texts(Collected(...))``).
+      data: texts; or the model's own right answers (``Texts(Collected(...))``).
     """
 
     data: Texts
@@ -105,7 +164,7 @@ class Supervised(FromData):
 @taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
-    """A run that learns from pairs of answers which is better, against the model as it was at the start.
+    """A preference run: the model learns which of two answers is better, relative to its own start.
 
     Attributes:
       model: as in ``FromData``; it is the reference too.
@@ -122,7 +181,7 @@ class Preference(FromData):
 @taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class RewardModel(FromData):
-    """A run that teaches a model with a scalar head to score answers.
+    """A reward-model run: a model with a scalar head learns to score answers.
 
     Attributes:
       model: as in ``FromData``; the head of a language model is drawn by the seed, normal with a deviation of 0.02.
@@ -133,45 +192,91 @@ class RewardModel(FromData):
       centre: of pairs and rankings: weight of the square of the scores' mean, which keeps them around 0.
       score_at: of pairs and rankings: where an answer's score is read: "template", at the last token that the chat
         template writes after it, as by transformers and TRL, or "stop", at the token that ends it. An answer that was
-        cut off is read at its last token. None is "template" for a new run; an older one goes on with its own.
+        cut off is read at its last token. None is "template" for a new run; an older run keeps its own.
       bootstrap: learn from as many rows as there are, drawn from them with replacement by the seed: about 63 % of them,
         others in each model of an ensemble.
     """
 
     data: Pairs | Steps
-    centre: float = 0.0
+    centre: Annotated[float, Range("[0, inf)", words="at least 0, and finite")] = 0.0
     score_at: Literal["template", "stop"] | None = None
     bootstrap: bool = False
     usual_rate: ClassVar[Usual] = Usual(1e-4)
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse settings of another kind of data, and evaluations that a reward model cannot take."""
+        if not isinstance(self.data, Pairs):
+            require(
+                not self.centre,
+                f"centre {self.centre} is of pairs and rankings, and data is Steps, whose scores are held by their "
+                "labels: leave it out",
+            )
+            require(
+                self.score_at is None,
+                f"score_at {self.score_at} is of pairs and rankings, and data is Steps, whose scores are read where "
+                "steps end: leave it out",
+            )
+        evaluation = self.evaluation
+        require(
+            evaluation == Evaluation(every=evaluation.every, limit=evaluation.limit),
+            "a reward model gives no answers: of evaluation it has every and limit alone, leave the others out",
+        )
+        super().check(run, where)
+
 
 class AtStart(NamedTuple):
-    """What the first start of a run decides where its settings leave it open.
+    """The choices that the first start of a run makes for settings left open.
 
     Attributes:
       day: of that start; see ``dated``.
       score_at: see ``RewardModel``.
-      rate: the learning rate; None for what is usual for the kind of run.
+      rate: the learning rate; None for the usual one of the kind of run.
+      changed: settings that have other values from now on, as ``changes`` writes them.
     """
 
     day: str
     score_at: Literal["template", "stop"] = "template"
     rate: float | None = None
+    changed: tuple[str, ...] = ()
+
+
+def check_start(run: Configuration) -> None:
+    """Refuse another run's weights as the start of a run that makes its data with its own model.
+
+    Raises:
+      InputError: names the remedy.
+    """
+    own = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
+    require(
+        not (own or isinstance(run, Preference)),
+        "--from would begin with other weights than those that the data is made with: give them as --model RUN@STEP",
+    )
+
+
+def dated(run: Any, day: str) -> Any:
+    """Return the run with ``day`` as today's date for templates that read the clock, unless its data sets a date."""
+
+    def on_the_day(part: Any) -> Any:
+        undated = hasattr(part, "template") and getattr(part, "date", day) is None
+        return dataclasses.replace(part, date=day) if undated else part
+
+    return with_parts(run, on_the_day)
 
 
 def decided_by(begun: Any, today: str) -> AtStart:
-    """What the start of this run has decided; ``today`` where it has no day.
+    """Return the choices that the first start of this run made; ``today`` if it recorded no day.
 
-    Before kinds of runs had learning rates of their own, that of reinforcement learning was usual for all.
+    Older runs had one usual learning rate for all kinds, that of reinforcement learning.
     """
     optimiser = getattr(begun.learner, "optimiser", None)
     rate = float(RL_RATE) if getattr(optimiser, "learning_rate", None) == RL_RATE else None
-    return AtStart(day_of(begun) or today, getattr(begun, "score_at", None) or "template", rate)
+    days = [getattr(part, "date", None) for part in parts_of(begun) if hasattr(part, "template")]
+    return AtStart(next((day for day in days if day), today), getattr(begun, "score_at", None) or "template", rate)
 
 
 def as_started(run: Any, at_start: AtStart) -> Any:
-    """The run with what its first start has decided in place of what it leaves open."""
-    day, place, rate = at_start
+    """Return the run with the choices of its first start in place of the settings left open."""
+    day, place, rate, _ = at_start
     run = dated(run, day)
     if rate is not None:
         run = dataclasses.replace(run, learner=at_usual_rate(run.learner, rate))
@@ -180,7 +285,7 @@ def as_started(run: Any, at_start: AtStart) -> Any:
 
 
 def wording(run: Any) -> Task | None:
-    """How the run's prompts are written, as a task says it; None where the run does not say."""
+    """Return the wording of the run's prompts (template, system, suffix, date) as a task; None if the run has none."""
     data = getattr(run, "data", None)
     if data is None:
         found = getattr(run, "task", None)

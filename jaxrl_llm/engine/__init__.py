@@ -1,10 +1,10 @@
-"""Tokens in, tokens out: slots that are refilled between compiled chunks of decode steps.
+"""Sampling engine, tokens in and tokens out: slots are refilled between compiled chunks of decode steps.
 
-It knows no task and no reward.
+It is independent of tasks and rewards.
 """
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.lazy import attach
+from jaxrl_llm.system.lazy import attach
 
 __all__ = ["Engine", "Repetition", "Sampling", "first_tokens", "with_tokens"]
 

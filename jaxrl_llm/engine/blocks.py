@@ -1,4 +1,4 @@
-"""Where running requests lie: a slot each, and a lane of a block that holds the prompt for all who share it.
+"""Places of running requests: a slot each, and a lane of a block that holds the prompt for all requests that share it.
 
 Slots and blocks are divided into as many parts as the mesh divides a batch into; a request and its block are in one
 part.
@@ -13,16 +13,16 @@ import numpy as np
 from jaxrl_llm.engine.requests import Request
 
 SIZES = 8
-"""Of the batch and of its blocks, at most: each is compiled when first needed."""
+"""Maximum number of sizes of the batch and of its blocks; each is compiled when first needed."""
 
 
 def power_of_two(count: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length()
 
 
 class SlotShape(NamedTuple):
-    """Of what the device holds.
+    """Shape of the slots and blocks on the device.
 
     Attributes:
       rows: slots.
@@ -41,17 +41,17 @@ class SlotShape(NamedTuple):
     group: int
 
     def part(self, slot: int) -> int:
-        """Where a slot is."""
+        """Return the part that a slot is in."""
         return slot // (self.rows // self.parts)
 
     def row(self, slot: int, rows: int) -> int:
-        """The row of a slot in a cache of so many rows, of which each part's first are its slots."""
+        """Return the row of a slot in a cache of so many rows; the first rows of each part are its slots."""
         each = self.rows // self.parts
         return slot // each * (rows // self.parts) + slot % each
 
 
 def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape) -> None:
-    """Give each request a free slot: beside those with its prompt if they leave a lane, or in the emptiest part."""
+    """Give each request a free slot: in a part where requests with its prompt leave a lane, or in the emptiest part."""
     free: list[collections.deque[int]] = [collections.deque() for _ in range(shape.parts)]
     mates = [collections.Counter() for _ in range(shape.parts)]
     for slot in range(shape.rows):
@@ -70,7 +70,7 @@ def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape
 
 
 def blocks_needed(running: dict[int, Request], shape: SlotShape) -> int:
-    """Blocks of the part that needs most, where no two of one prompt have free lanes."""
+    """Return the blocks needed by the part that needs most, if no two blocks of one prompt have free lanes."""
     mates = [collections.Counter() for _ in range(shape.parts)]
     for slot, request in running.items():
         mates[shape.part(slot)][request.block_key] += 1
@@ -78,7 +78,7 @@ def blocks_needed(running: dict[int, Request], shape: SlotShape) -> int:
 
 
 def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, fixed: bool) -> SlotShape:
-    """The shape with as many blocks more as these requests need, in few sizes; ``fixed``: as any could need."""
+    """Return the shape with as many more blocks as these requests need, in few sizes; ``fixed``: as any could need."""
     each = shape.rows // shape.parts
     if shape.group > 1 and not fixed:
         least = max(slots // shape.parts // SIZES, 1)
@@ -88,30 +88,26 @@ def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, f
 
 
 def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> bool:
-    """Give requests that have none a lane; returns whether the others kept theirs.
+    """Give requests without a lane one; return whether the others kept theirs.
 
-    With ``stay`` false, or where the lanes of one prompt lie too scattered, all move together.
+    With ``stay`` false, or if the lanes of one prompt are too scattered, all move together.
     """
-    if stay and _assigned(running, shape):
-        return True
-    for request in running.values():
-        request.lane = None
-    _assigned(running, shape)
-    return False
-
-
-def _assigned(running: dict[int, Request], shape: SlotShape) -> bool:
     each = shape.blocks // shape.parts
     members: list[list[Request]] = [[] for _ in range(shape.parts)]
     for slot in sorted(running):
         members[shape.part(slot)].append(running[slot])
-    return all(
-        _assigned_part(requests, range(p * each, (p + 1) * each), shape.group) for p, requests in enumerate(members)
-    )
+    blocks = [range(p * each, (p + 1) * each) for p in range(shape.parts)]
+    if stay and all(_assigned(own, there, shape.group) for own, there in zip(members, blocks, strict=True)):
+        return True
+    for request in running.values():
+        request.lane = None
+    for own, there in zip(members, blocks, strict=True):
+        _assigned(own, there, shape.group)
+    return False
 
 
-def _assigned_part(members: Sequence[Request], blocks: range, group: int) -> bool:
-    """Whether every request of this part has found a lane of these blocks."""
+def _assigned(members: Sequence[Request], blocks: range, group: int) -> bool:
+    """Give the requests of a part lanes of its blocks; return whether all have one."""
     used = {request.lane[0]: request.block_key for request in members if request.lane}
     occupied = {request.lane for request in members if request.lane}
     unused = [block for block in reversed(blocks) if block not in used]
@@ -132,9 +128,9 @@ def _assigned_part(members: Sequence[Request], blocks: range, group: int) -> boo
 
 
 def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
-    """int32[rows]: the lane of each slot, counted through the blocks of its part.
+    """Return the lane of each slot, int32[rows], counted through the blocks of its part.
 
-    Beyond the last one for an idle slot.
+    An idle slot has a number beyond the last lane.
     """
     count = shape.blocks // shape.parts * shape.group
     table = np.full(shape.rows, count, np.int32)
@@ -145,9 +141,10 @@ def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
 
 
 def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) -> tuple[np.ndarray, dict[int, Request]]:
-    """Which of ``old`` slots each of ``rows`` becomes, int32[rows], negative for an idle one; and who runs where then.
+    """Return the old slot that each of ``rows`` slots takes over, int32[rows], negative for an idle one; and the
+    requests by their new slot.
 
-    Each stays in its part, where there must be room for all that run there, and at its place in it if that remains.
+    Each stays in its part, which must have room for all its requests, and keeps its place there if that remains.
     """
     order = np.full(rows, -1, np.int32)
     before = old // parts
@@ -166,8 +163,8 @@ def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) ->
 
 
 def moved_rows(order: np.ndarray, old: int, parts: int) -> np.ndarray:
-    """For each slot of ``order`` (from ``moved_slots``) the row of its part that its keys and values are moved from,
-    int32; negative where they stay.
+    """Return the row of its part from which the keys and values of each slot of ``order`` (from ``moved_slots``) move,
+    int32; negative if they stay.
     """
     slots = np.arange(len(order), dtype=np.int32)
     stays = (order < 0) | (order % (old // parts) == slots % (len(order) // parts))
@@ -175,7 +172,7 @@ def moved_rows(order: np.ndarray, old: int, parts: int) -> np.ndarray:
 
 
 def moved_blocks(before: dict[int, int], running: dict[int, Request], shape: SlotShape) -> np.ndarray:
-    """int32[blocks]: which old block each block is made of; ``before`` has the old block of requests by handle."""
+    """Return the old block that each block is made of, int32[blocks]; ``before``: old blocks by request handle."""
     order = np.zeros(shape.blocks, np.int32)
     for request in running.values():
         if request.handle in before:

@@ -1,4 +1,4 @@
-"""Keys and values of token sequences, computed once for all requests that begin with them."""
+"""Prefix cache: keys and values of token sequences, computed once for all requests that begin with them."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -14,15 +14,15 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import batch_parts
 
 ROWS, TOKENS = 8, 8192
-"""Sequences in one call, fewer where their tokens would exceed the second number; one on each device at least."""
+"""Sequences in one call, fewer if their tokens would exceed the second number; at least one on each device."""
 LONGEST_CALL, PIECE = 1024, 512
-"""Sequences of more tokens than the first number are computed in pieces of the second."""
+"""Lengths in tokens: sequences longer than the first are computed in pieces of the second."""
 
 _resized = jax.jit(with_columns, static_argnums=1)
 
 
 def bucket(length: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, ... tokens: few shapes, at most half of one wasted."""
+    """Return the next of 16, 24, 32, 48, 64, 96, ... tokens: few shapes, and at most half of one is wasted."""
     size = 16
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -30,17 +30,18 @@ def bucket(length: int) -> int:
 
 
 def rows_of_call(tokens: int, parts: int) -> int:
-    """Sequences of so many tokens in one call, where the mesh divides a batch into ``parts``."""
+    """Return the number of sequences of so many tokens in one call, if the mesh divides a batch into ``parts``."""
     return parts * max(1, min(ROWS, TOKENS // tokens) // parts)
 
 
 class PrefillShape(NamedTuple):
-    """How a sequence is computed; it follows from the sequence alone, never from its neighbours in a call.
+    """Shape of the calls that compute a sequence; it follows from the sequence alone, never from its neighbours in a
+    call.
 
     Attributes:
-      continues: whether its first tokens are there already.
+      continues: whether its first tokens are computed already.
       piece: tokens of one call.
-      calls: how many.
+      calls: number of calls.
       columns: of the cache that holds all of it.
     """
 
@@ -50,18 +51,18 @@ class PrefillShape(NamedTuple):
     columns: int
 
     def __str__(self) -> str:
-        """In words."""
+        """Describe the shape in words."""
         return f"prompts: {self.calls} x {self.piece} tokens{', going on' if self.continues else ''}"
 
 
-class Entry(NamedTuple):
-    """Where the keys and values of a sequence are: all its tokens but the last are valid.
+class Prefix(NamedTuple):
+    """Reference to the keys and values of a sequence: those of all its tokens but the last are valid.
 
     Attributes:
       cache: of several sequences.
       row: the sequence's.
-      origin: by what computation; the same origin and tokens give the same bits.
-      exact: of how many first columns that is so.
+      origin: identifies the computation; equal origins and tokens give equal bits.
+      exact: number of first columns for which this holds.
     """
 
     cache: Cache
@@ -71,14 +72,14 @@ class Entry(NamedTuple):
 
 
 class PrefixCache:
-    """The sequences at hand: those of waiting requests, and what is kept of earlier ones to go on from.
+    """Cache of computed sequences: those of waiting requests, and those kept of earlier ones to resume from.
 
     Args:
-      max_length: tokens of a sequence at most.
+      max_length: maximum number of tokens of a sequence.
       mesh: that divides the sequences of a call; None for one device.
 
     Attributes:
-      rows: sequences of a call at most.
+      rows: maximum number of sequences of a call.
       count: sequences computed.
       shapes: of all calls so far.
     """
@@ -88,79 +89,87 @@ class PrefixCache:
         self._mesh = mesh
         self._parts = 1 if mesh is None else batch_parts(mesh)
         self.rows = rows_of_call(1, self._parts)
-        self._computed: dict[bytes, Entry] = {}
-        self._kept: dict[bytes, Entry] = {}
+        self._computed: dict[Hashable, Prefix] = {}
+        self._kept: dict[Hashable, tuple[np.ndarray, Prefix]] = {}
         self.count = self._weights = 0
         self.shapes: dict[PrefillShape, None] = {}
 
     def clear(self) -> None:
-        """Forget every sequence: the weights are others now."""
+        """Drop every sequence, because the weights have changed."""
         self._computed = {}
         self._kept = {}
         self._weights += 1
 
-    def __getitem__(self, sequence: np.ndarray) -> Entry:
-        """Where a prepared sequence is."""
-        return self._computed[sequence.tobytes()]
+    def __getitem__(self, request: Request) -> Prefix:
+        """Return the prefix of a prepared request."""
+        return self._computed[request.key]
 
     def block_key(self, request: Request) -> Hashable:
-        """What the columns of a prepared request's prompt hold: its tokens, and by what computation."""
-        sequence = request.given.tobytes()
-        held = self._computed[sequence]
-        prompt = request.prompt.tobytes()
-        return (held.origin, prompt) if request.prompt_columns <= held.exact else (held.origin, prompt, sequence)
+        """Return a key of the contents of a prepared request's prompt columns: the prompt, and the computation."""
+        held = self[request]
+        known = (held.origin, request.prompt.key)
+        return known if request.prompt_columns <= held.exact else (*known, request.key)
 
     def keep(self, request: Request, slots: Slots, row: int) -> None:
-        """Remember the columns of a request that still has its slot; ``row``: of the cache."""
-        sequence = request.sequence()
-        columns = min(bucket(len(sequence)), slots.blocks.columns + slots.cache.columns)
+        """Keep the columns of a request that still has its slot; ``row``: of the cache."""
+        tokens = np.concatenate([request.given, *(piece[0] for piece in request.pieces)])
+        columns = min(bucket(len(tokens)), slots.blocks.columns + slots.cache.columns)
         one = kept_sequence(slots, row, request.slot, request.lane[0], columns)
-        self._kept[sequence.tobytes()] = Entry(one, 0, request.block_key[0], request.prompt_columns)
+        entry = Prefix(one, 0, request.block_key[0], request.prompt_columns)
+        self._kept[tokens.tobytes(), request.prompt.beside] = tokens[:-1], entry
 
-    def release(self, waiting: Iterable[np.ndarray]) -> None:
-        """Drop what was computed for requests that wait no more."""
-        needed = {sequence.tobytes() for sequence in waiting}
+    def release(self, waiting: Iterable[Request]) -> None:
+        """Drop the sequences of requests that no longer wait."""
+        needed = {request.key for request in waiting}
         self._computed = {key: value for key, value in self._computed.items() if key in needed}
 
-    def prepare(
-        self,
-        model: Decoder,
-        sequences: Sequence[np.ndarray],
-        resumed: Sequence[bool],
-        upcoming: Iterable[np.ndarray] = (),
-    ) -> None:
-        """Compute the sequences that are not there; a resumed one goes on from the longest kept one that it begins
-        with.
+    def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
+        """Compute the sequences of these requests that are missing; one that was begun resumes from the kept sequence
+        that shares most first tokens.
 
-        Rows that a call would leave empty take new sequences of the same shape that are needed next.
+        Rows that a call would leave empty take new sequences of equal shape that are needed next.
         """
-        groups: dict[PrefillShape, list[tuple[np.ndarray, int, Entry | None]]] = {}
-        for key, again in dict(zip((s.tobytes() for s in sequences), resumed, strict=True)).items():
-            if key in self._computed:
+        groups: dict[PrefillShape, list[tuple[Request, int, Prefix | None]]] = {}
+        for request in {request.key: request for request in requests}.values():
+            if request.key in self._computed:
                 continue
-            sequence = np.frombuffer(key, np.int32)
-            start, base = _longest(self._kept, sequence) if again else (0, None)
-            if base is not None and start >= len(sequence) - 1:
-                self._computed[key] = base
+            start, base = (0, None) if request.begun is None else self._longest(request)
+            if base is not None and start >= len(request.given) - 1:
+                self._computed[request.key] = base
                 continue
-            groups.setdefault(_shape(len(sequence), start), []).append((sequence, start, base))
+            groups.setdefault(_shape(len(request.given), start), []).append((request, start, base))
         for shape, members in groups.items():
             rows = rows_of_call(shape.columns if shape.continues else shape.piece, self._parts)
             if not shape.continues:
-                there = {sequence.tobytes() for sequence, _, _ in members} | self._computed.keys()
-                next_ones = _next(upcoming, shape, there, -len(members) % rows)
-                members = members + [(sequence, 0, None) for sequence in next_ones]
+                there = {request.key for request, _, _ in members} | self._computed.keys()
+                found: dict[Hashable, Request] = {}
+                for request in upcoming:
+                    if len(found) == -len(members) % rows:
+                        break
+                    if request.key not in there and _shape(len(request.given), 0) == shape:
+                        found[request.key] = request
+                members = members + [(request, 0, None) for request in found.values()]
             for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
                 self._compute(model, shape, rows, batch)
 
+    def _longest(self, request: Request) -> tuple[int, Prefix | None]:
+        """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence."""
+        best: tuple[int, Prefix | None] = (0, None)
+        for (_, beside), (other, held) in self._kept.items():
+            size = min(len(other), len(request.given))
+            different = np.flatnonzero(other[:size] != request.given[:size])
+            shared = int(different[0]) if len(different) else size
+            best = (shared, held) if shared > best[0] and beside == request.prompt.beside else best
+        return best
+
     def _compute(
-        self, model: Decoder, shape: PrefillShape, rows: int, batch: list[tuple[np.ndarray, int, Entry | None]]
+        self, model: Decoder, shape: PrefillShape, rows: int, batch: list[tuple[Request, int, Prefix | None]]
     ) -> None:
         starts = np.zeros(rows, np.int32)
         tokens = np.zeros((rows, shape.calls * shape.piece), np.int32)
-        for row, (sequence, start, _) in enumerate(batch):
+        for row, (request, start, _) in enumerate(batch):
             starts[row] = start
-            tokens[row, : len(sequence) - start] = sequence[start:]
+            tokens[row, : len(request.given) - start] = request.given[start:]
         cache = joined([base.cache for _, _, base in batch], rows, shape.columns) if shape.continues else None
         for call in range(shape.calls):
             at = call * shape.piece
@@ -168,10 +177,10 @@ class PrefixCache:
             cache = extend_prompts(model, cache, starts + at, now, shape.columns, self._mesh)
         if shape.columns > self._max_length:
             cache = _resized(cache, self._max_length)
-        for row, (sequence, start, base) in enumerate(batch):
+        for row, (request, start, base) in enumerate(batch):
             origin = (self._weights, shape) if base is None else base.origin
-            exact = len(sequence) if base is None else min(base.exact, start)
-            self._computed[sequence.tobytes()] = Entry(cache, row, origin, exact)
+            exact = len(request.given) if base is None else min(base.exact, start)
+            self._computed[request.key] = Prefix(cache, row, origin, exact)
         self.count += len(batch)
         self.shapes[shape] = None
 
@@ -181,26 +190,3 @@ def _shape(length: int, start: int) -> PrefillShape:
     piece = rest if rest <= LONGEST_CALL else PIECE
     calls = -(-(length - start) // piece)
     return PrefillShape(start > 0, piece, calls, bucket(start + calls * piece))
-
-
-def _next(upcoming: Iterable[np.ndarray], shape: PrefillShape, there: set[bytes], room: int) -> list[np.ndarray]:
-    """The first ``room`` distinct sequences of this shape that are not there."""
-    found: dict[bytes, np.ndarray] = {}
-    for sequence in upcoming:
-        if len(found) == room:
-            break
-        if sequence.tobytes() not in there and _shape(len(sequence), 0) == shape:
-            found[sequence.tobytes()] = sequence
-    return list(found.values())
-
-
-def _longest(kept: dict[bytes, Entry], sequence: np.ndarray) -> tuple[int, Entry | None]:
-    """How many first tokens of the sequence the best kept one holds."""
-    best: tuple[int, Entry | None] = (0, None)
-    for key, held in kept.items():
-        other = np.frombuffer(key, np.int32)[:-1]
-        size = min(len(other), len(sequence))
-        different = np.flatnonzero(other[:size] != sequence[:size])
-        shared = int(different[0]) if len(different) else size
-        best = (shared, held) if shared > best[0] else best
-    return best

@@ -1,4 +1,4 @@
-"""One completion in the making, and what a caller may do with a made one: cut it off, add to it, and go on."""
+"""Requests: one completion in the making, and operations on finished ones: truncate, append, resume."""
 
 import dataclasses
 import functools
@@ -6,29 +6,29 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxrl_llm.types import Completion
+from jaxrl_llm.types import Completion, Prompt
 
 
 @dataclasses.dataclass
 class Request:
-    """What the engine knows of one completion.
+    """The engine's record of one completion.
 
     Attributes:
       handle: its name.
-      prompt: int32 token ids.
-      seed: decides its random numbers.
-      limit: tokens of the completion at most, those begun with included.
-      begun: what it goes on from; None for a new one.
-      keep: whether its keys and values stay when it ends.
-      block_key: what its block of prompt columns holds, to the bit; requests of one key may share a block.
-      slot: where it runs.
-      lane: its block, and its number among those that the block serves; None until it has one.
-      pieces: what each chunk sampled: tokens, log-probabilities, versions, extras.
+      prompt: the prompt that the completion follows.
+      seed: determines its random numbers.
+      limit: maximum number of tokens of the completion, those begun with included.
+      begun: completion to resume; None for a new one.
+      keep: whether its keys and values are kept when it ends.
+      block_key: key of the exact contents of its prompt columns; requests with equal keys may share a block.
+      slot: number of its slot.
+      lane: its block, and its number among the requests of the block; None until it has one.
+      pieces: tokens, log-probabilities, versions and extras of each chunk.
       count: tokens in them.
     """
 
     handle: int
-    prompt: np.ndarray
+    prompt: Prompt
     seed: int
     limit: int
     begun: Completion | None = None
@@ -43,19 +43,20 @@ class Request:
 
     @property
     def earlier(self) -> int:
-        """Tokens that it was begun with."""
+        """Number of tokens that it was begun with."""
         return 0 if self.begun is None else len(self.begun.tokens)
 
     @functools.cached_property
     def given(self) -> np.ndarray:
-        """int32: the prompt and the tokens that it was begun with. Made once: a queue is looked through often."""
+        """Tokens of the prompt and of the completion begun, int32. Cached, since a queue is looked through often."""
         if self.begun is None:
-            return self.prompt
-        return np.concatenate([self.prompt, self.begun.tokens.astype(np.int32)])
+            return self.prompt.tokens
+        return np.concatenate([self.prompt.tokens, self.begun.tokens.astype(np.int32)])
 
-    def sequence(self) -> np.ndarray:
-        """int32: ``given`` and all tokens sampled so far."""
-        return np.concatenate([self.given, *(piece[0] for piece in self.pieces)])
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Key of the sequence given, exact to the bit: its tokens, and the other contents of the prompt."""
+        return (self.given.tobytes(), self.prompt.beside)
 
     @property
     def columns(self) -> int:
@@ -64,24 +65,16 @@ class Request:
 
     @property
     def prompt_columns(self) -> int:
-        """Columns of its block: the prompt but its last token, so that one path samples all new tokens."""
+        """Columns of its block: the prompt without its last token, so that one path samples all new tokens."""
         return len(self.prompt) - 1
 
-    def sampled_before(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that it was begun with and the policy's log-probability of each.
-
-        -inf where no policy sampled it.
-        """
-        logp = self.begun.extras.get("policy_logp", self.begun.sampler_logp)
-        return self.begun.tokens, np.where(self.begun.mask, logp, -np.inf).astype(np.float32)
-
     def add(self, tokens: np.ndarray, logp: np.ndarray, extras: dict[str, np.ndarray], version: int) -> None:
-        """What a chunk sampled."""
+        """Add the tokens that a chunk sampled."""
         self.pieces.append((tokens, logp, np.full(len(tokens), version, np.int32), extras))
         self.count += len(tokens)
 
     def completion(self, reason: str) -> Completion:
-        """All of it, as it ended."""
+        """Return the whole completion, with the reason of its end."""
         empty = (np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), {})
         pieces = self.pieces or [empty]
         tokens, logp, version = (np.concatenate([piece[i] for piece in pieces]) for i in range(3))
@@ -91,30 +84,19 @@ class Request:
 
 
 def joined(first: Completion, second: Completion) -> Completion:
-    """One completion of two, finished as the second is; an extra that only one of them has is 0 in the other."""
-    names = {**first.extras, **second.extras}
-    extras = {
-        name: np.concatenate([_extra(part, name, other) for part, other in ((first, second), (second, first))])
-        for name in names
-    }
-
-    def both(name: str) -> np.ndarray:
-        return np.concatenate([getattr(first, name), getattr(second, name)])
-
-    return Completion(
-        both("tokens"), both("sampler_logp"), second.finish_reason, both("mask"), both("version"), extras
-    )  # fmt: skip
-
-
-def _extra(part: Completion, name: str, other: Completion) -> np.ndarray:
-    if name in part.extras:
-        return part.extras[name]
-    model = other.extras[name]
-    return np.zeros((len(part.tokens), *model.shape[1:]), model.dtype)
+    """Join two completions, finished as the second is; an extra that only one of them has is 0 in the other."""
+    extras = {}
+    for name, model in {**first.extras, **second.extras}.items():
+        lacking = [np.zeros((len(part.tokens), *model.shape[1:]), model.dtype) for part in (first, second)]
+        own = [part.extras.get(name, zeros) for part, zeros in zip((first, second), lacking, strict=True)]
+        extras[name] = np.concatenate(own)
+    fields = ("tokens", "sampler_logp", "mask", "version")
+    tokens, logp, mask, version = (np.concatenate([getattr(first, f), getattr(second, f)]) for f in fields)
+    return Completion(tokens, logp, second.finish_reason, mask, version, extras)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
-    """The completion followed by tokens that no policy sampled (a tool's output): masked, of log-probability 0."""
+    """Append tokens that no policy sampled (a tool's output): masked, of log-probability 0."""
     ids = np.asarray(tokens, np.int32).reshape(-1)
     count = len(ids)
     given = Completion(
@@ -124,8 +106,8 @@ def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0)
 
 
 def first_tokens(completion: Completion, count: int) -> Completion:
-    """The completion cut off after ``count`` tokens: a branch goes on from there."""
+    """Truncate a completion after ``count`` tokens, so that a branch can resume there."""
+    fields = ("tokens", "sampler_logp", "mask", "version")
+    cut = {name: getattr(completion, name)[:count] for name in fields}
     extras = {name: values[:count] for name, values in completion.extras.items()}
-    cut = (completion.tokens, completion.sampler_logp, completion.mask, completion.version)
-    tokens, logp, mask, version = (values[:count] for values in cut)
-    return Completion(tokens, logp, "aborted", mask, version, extras)
+    return Completion(**cut, finish_reason="aborted", extras=extras)

@@ -1,6 +1,7 @@
-"""How one token is drawn from logits: temperature, top-k, top-p, min-p, by one uniform number for each row.
+"""Drawing of one token from logits: temperature, top-k, top-p, min-p, by one uniform number for each row; and detection
+of completions that only repeat themselves.
 
-Everything that truncation keeps is a set {tokens whose probability is at least a threshold}. The threshold is found by
+Truncation always keeps a set {tokens with a probability of at least a threshold}. The threshold is found by
 bisection over the bits of the probabilities, so the vocabulary is never sorted.
 """
 
@@ -10,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.engine.settings import MAX_STOP_IDS, Sampling
+from jaxrl_llm.engine.settings import MAX_STOP_IDS, Repetition, Sampling
 
 BLOCK = 128
 """Width of the lower level of the two-level inverse distribution function."""
 WORD = 32
 """Tokens in one word of a kept set."""
 BITS_OF_ONE = 0x3F800000
-"""Of the float32 1.0; floats that are not negative order as their bits do."""
+"""Bits of the float32 1.0; nonnegative floats have the order of their bits."""
 
 
 class DrawRule(NamedTuple):
@@ -31,7 +32,7 @@ class DrawRule(NamedTuple):
 
 
 def as_rule(sampling: Sampling) -> DrawRule:
-    """The traced form; unused stop ids are -1."""
+    """Return the rules in traced form; unused stop ids are -1."""
     stops = np.full(MAX_STOP_IDS, -1, np.int32)
     stops[: len(sampling.stop_ids)] = sampling.stop_ids
     return DrawRule(
@@ -43,12 +44,12 @@ def as_rule(sampling: Sampling) -> DrawRule:
     )
 
 
-class Asked(NamedTuple):
-    """What a compiled loop computes beside token, ``logp`` and entropy; static.
+class Computed(NamedTuple):
+    """Static options of a compiled loop: its work in addition to token, ``logp`` and entropy.
 
     Attributes:
-      truncates: whether top-k, top-p and min-p are looked at.
-      policy_logp: the token's log-probability under the policy at temperature 1 with nothing cut off.
+      truncates: whether top-k, top-p and min-p are applied.
+      policy_logp: the token's log-probability under the policy at temperature 1 without truncation.
       kept: the tokens that truncation kept.
     """
 
@@ -57,13 +58,13 @@ class Asked(NamedTuple):
     kept: bool = False
 
 
-def asked(sampling: Sampling) -> Asked:
-    """What these rules need.
+def asked(sampling: Sampling) -> Computed:
+    """Return the options that these rules need.
 
-    The policy's own log-probability always belongs to it: a schedule of temperatures that begins at 1, where it equals
+    The policy's own log-probability is always on: a schedule of temperatures that begins at 1, where it equals
     ``logp`` and costs nothing, then compiles nothing new.
     """
-    return Asked(sampling.truncates, True, sampling.keep_mask)
+    return Computed(sampling.truncates, True, sampling.keep_mask)
 
 
 class Draw(NamedTuple):
@@ -72,7 +73,7 @@ class Draw(NamedTuple):
     Attributes:
       token: int32[B].
       logp: float32[B], nats, of the distribution that was sampled.
-      extras: by name: ``entropy`` float32[B], nats, of the policy at the sampling temperature with nothing cut off;
+      extras: by name: ``entropy`` float32[B], nats, of the policy at the sampling temperature without truncation;
         ``policy_logp`` float32[B], nats; ``kept`` uint32[B, ceil(V / 32)], token v as bit v % 32 of word v // 32.
     """
 
@@ -82,7 +83,7 @@ class Draw(NamedTuple):
 
 
 def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:
-    """One number in [0, 1) for each row, a function of (seed uint32[B, 2], position int32[B]) only."""
+    """Return one number in [0, 1) for each row, a function of (seed uint32[B, 2], position int32[B]) only."""
 
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.key(0, impl="threefry2x32")
@@ -93,12 +94,11 @@ def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(one)(seeds, positions)
 
 
-def draw(logits: jax.Array, u: jax.Array, rule: DrawRule, asked: Asked = Asked()) -> Draw:
+def draw(logits: jax.Array, u: jax.Array, rule: DrawRule, asked: Computed = Computed()) -> Draw:
     """Draw one token for each row of float32 logits [B, V] by the uniform numbers u [B].
 
-    At temperature 0 the token is the argmax and its log-probability 0, for that is the distribution sampled. Two passes
-    over the vocabulary, one for the largest logit and one for all sums: only the block of the drawn token is looked at
-    closer.
+    At temperature 0 the token is the argmax and its log-probability 0, as in the distribution sampled. Two passes over
+    the vocabulary, one for the largest logit and one for all sums: only the block of the drawn token is read again.
     """
     greedy = rule.temperature == 0
     blocks = as_blocks(logits, -jnp.inf)
@@ -124,25 +124,19 @@ def draw(logits: jax.Array, u: jax.Array, rule: DrawRule, asked: Asked = Asked()
     inside = jnp.where(greedy, jnp.argmax(near, axis=-1), inside)
     found = jnp.take_along_axis(near, inside[:, None], axis=-1)[:, 0]
     extras = {"entropy": jnp.log(total) - jnp.sum(moments, axis=-1) / total}
-    if asked.policy_logp:
-        extras["policy_logp"] = found - jnp.log(_policy_mass(blocks, peak, total, scale))
+    if asked.policy_logp:  # where nothing was scaled, its mass is the total already
+        anew = lambda: jnp.sum(block_sums(jnp.exp(blocks - peak[:, None, None]))[0], axis=-1)  # noqa: E731
+        extras["policy_logp"] = found - jnp.log(jax.lax.cond(scale == 1, lambda: total, anew))
     if asked.kept:
-        extras["kept"] = pack_bits(kept > 0)[:, : -(-logits.shape[1] // WORD)]
+        words = (kept > 0).reshape(len(kept), -1, WORD)
+        bits = jnp.where(words, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32), jnp.uint32(0))
+        extras["kept"] = jnp.sum(bits, axis=-1, dtype=jnp.uint32)[:, : -(-logits.shape[1] // WORD)]
     logp = jnp.where(greedy, 0.0, found / scale - jnp.log(mass))
     return Draw((index * BLOCK + inside).astype(jnp.int32), logp, extras)
 
 
-def _policy_mass(blocks: jax.Array, peak: jax.Array, total: jax.Array, scale: jax.Array) -> jax.Array:
-    """Sum of exp(logit - peak) over a row of blocks; ``total`` is it already where nothing was scaled."""
-
-    def anew() -> jax.Array:
-        return jnp.sum(block_sums(jnp.exp(blocks - peak[:, None, None]))[0], axis=-1)
-
-    return jax.lax.cond(scale == 1, lambda: total, anew)
-
-
 def as_blocks(values: jax.Array, padding: float) -> jax.Array:
-    """[B, V] as [B, ceil(V / BLOCK), BLOCK]."""
+    """Reshape [B, V] to [B, ceil(V / BLOCK), BLOCK]."""
     rows, vocab = values.shape
     # On CPUs a concatenation is a copy, where a pad goes element by element.
     rest = [jnp.full((rows, -vocab % BLOCK), padding, values.dtype)] if vocab % BLOCK else []
@@ -150,7 +144,7 @@ def as_blocks(values: jax.Array, padding: float) -> jax.Array:
 
 
 def block_sums(*arrays: jax.Array) -> list[jax.Array]:
-    """Sums of each array [B, n, BLOCK] over its blocks, [B, n], in one pass over all of them.
+    """Sum each array [B, n, BLOCK] over its blocks, [B, n], in one pass over all of them.
 
     Reducing in two steps, the first across lanes of 16, lets the compiler use vector instructions and share the passes'
     exponentials: 3 times as fast on CPUs as a sum for each.
@@ -164,15 +158,16 @@ def block_sums(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _at_least(weights: jax.Array, least: jax.Array) -> jax.Array:
-    """Weights [B, ...] with what is smaller than the threshold [B] set to 0."""
+    """Return weights [B, ...] with those smaller than the threshold [B] set to 0."""
     return jnp.where(weights >= least.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0.0)
 
 
 def least_kept(weights: jax.Array, rule: DrawRule) -> jax.Array:
-    """The threshold [B] of weights [B, n, BLOCK], of which the largest of each row is 1: kept is what is at least as
-    large.
+    """Compute the threshold [B] of weights [B, n, BLOCK] with a maximum of 1 in each row: larger or equal ones are
+    kept.
 
-    The k-th largest; then the largest one that leaves the share ``top_p`` of what top-k left; then ``min_p`` itself.
+    It is the k-th largest; then the largest one that leaves the share ``top_p`` of the mass left by top-k; then
+    ``min_p`` itself.
     """
     least = jnp.zeros(weights.shape[0], jnp.int32)
     none = jnp.zeros(weights.shape[0], jnp.float32)
@@ -183,9 +178,10 @@ def least_kept(weights: jax.Array, rule: DrawRule) -> jax.Array:
 
 
 def _bisect(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Array, on: jax.Array) -> jax.Array:
-    """Bits int32[B] of the largest threshold in [0, 1] that leaves at least this count and this mass of weights.
+    """Find the bits, int32[B], of the largest threshold in [0, 1] that leaves at least this count and this mass of
+    weights.
 
-    ``low`` are bits of one that does, and the answer where ``on`` is false. Sums are monotone in float32 too: the order
+    ``low``: bits of one that does, and the result where ``on`` is false. Sums are monotone in float32 too: the order
     of additions is fixed, and no addition of something positive makes one smaller.
     """
 
@@ -201,22 +197,16 @@ def _bisect(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Arra
 
 
 def _count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the weights no smaller than the threshold with these bits, [B] each. Both in one pass: XLA writes out the
-    terms of a sum that stands alone, which takes 7 times as long on CPUs."""
+    """Return count and mass, [B] each, of the weights no smaller than the threshold with these bits. One pass serves
+    both, since XLA writes out the terms of a single sum, which takes 7 times as long on CPUs.
+    """
     inside = weights >= jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None, None]
     count, mass = block_sums(jnp.where(inside, 1.0, 0.0), jnp.where(inside, weights, 0.0))
     return jnp.sum(count, axis=-1), jnp.sum(mass, axis=-1)
 
 
-def pack_bits(kept: jax.Array) -> jax.Array:
-    """Kept sets bool[B, n, BLOCK] as uint32[B, n * BLOCK / 32]."""
-    words = kept.reshape(kept.shape[0], -1, WORD)
-    places = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
-    return jnp.sum(jnp.where(words, places, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-
-
 def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
-    """The token at which the running sum of weights [B, V] (of any total) passes ``u * total``: int32[B].
+    """Return the token at which the running sum of weights [B, V] (of any total) passes ``u * total``: int32[B].
 
     Two levels, so that the long running sum is over V / BLOCK blocks only. A token of weight 0 is never chosen.
     """
@@ -226,7 +216,7 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def _enter(sums: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For sums of blocks [B, n]: the block that ``u * total`` falls in, what is left of it there, and the total."""
+    """Return for sums of blocks [B, n] the block that ``u * total`` falls in, the rest of it there, and the total."""
     upper = jnp.cumsum(sums, axis=-1)
     target = u * upper[:, -1]
     index = _first_above(upper, target)
@@ -235,11 +225,93 @@ def _enter(sums: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 def _take(blocks: jax.Array, index: jax.Array) -> jax.Array:
-    """Block index[b] of each row: [B, BLOCK]."""
+    """Take block index[b] of each row: [B, BLOCK]."""
     return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
 
 
 def _first_above(running: jax.Array, target: jax.Array) -> jax.Array:
-    """First index where the running sum [B, n] exceeds target [B]; at most the last one that added anything."""
+    """Return the first index where the running sum [B, n] exceeds target [B]; at most the last that adds anything."""
     last = jnp.sum(running < running[:, -1:], axis=-1)
     return jnp.minimum(jnp.sum(running <= target[:, None], axis=-1), last)
+
+
+class TailRule(NamedTuple):
+    """``Repetition`` as arrays, for the compiled loop; ``longest_period`` is the shape of ``Tail``.
+
+    Attributes:
+      times: int32[], repetitions that end a completion; 0 never.
+      logp: float32[], the log-probability above which a token is confident, nats.
+      tail: int32[], confident tokens in a row that end it; 0 never.
+    """
+
+    times: Any
+    logp: Any
+    tail: Any
+
+
+class Tail(NamedTuple):
+    """State of the repetition rules for each row's sampled tokens; N = ``longest_period``.
+
+    Attributes:
+      recent: int32[B, N], the last N tokens, the newest first; -1 before the first token.
+      runs: int32[B, N], at n - 1: number of the newest tokens in a row that equal the token n before each of them.
+      confident: int32[B], number of the newest tokens in a row with more than the rule's probability.
+    """
+
+    recent: jax.Array
+    runs: jax.Array
+    confident: jax.Array
+
+
+def tail_rule(repetition: Repetition | None) -> TailRule:
+    """Return the rule in traced form; None never ends a completion."""
+    repetition = repetition or Repetition()
+    with np.errstate(divide="ignore"):
+        logp = np.log(np.float32(repetition.probability))
+    return TailRule(np.int32(repetition.times), logp, np.int32(repetition.tail))
+
+
+def fresh_tail(rows: int, repetition: Repetition | None) -> Tail:
+    """Return the state of B rows before the first token."""
+    period = repetition.longest_period if repetition else 0
+    return Tail(
+        jnp.full((rows, period), -1, jnp.int32), jnp.zeros((rows, period), jnp.int32), jnp.zeros(rows, jnp.int32)
+    )
+
+
+def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rule: TailRule) -> tuple[Tail, jax.Array]:
+    """Return the state after one more token int32[B] of log-probability float32[B] in each row, and bool[B], where to
+    stop.
+
+    The log-probability is the policy's own, since greedy sampling samples every token with certainty.
+    The last n tokens repeat ``times`` times in a row exactly if each of the last (times - 1) n tokens equals the one
+    n before it.
+    """
+    runs = jnp.where(tail.recent == tokens[:, None], tail.runs + 1, 0)
+    recent = jnp.concatenate([tokens[:, None], tail.recent], axis=1)[:, : tail.recent.shape[1]]
+    confident = jnp.where(logp > rule.logp, tail.confident + 1, 0)
+    periods = jnp.arange(1, runs.shape[1] + 1, dtype=jnp.int32)[None]
+    repeats = (rule.times > 0) & jnp.any(runs >= (rule.times - 1) * periods, axis=1)
+    return Tail(recent, runs, confident), repeats | ((rule.tail > 0) & (confident >= rule.tail))
+
+
+def tail_of(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None) -> Tail:
+    """Return the state (NumPy, without the axis B) after tokens int[t] of log-probabilities float[t], to resume a
+    completion.
+
+    Equal to feeding them to ``extend_tail`` one by one.
+    """
+    period = repetition.longest_period if repetition else 0
+    tokens = np.asarray(tokens, np.int32)
+    recent = np.full(period, -1, np.int32)
+    recent[: len(tokens)] = tokens[::-1][:period]
+    same = [tokens[n:] == tokens[: len(tokens) - n] for n in range(1, min(period, len(tokens)) + 1)]
+    runs = np.zeros(period, np.int32)
+    runs[: len(same)] = [_run(values) for values in same]
+    confident = _run(np.asarray(logps, np.float32) > tail_rule(repetition).logp)
+    return Tail(recent, runs, np.int32(confident))
+
+
+def _run(values: np.ndarray) -> int:
+    """Count the last values of bool[n] in a row that are true."""
+    return len(values) if values.all() else int(np.argmin(values[::-1]))

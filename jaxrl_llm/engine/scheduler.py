@@ -1,4 +1,4 @@
-"""The requests that run at one time, and what the device holds of them."""
+"""Scheduler: the requests that run at one time, and their state on the device."""
 
 import collections
 import dataclasses
@@ -23,11 +23,9 @@ from jaxrl_llm.engine.blocks import (
     seat,
     with_blocks_for,
 )  # fmt: skip
-from jaxrl_llm.engine.placement import parts_of
-from jaxrl_llm.engine.prefix_cache import Entry, PrefixCache
-from jaxrl_llm.engine.repetition import Tail, tail_of
+from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.sampling import asked
+from jaxrl_llm.engine.sampling import Tail, asked, tail_of
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
@@ -36,6 +34,7 @@ from jaxrl_llm.engine.slots import (
     as_rules,
     empty_slots,
     fill_slots,
+    parts_of,
     rearranged,
     run_chunk,
     stop_slots,
@@ -46,23 +45,25 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import batch_parts
 
 FEWEST_SLOTS, FEWEST_COLUMNS, FEWEST_PROMPT_COLUMNS, FEW_SLOTS_COLUMNS = 16, 64, 32, 256
-"""What a chunk computes at least of batch, cache and prompts, for less saves little.
+"""Minimum sizes of the batch, cache and prompts of a chunk, since smaller ones save little.
 
-The last: of both, with so few slots.
+The last number is the minimum of cache and prompts with so few slots.
 """
 MANY_COLUMNS, LANES = 1024, 128
-"""From the first number on a cache has a multiple of the second."""
+"""Columns of a cache: from the first number on they are a multiple of the second."""
 LOOK_AHEAD = 32
-"""Waiting requests, for each sequence of a call, among which prompts are looked for that may be computed with it."""
+"""Waiting requests, for each sequence of a call, that are searched for prompts to compute with it."""
 WORTH_SHRINKING = 4
-"""Chunks that some request may still take for a batch of just the size that is needed to be worth compiling."""
+"""Minimum number of chunks that some request may still take before a batch of just the size needed is compiled."""
 FEW = 4
-"""Where all are shorter, a batch has all slots or this part of them: one size more, for the last requests of a step."""
+"""Divisor of the slots: if all requests are near their end, a batch has all slots or this part of them, which adds only
+one size, for the last requests of a step.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What an engine was built for.
+    """Fixed settings of an engine.
 
     Attributes:
       config: the model's.
@@ -72,7 +73,7 @@ class Build:
       chunk: decode steps in one compiled call.
       mesh: where the weights are; None for one device.
       strict: whether all slots and the whole cache are always computed.
-      group: requests that share one stored prompt, at most.
+      group: maximum number of requests that share one stored prompt.
     """
 
     config: Any
@@ -89,8 +90,8 @@ class Scheduler:
     """Owner of the slots on the device and of the requests in them, by slot.
 
     Args:
-      build: what the engine was built for.
-      sampling: how all of them are sampled.
+      build: settings of the engine.
+      sampling: rules for all requests.
     """
 
     def __init__(self, build: Build, sampling: Sampling):
@@ -102,7 +103,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
 
     def __str__(self) -> str:
-        """The shape of the next chunk, in words."""
+        """Describe the shape of the next chunk in words."""
         rows, columns, blocks, prompt_columns, *_ = self._held
         return (
             f"decode: {rows} slots of {columns} columns, {blocks} prompts of {prompt_columns}, "
@@ -110,21 +111,20 @@ class Scheduler:
         )
 
     def refill(self, model: Decoder, queue: collections.deque[Request], prefixes: PrefixCache, unread: bool) -> None:
-        """Give waiting requests to free slots, first come first served; what their prompts need is computed.
+        """Compute the prompts of waiting requests and assign these to free slots, first come first served.
 
-        ``unread``: whether the chunk before this one is still to be read.
+        ``unread``: whether the previous chunk has not been read yet.
         """
         free = self._build.slots - len(self.running)
         taken = [queue.popleft() for _ in range(min(free, len(queue)))]
         near = itertools.islice(queue, LOOK_AHEAD * prefixes.rows)
-        upcoming = (request.given for request in near if request.begun is None)
-        prefixes.prepare(model, [r.given for r in taken], [r.begun is not None for r in taken], upcoming)
+        prefixes.prepare(model, taken, (request for request in near if request.begun is None))
         self._begin(taken, prefixes, unread)
         if taken:
-            prefixes.release(request.given for request in queue)
+            prefixes.release(queue)
 
     def run(self, model: Decoder) -> tuple[Emitted, jax.Array]:
-        """Send a chunk to the device; returns what it samples, and which slots go on after it."""
+        """Send a chunk to the device; return the tokens it samples, and which slots are active after it."""
         build = self._build
         rules = asked(self._sampling)
         columns = self._held.columns
@@ -134,12 +134,12 @@ class Scheduler:
         return told
 
     def keep_none(self) -> None:
-        """Keep nothing of the requests that run when they end: what they have so far is of other weights."""
+        """Cancel ``keep`` of the running requests: their keys and values so far come from other weights."""
         for request in self.running.values():
             request.keep = False
 
     def stop(self, handles: set[int], prefixes: PrefixCache) -> list[Request]:
-        """Those of these requests that run; their slots sample no more and are free."""
+        """Stop these requests and free their slots; return those that ran."""
         gone = {slot: request for slot, request in self.running.items() if request.handle in handles}
         if gone:
             idle = np.zeros(self._held.rows, bool)
@@ -150,57 +150,45 @@ class Scheduler:
         return list(gone.values())
 
     def release(self, request: Request, prefixes: PrefixCache) -> None:
-        """Free the slot of a request that has ended; what it asked to keep goes to the prefixes."""
+        """Free the slot of a request that has ended; with ``keep`` its columns go to the prefixes."""
         del self.running[request.slot]
         if request.keep:
             prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
 
     def _begin(self, taken: list[Request], prefixes: PrefixCache, unread: bool) -> None:
-        """Seat requests whose tokens are prepared, in a batch of the size that all of them need.
+        """Give prepared requests slots and blocks, in a batch of the size that all requests need.
 
-        ``unread``: whether the chunk before this one is still to be read.
+        ``unread``: whether the previous chunk has not been read yet.
         """
         build = self._build
         for request in taken:
             request.block_key = prefixes.block_key(request)
         shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
-        self._resize_slots(shape)
+        if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
+            order, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
+            source = moved_rows(order, self._held.rows, shape.parts)
+            cache, blocks = self._state.cache, self._state.blocks
+            light = self._state._replace(cache=None, blocks=None)
+            self._state = rearranged(cache, light, order, source, build.mesh)._replace(blocks=blocks)
         seat(self.running, taken, shape)
         shape = with_blocks_for(self.running, shape, build.slots, build.strict or build.slots <= FEWEST_SLOTS)
-        self._resize_blocks(shape)
-        for cache, begun in _admissions(taken, self.running, shape, prefixes, self._sampling.repetition):
-            self._state = fill_slots(self._state, cache, begun, build.mesh)
-
-    def _resize_slots(self, shape: SlotShape) -> None:
-        """Bring the slots to this number, and the running requests with them."""
-        if self._state is None or shape.rows == self._held.rows:
-            return
-        order, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
-        source = moved_rows(order, self._held.rows, shape.parts)
-        cache = self._state.cache
-        blocks = self._state.blocks
-        light = self._state._replace(cache=None, blocks=None)
-        self._state = rearranged(cache, light, order, source, self._build.mesh)._replace(blocks=blocks)
-
-    def _resize_blocks(self, shape: SlotShape) -> None:
-        """Bring the blocks to this shape, and give every request a lane of one."""
-        build = self._build
         if self._state is None:
             most = room(build, self._sampling)
             self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
             self._held = shape
         stay = self._held._replace(columns=shape.columns) == shape
         before = {request.handle: request.lane[0] for request in self.running.values() if request.lane}
-        stayed = assign_blocks(self.running, shape, stay)
-        if not stayed:
+        if not assign_blocks(self.running, shape, stay):
             order = moved_blocks(before, self.running, shape)
             lanes = lane_table(self.running, shape)
             self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
         self._held = shape
+        for cache, begun in _admissions(taken, self.running, shape, prefixes, self._sampling.repetition):
+            self._state = fill_slots(self._state, cache, begun, build.mesh)
 
 
 def room(build: Build, sampling: Sampling) -> tuple[int, int]:
-    """Rows and columns of the cache: as many as there may ever have to be, for it is made once and never copied."""
+    """Return rows and columns of the cache: the most that may be needed, for it is allocated once and never copied."""
     # With few slots it is small, and one size then serves whatever the sampler is asked for.
     few = build.slots <= FEWEST_SLOTS and not build.strict
     columns = build.chunk + (build.max_length if few else sampling.max_new_tokens)
@@ -211,7 +199,9 @@ def room(build: Build, sampling: Sampling) -> tuple[int, int]:
 def wanted(
     build: Build, sampling: Sampling, requests: list[Request], held: SlotShape | None, unread: bool
 ) -> SlotShape:
-    """Slots and columns of the next chunk: few sizes, so that few programs are compiled; and blocks at least."""
+    """Return slots and columns of the next chunk, in few sizes, so that few programs are compiled; and its minimum
+    blocks.
+    """
     slots, longest = room(build, sampling)
     parts = parts_of(build.mesh, slots)
     if build.strict:
@@ -228,7 +218,7 @@ def wanted(
 
 
 def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | None) -> tuple[int, int]:
-    """Slots, and blocks at least; where no request can take long any more the slots held, all, or a part of them."""
+    """Return slots and minimum blocks; once no request can take long, the slots are those held, all, or a part."""
     slots = build.slots
     blocks = 0
     parts = 1 if build.mesh is None else batch_parts(build.mesh)
@@ -253,10 +243,10 @@ def _admissions(
     prefixes: PrefixCache,
     repetition: Repetition | None,
 ) -> Iterator[tuple[Cache, Admission]]:
-    """For each prefilled batch that the requests taken come from: its cache, and what begins with it."""
-    batches: dict[int, tuple[Cache, list[tuple[Entry, Request]]]] = {}
+    """Yield the cache of each prefilled batch that the requests taken come from, and the slots and blocks begun."""
+    batches: dict[int, tuple[Cache, list[tuple[Prefix, Request]]]] = {}
     for request in taken:
-        held = prefixes[request.given]
+        held = prefixes[request]
         batches.setdefault(id(held.cache), (held.cache, []))[1].append((held, request))
     lanes = lane_table(running, shape)
     fresh = {request.handle for request in taken}
@@ -267,31 +257,28 @@ def _admissions(
             if request.lane[0] not in made:
                 begun.blocks[request.lane[0]] = held.row
                 made.add(request.lane[0])
-            _begin(begun, held, request, repetition)
+            slot = request.slot
+            begun.new[slot] = True
+            begun.before[slot] = request.prompt_columns
+            begun.lengths[slot] = request.columns
+            begun.source[slot] = held.row if request.columns else -1
+            begun.tokens[slot] = request.given[-1]
+            begun.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
+            begun.sampled[slot] = request.earlier
+            begun.limits[slot] = request.limit
+            if request.begun is not None and repetition:
+                logp = request.begun.extras.get("policy_logp", request.begun.sampler_logp)
+                logp = np.where(request.begun.mask, logp, -np.inf).astype(np.float32)  # no policy was sure of others
+                for whole, one in zip(begun.tail, tail_of(request.begun.tokens, logp, repetition), strict=True):
+                    whole[slot] = one
         needed = np.unique(np.concatenate([begun.blocks, begun.source]))
         needed = needed[needed >= 0]
         begun.needed[: len(needed)] = needed
         yield cache, begun
 
 
-def _begin(begun: Admission, held: Entry, request: Request, repetition: Repetition | None) -> None:
-    slot = request.slot
-    begun.new[slot] = True
-    begun.before[slot] = request.prompt_columns
-    begun.lengths[slot] = request.columns
-    begun.source[slot] = held.row if request.columns else -1
-    begun.tokens[slot] = request.given[-1]
-    begun.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
-    begun.sampled[slot] = request.earlier
-    begun.limits[slot] = request.limit
-    if request.begun is not None and repetition:
-        tail = tail_of(*request.sampled_before(), repetition)
-        for whole, one in zip(begun.tail, tail, strict=True):
-            whole[slot] = one
-
-
 def idle(shape: SlotShape, prefilled: int, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
-    """What begins no slot, of so many prefilled rows."""
+    """Return an admission that begins no slot, for so many prefilled rows."""
 
     def int32(*size: int) -> np.ndarray:
         return np.zeros(size, np.int32)

@@ -1,6 +1,7 @@
-"""What the sampler holds on the device, and the compiled calls that change it."""
+"""Slots: the sampler's state on the device, its layout on the mesh, and the compiled calls that change it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,31 +9,107 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.placement import inserted, on_own_rows, parts_of, placed, resized, slot_shardings
-from jaxrl_llm.engine.repetition import Tail, TailRule, extend_tail, fresh_tail, tail_rule
-from jaxrl_llm.engine.sampling import Asked, DrawRule, as_rule, draw, uniforms
+from jaxrl_llm.engine.sampling import (
+    Computed,
+    DrawRule,
+    Tail,
+    TailRule,
+    as_rule,
+    draw,
+    extend_tail,
+    fresh_tail,
+    tail_rule,
+    uniforms,
+)  # fmt: skip
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.models.cache import Cache, empty_cache, flush, move_rows, sequence_of, with_columns
+from jaxrl_llm.models.cache import (
+    Cache,
+    empty_cache,
+    flush,
+    insert,
+    insert_divided,
+    move_rows,
+    sequence_of,
+    take_rows,
+    with_columns,
+)  # fmt: skip
 from jaxrl_llm.models.decoder import Decoder, unembed
-from jaxrl_llm.models.decoding import beginnings, decode, extend
-from jaxrl_llm.sharding import BATCH, constrain
+from jaxrl_llm.models.decoding import decode, extend, shared_prefix
+from jaxrl_llm.sharding import BATCH, batch_parts, constrain, fitting
+
+PLACE = (None, BATCH, "tensor")
+"""Partition of a cache's arrays: rows over data and fsdp, heads over tensor."""
+
+
+def parts_of(mesh: Mesh | None, rows: int) -> int:
+    """Return the number of parts into which the mesh divides the slots and the blocks that they read."""
+    parts = 1 if mesh is None else batch_parts(mesh)
+    return parts if rows % parts == 0 else 1
+
+
+def slot_shardings(slots: Any, mesh: Any) -> Any:
+    """Return shardings for arrays of slots or of a cache: B and U over data and fsdp, key/value heads over tensor."""
+
+    def spec(x: Any) -> tuple[Any, ...]:
+        return PLACE if x.ndim == 5 else (BATCH,)
+
+    return jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, spec(x), mesh)), slots)
+
+
+def on_mesh(slots: Any, mesh: Mesh | None) -> Any:
+    """Constrain slots to their shardings."""
+    return slots if mesh is None else jax.lax.with_sharding_constraint(slots, slot_shardings(slots, mesh))
+
+
+def placed(cache: Cache) -> Cache:
+    """Constrain a cache: rows over data and fsdp, heads over tensor."""
+    return jax.tree.map(lambda x: constrain(x, *PLACE), cache)
+
+
+def on_own_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Any, *index: jax.Array) -> Cache:
+    """Apply ``change(cache, new, *index)`` to every device's own rows and heads; ``index`` has an entry for each slot.
+
+    ``new``: None, or a cache of as many rows, partitioned alike.
+    """
+    if mesh is None:
+        return change(cache, new, *index)
+    rows = fitting(cache.k.shape, PLACE, mesh)
+    inside = (Cache(rows, rows), jax.tree.map(lambda _: rows, new), *(PartitionSpec(rows[1]) for _ in index))
+    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(
+        cache, new, *index
+    )
+
+
+def inserted(
+    mesh: Mesh | None, cache: Cache, given: Cache, needed: jax.Array, source: jax.Array, start: jax.Array
+) -> Cache:
+    """Apply ``insert`` to every device's own rows and heads; the rows given may be divided too."""
+    if mesh is None:
+        return insert(cache, given, source, start)
+    rows = fitting(cache.k.shape, PLACE, mesh)
+    there = fitting(given.k.shape, PLACE, mesh)
+    change = functools.partial(insert_divided, axes=there[1]) if there[1] else lambda *given: insert(*given[:-1])
+    each = PartitionSpec(rows[1])
+    inside = (Cache(rows, rows), Cache(there, there), each, each, PartitionSpec())
+    return jax.shard_map(change, mesh=mesh, in_specs=inside, out_specs=Cache(rows, rows), check_vma=False)(
+        cache, given, source, start, needed
+    )
 
 
 class Slots(NamedTuple):
-    """What the device holds between calls; [B] for each slot unless said.
+    """State of the slots on the device between calls; [B] for each slot unless noted.
 
     Attributes:
-      cache: keys and values of what follows the prompt. It may have more rows: of each of its parts the first are those
-        of the slots there.
-      blocks: those of prompts, [U].
-      lanes: which lane of the blocks each slot reads, as ``beginnings`` takes them.
+      cache: keys and values after the prompt. It may have more rows: the first of each part are the slots'.
+      blocks: keys and values of prompts, [U].
+      lanes: which lane of the blocks each slot reads, as ``shared_prefix`` takes them.
       before: columns of its block that a slot begins with.
       lengths: valid columns of the cache.
       tokens: the newest token, not in the cache yet.
       seeds: uint32[B, 2].
       sampled: tokens of the completion so far.
-      limits: tokens that it may have at most.
-      tail: what is remembered of them, to notice repetition.
+      limits: maximum number of tokens of the completion.
+      tail: state of the repetition rules.
       active: whether the slot is still sampling.
     """
 
@@ -50,26 +127,26 @@ class Slots(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """``Sampling`` as arrays: how a token is drawn, and what ends a completion that repeats itself."""
+    """``Sampling`` as arrays: the rule of the draw, and the rule that ends a completion that repeats itself."""
 
     draw: DrawRule
     tail: TailRule
 
 
 def as_rules(sampling: Sampling) -> Rules:
-    """The traced form."""
+    """Return the rules in traced form."""
     return Rules(as_rule(sampling), tail_rule(sampling.repetition))
 
 
 class Emitted(NamedTuple):
-    """What a chunk of C steps produced, [C, B] each.
+    """Output of a chunk of C steps, [C, B] each.
 
     Attributes:
       token: sampled.
       logp: nats, of the distribution that was sampled from.
       extras: further arrays by name.
       real: which entries count.
-      repeats: where the completion only repeats itself and ends for that.
+      repeats: where the completion ends because it only repeats itself.
     """
 
     token: jax.Array
@@ -84,7 +161,7 @@ def empty_slots(
     config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None,
     room: tuple[int, int] | None = None,
 ) -> Slots:  # fmt: skip
-    """Slots of which none is active, on the mesh: B and U over data and fsdp, key/value heads over tensor.
+    """Return inactive slots on the mesh: B and U over data and fsdp, key/value heads over tensor.
 
     ``room``: rows and columns of the cache, those of the slots unless more are given.
     """
@@ -96,23 +173,23 @@ def empty_slots(
         zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
         fresh_tail(rows, repetition), jnp.zeros(rows, bool),
     )  # fmt: skip
-    return slots if mesh is None else jax.lax.with_sharding_constraint(slots, slot_shardings(slots, mesh))
+    return on_mesh(slots, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns"), donate_argnums=1)
 def run_chunk(
-    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Asked, group: int = 1, mesh: Mesh | None = None,
+    model: Decoder, slots: Slots, rules: Rules, steps: int, asked: Computed, group: int = 1, mesh: Mesh | None = None,
     columns: int | None = None,
 ) -> tuple[Slots, tuple[Emitted, jax.Array]]:  # fmt: skip
-    """Up to ``steps`` tokens for every active slot; ends early when none is left.
+    """Sample up to ``steps`` tokens for every active slot; end early once none is active.
 
-    The cache needs ``steps`` columns beyond the longest active row; of it ``columns`` are read, which must hold all
-    that is there (None: the whole); ``group`` slots at most read one block. Returns the slots, and for the host, on
-    every device of the mesh, what was emitted and which slots go on.
+    The cache needs ``steps`` columns beyond the longest active row; ``columns`` of it are read, which must hold all
+    valid ones (None: the whole); at most ``group`` slots read one block. Returns the slots, and for the host, on every
+    device of the mesh, the output and which slots remain active.
     """
     config = model.config
     rows = slots.tokens.shape[0]
-    before = beginnings(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
+    before = shared_prefix(slots.blocks, slots.before, slots.lanes, parts_of(mesh, slots.cache.v.shape[1]), group)
 
     def pick(now: Slots, chunk: Cache, step: jax.Array) -> tuple[Slots, Cache, Emitted]:
         hidden, chunk = decode(model, slots.cache, chunk, step, now.tokens, slots.lengths, before, columns)
@@ -125,9 +202,7 @@ def run_chunk(
     out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
 
     def more(carry: tuple) -> jax.Array:
-        step = carry[0]
-        now = carry[1]
-        return (step < steps) & jnp.any(now.active)
+        return (carry[0] < steps) & jnp.any(carry[1].active)
 
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
@@ -145,9 +220,9 @@ def run_chunk(
 
 
 def _pick(
-    model: Decoder, hidden: jax.Array, slots: Slots, rules: Rules, asked: Asked, now: Slots, step: jax.Array
+    model: Decoder, hidden: jax.Array, slots: Slots, rules: Rules, asked: Computed, now: Slots, step: jax.Array
 ) -> tuple[Slots, Emitted]:
-    """One token for every row of hidden [B, D]; ``slots`` as the chunk began, ``now`` without its caches."""
+    """Sample one token for every row of hidden [B, D]; ``slots``: before the chunk, ``now``: without its caches."""
     logits = constrain(unembed(model, hidden), BATCH, "tensor")
     # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
     logits = constrain(logits, (*BATCH, "tensor"))
@@ -161,12 +236,12 @@ def _pick(
 
 
 class Admission(NamedTuple):
-    """How slots begin, [B] each.
+    """Initial values of the slots that begin, [B] each.
 
     Attributes:
-      needed: [rows prefilled], those that any block or slot is made of, then negative numbers.
-      blocks: [U], the prefilled row that a block is made of; negative leaves it alone.
-      source: that which a slot's own columns are made of, from its column ``before`` on; negative for none.
+      needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
+      blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
+      source: the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for none.
       new: which slots begin; the other fields of these are those of ``Slots``.
       lanes: of all slots, new or not.
     """
@@ -186,12 +261,12 @@ class Admission(NamedTuple):
 
 
 OF_EACH_SLOT = ("before", "lengths", "tokens", "seeds", "sampled", "limits", "tail")
-"""The fields of an ``Admission`` that become those of the slots that begin."""
+"""Names of the fields of an ``Admission`` that are copied to the slots that begin."""
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None = None) -> Slots:
-    """Slots and blocks begun with rows of ``given``."""
+    """Begin slots and blocks with rows of ``given``."""
     cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, begun.before)
     blocks = inserted(mesh, slots.blocks, given, begun.needed, begun.blocks, jnp.zeros_like(begun.blocks))
 
@@ -200,45 +275,52 @@ def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None =
 
     own = {name: jax.tree.map(choose, getattr(begun, name), getattr(slots, name)) for name in OF_EACH_SLOT}
     filled = slots._replace(cache=cache, blocks=blocks, lanes=begun.lanes, active=begun.new | slots.active, **own)
-    return filled if mesh is None else jax.lax.with_sharding_constraint(filled, slot_shardings(filled, mesh))
+    return on_mesh(filled, mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def rearranged(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, mesh: Mesh | None = None) -> Slots:
-    """Slot i becomes what slot ``order[i]`` was, or an idle one where that is negative.
+    """Replace slot i with slot ``order[i]``, or with an idle one where that is negative.
 
     Args:
-      cache: of the slots; what moves in it is moved where it lies, so there is never a second one.
+      cache: of the slots; its rows move in place, so it is never copied.
       rows: the slots without their cache and blocks.
       order: int32[new B].
-      source: int32[new B], the row in its part of the cache that slot i's is made of; negative where it stays.
+      source: int32[new B], the row of its part of the cache that moves to slot i; negative where it stays.
       mesh: that divides them.
     """
     old = jnp.maximum(order, 0)
     moved = jax.tree.map(lambda x: jnp.take(x, old, axis=0), rows)
     cache = on_own_rows(move_rows, mesh, cache, None, source)
     moved = moved._replace(cache=cache, active=moved.active & (order >= 0))
-    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, slot_shardings(moved, mesh))
+    return on_mesh(moved, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "mesh", "parts"))
 def with_blocks(
     slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
 ) -> Slots:
-    """The slots with block i made of what block ``order[i]`` was, of ``columns`` columns, and read by other lanes."""
-    moved = slots._replace(blocks=resized(slots.blocks, order, columns, mesh, parts), lanes=lanes)
-    return moved if mesh is None else jax.lax.with_sharding_constraint(moved, slot_shardings(moved, mesh))
+    """Return the slots with block i made of the old block ``order[i]``, of ``columns`` columns, and with new lanes.
+
+    Every device moves its own blocks, since otherwise each would gather all of them.
+    """
+
+    def own(cache: Cache, _: None, order: jax.Array) -> Cache:
+        return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)
+
+    blocks = on_own_rows(own, mesh if parts > 1 else None, slots.blocks, None, order)
+    return on_mesh(slots._replace(blocks=blocks, lanes=lanes), mesh)
 
 
 @functools.partial(jax.jit, static_argnames="columns")
 def kept_sequence(slots: Slots, row: jax.Array, slot: jax.Array, block: jax.Array, columns: int) -> Cache:
-    """One row with the keys and values of a slot's whole sequence, in ``columns`` columns; ``row``: of the cache."""
+    """Return one row with the keys and values of a slot's sequence, in ``columns`` columns; ``row``: of the cache."""
     return with_columns(sequence_of(slots.cache, row, slots.blocks, block, slots.before[slot]), columns)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def stop_slots(slots: Slots, gone: jax.Array) -> Slots:
-    """Slots of which those in ``gone`` (bool[B]) sample no more."""
+    """Deactivate the slots in ``gone`` (bool[B])."""
     return slots._replace(active=slots.active & ~gone)
 
 
@@ -246,9 +328,9 @@ def stop_slots(slots: Slots, gone: jax.Array) -> Slots:
 def extend_prompts(
     model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, columns: int, mesh: Mesh | None = None
 ) -> Cache:
-    """The cache [P rows] with the keys and values of ``tokens`` int32[P, C] at each row's positions ``lengths`` and on.
+    """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on.
 
-    ``cache``: None where no row holds anything yet; it gets so many columns. Each device computes rows of its own.
+    ``cache``: None creates one of so many columns. Each device computes its own rows.
     """
     tokens = constrain(tokens, BATCH)
     new = extend(model, cache, lengths, tokens)
@@ -258,7 +340,7 @@ def extend_prompts(
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns"))
 def joined(caches: list[Cache], rows: int, columns: int) -> Cache:
-    """One cache of so many rows and columns that begins with the rows of these."""
+    """Join caches by rows and pad the result to so many rows and columns."""
     given = [with_columns(cache, columns) for cache in caches]
 
     def join(*parts: jax.Array) -> jax.Array:

@@ -1,25 +1,7 @@
-"""From scored completions to a better policy: packing, the update, epochs over a rollout."""
+"""Learning from scored completions: packing, the update, epochs over a rollout."""
 
-from jaxrl_llm.lazy import attach
 from jaxrl_llm.learner.settings import Critic, Learner, Optimiser
-
-__all__ = [
-    "Critic",
-    "Forward",
-    "Layout",
-    "Learner",
-    "Optimiser",
-    "Packed",
-    "PolicyGradient",
-    "Sample",
-    "Training",
-    "ValueLoss",
-    "create_state",
-    "learn",
-    "make_update",
-    "pack",
-    "to_samples",
-]
+from jaxrl_llm.system.lazy import attach
 
 __getattr__ = attach(
     __name__,

@@ -1,10 +1,10 @@
-"""What the learner computes on: samples, and the packed rows of fixed shape that they become.
+"""The learner's data: samples, and the packed rows of fixed shape made of them.
 
-A row holds the prompts and completions of one or more groups. A prompt stands once in a row, and the completions that
-follow it each see it and themselves, so a group of G costs one prompt, not G. Log-probabilities are gathered back to
-[B, T], one row per completion, before the loss sees them.
+A row holds the prompts and completions of one or more groups. A prompt occurs once in a row; each completion after it
+attends to the prompt and to itself, so a group of G costs one prompt, not G. Log-probabilities are gathered back to
+[B, T], one row per completion, before the loss reads them.
 
-What a sample carries beside its tokens travels by name, and its name alone says where it goes (see ``Packed``).
+Further data of a sample are named, and the name alone decides where they go (see ``Packed``).
 """
 
 import dataclasses
@@ -13,27 +13,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.models.decoder import Rows
+from jaxrl_llm.models.decoder import TokenRows
 
 READ_BY_THE_HEAD = ("kept",)
-"""Names of per-token arrays that the last layer reads where it predicts the token, not the loss."""
+"""Names of per-token arrays that the last layer, not the loss, reads at the token's prediction."""
 POLICY = ("policy",)
-"""The objective of a run that trains nothing but a policy."""
+"""The objective of a run that trains only a policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One completion as the learner sees it. All samples of a run carry the same names.
+    """One completion as the learner reads it. All samples of a run carry the same names.
 
     Attributes:
-      prompt: int32 token ids; samples with equal prompts share it.
+      prompt: int32 token ids; samples with equal prompts, ``prompt_arrays`` included, share it (``types.Prompt``).
       tokens: int32[t].
       mask: bool[t], tokens that the loss counts.
       scalars: numbers of the whole completion, by name.
       arrays: [t, ...] each, one entry for each token, by name.
       prompt_arrays: [p, ...] each, one entry for each token of the prompt, by name; a name in both is one array over
         all that the model reads.
-      together: a key that samples have in common which a loss compares; they are never split over microbatches.
+      place: of the completion in its batch: its group's index, and its own in the group; None if it was not sampled.
+      together: a key shared by samples that a loss compares; they are never split over microbatches.
       counted_by: names of the objectives that count it; None for all. ``counting`` narrows it.
     """
 
@@ -43,18 +44,18 @@ class Sample:
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     prompt_arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    place: tuple[int, int] | None = None
     together: Hashable = None
     counted_by: tuple[str, ...] | None = None
 
     def counting(self, objectives: Collection[str]) -> "Sample":
-        """The sample counted by these objectives, as far as it was counted by them before: no caller can undo what
-        another has left out."""
+        """Restrict the sample to these objectives; objectives that were excluded before stay excluded."""
         before = objectives if self.counted_by is None else self.counted_by
         return dataclasses.replace(self, counted_by=tuple(name for name in before if name in objectives))
 
 
 class Counts(NamedTuple):
-    """What one objective counts of an optimiser step, over all its microbatches.
+    """The counts of one objective in an optimiser step, over all its microbatches.
 
     Attributes:
       tokens: float32[], valid tokens.
@@ -66,10 +67,10 @@ class Counts(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What an optimiser step holds.
+    """The size of an optimiser step.
 
     Attributes:
-      microbatches: int32[], those that hold anything; the rest is padding.
+      microbatches: int32[], the non-empty ones; the rest is padding.
       counts: by objective.
     """
 
@@ -80,24 +81,24 @@ class Totals(NamedTuple):
 class Packed(NamedTuple):
     """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens.
 
-    Rows lie in P parts, which a mesh divides, of N predictions each: a part's predictions are of its own rows.
+    Rows form P parts, which a mesh divides, of N predictions each: a part's predictions are of its own rows.
 
     Attributes:
       rows: [M, R, S] each.
       source: int32[M, P, N], flat index (row * S + column) in its part of the position that predicts each completion
         token.
       target: int32[M, P, N], the token predicted.
-      scatter: int32[M, P, N], where its log-probability goes in the flat [B * T]; B * T for padding, which is dropped.
+      scatter: int32[M, P, N], index of its log-probability in the flat [B * T]; B * T for padding, which is dropped.
       mask: bool[M, B, T].
       counted: bool[M, B] by objective: the completions that it counts.
       by_sequence: [M, B] each: ``Sample.scalars``; and ``together``, int32, equal for completions that a loss compares.
-      by_token: [M, B, T, ...] each: ``Sample.arrays``, and what is computed before the first update.
-      by_prediction: [M, P, N, ...] each, beside ``target``: those that ``READ_BY_THE_HEAD`` names.
-      by_column: [M, R, S, ...] each, beside ``rows``: those that prompts have too.
-      totals: of the step; None where the microbatch axis is gone.
+      by_token: [M, B, T, ...] each: ``Sample.arrays``, and arrays computed before the first update.
+      by_prediction: [M, P, N, ...] each, aligned with ``target``: the names in ``READ_BY_THE_HEAD``.
+      by_column: [M, R, S, ...] each, aligned with ``rows``: the names that prompts have too.
+      totals: of the step; None for a single microbatch, without the axis M.
     """
 
-    rows: Rows
+    rows: TokenRows
     source: Any
     target: Any
     scatter: Any
@@ -110,7 +111,7 @@ class Packed(NamedTuple):
     totals: Totals | None
 
     def with_tokens(self, **arrays: Any) -> "Packed":
-        """With more arrays [M, B, T]; one that is None is not there."""
+        """Add arrays [M, B, T] to ``by_token``; None is skipped."""
         given = {name: x for name, x in arrays.items() if x is not None}
         return self._replace(by_token=self.by_token | given)
 
@@ -124,8 +125,7 @@ class Layout:
       row_tokens: S, at least the longest prompt with its completion.
       completion_tokens: T, the longest completion.
       parts: P, into which a mesh divides the rows; divides R.
-      share_prompts: completions of one prompt share it where they stand in the same row; else each follows its own
-        copy.
+      share_prompts: whether completions of one prompt share it within a row; else each has its own copy.
     """
 
     rows: int

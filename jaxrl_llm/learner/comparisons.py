@@ -1,7 +1,7 @@
-"""Learning from comparisons and from labelled steps: preferences, reward models, process reward models.
+"""Objectives for comparisons and labelled steps: preferences, reward models, process reward models.
 
-What a loss compares is several samples with one ``Sample.together``; they lie in one microbatch, where the first of
-them stands for all: ``by_sequence["together"]`` is its row.
+Samples that a loss compares share one ``Sample.together``. They are in one microbatch, where
+``by_sequence["together"]`` is the row of the first of them.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.preference import bradley_terry, sequence_logp, step_entropy
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
 from jaxrl_llm.learner.objectives import Metrics, Objective
@@ -17,7 +18,7 @@ from jaxrl_llm.learner.objectives import Metrics, Objective
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss(Objective):
-    """A loss of ``algorithms.pairs`` over pairs of completions.
+    """A loss of ``algorithms.preference`` over pairs of completions.
 
     Samples carry the scalars ``sign``, 1 for the better one and -1 for the worse, and ``ref_logp``, the sum over its
     tokens under the reference, nats. Both of a pair are counted.
@@ -34,37 +35,27 @@ class PairLoss(Objective):
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
     ) -> tuple[jax.Array, Metrics]:
-        """The mean over pairs; how many are in the right order, and by how much reward."""
+        """Return the mean loss over pairs, and the metrics accuracy and reward margin."""
         pairs = jnp.maximum(counts.sequences / 2, 1)
-        gap = sequence_gap(outputs["logp"], batch, self.loss.average)
+        gap = sequence_logp(outputs["logp"], batch.mask) - batch.by_sequence["ref_logp"]
+        if self.loss.average:
+            gap /= jnp.maximum(jnp.sum(batch.mask, axis=1), 1).astype(gap.dtype)
         margin = of_each(batch, batch.by_sequence["sign"] * gap)
         whole = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32)) == 2
         loss = jnp.sum(jnp.where(whole, self.loss(margin), 0.0)) / pairs
         right = jnp.where(whole, in_order(margin), 0.0)
         reward = jnp.where(whole, self.loss.beta * margin, 0.0)
-        return loss, {
-            "loss": loss,
-            "pairs/accuracy": jnp.sum(right) / pairs,
-            "pairs/margin": jnp.sum(reward) / pairs,
-        }
-
-
-def sequence_gap(logp: jax.Array, batch: Packed, average: bool) -> jax.Array:
-    """``logp - ref`` [B] of whole completions, nats; divided by their tokens where it is an average."""
-    total = jnp.sum(jnp.where(batch.mask, logp, 0.0), axis=1) - batch.by_sequence["ref_logp"]
-    if not average:
-        return total
-    return total / jnp.maximum(jnp.sum(batch.mask, axis=1), 1).astype(total.dtype)
+        return loss, {"loss": loss, "pairs/accuracy": jnp.sum(right) / pairs, "pairs/margin": jnp.sum(reward) / pairs}
 
 
 def of_each(batch: Packed, values: jax.Array) -> jax.Array:
-    """The sums [B] of what belongs together, each in its first row; 0 in the others."""
+    """Return sums [B] over the samples that belong together, each in their first row; 0 in the others."""
     together = batch.by_sequence["together"]
     return jax.ops.segment_sum(values, together, num_segments=len(values))
 
 
 def in_order(margin: jax.Array) -> jax.Array:
-    """1 where the better one is ahead, 0 where it is behind, a half where neither is."""
+    """Return 1 for a positive margin, 0 for a negative one, 0.5 for 0."""
     return (jnp.sign(margin) + 1) / 2
 
 
@@ -72,13 +63,13 @@ def in_order(margin: jax.Array) -> jax.Array:
 class Ranking(Objective):
     """Bradley-Terry over all pairs of each prompt's ranked completions (arXiv 2203.02155, eq. 1).
 
-    ``mean over i before j of -log sigmoid(r_i - r_j - margin)``, and the mean of that over prompts, so that none counts
-    K times. Samples carry the scalars ``rank`` (0 is the best), ``margin`` and ``last``: the place of the value that is
-    the completion's score. Of each prompt's samples the best one alone is counted, at its last place.
+    ``mean over i before j of -log sigmoid(r_i - r_j - margin)``, averaged over prompts, so that each prompt counts
+    once whatever its number of pairs. Samples carry the scalars ``rank`` (0 is the best), ``margin`` and ``last``: the
+    place of the value that is the completion's score. Only the best sample of a prompt is counted, at its last place.
 
     Attributes:
-      centre: times the square of twice the mean score, which keeps scores around 0; for a pair it is ``(r_w + r_l)^2``
-        (arXiv 2312.09244).
+      centre: coefficient of the square of twice the mean score, which keeps scores around 0; for a pair the square is
+        ``(r_w + r_l)^2`` (arXiv 2312.09244).
     """
 
     centre: float = 0.0
@@ -89,10 +80,11 @@ class Ranking(Objective):
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
     ) -> tuple[jax.Array, Metrics]:
-        """The mean over prompts; how many pairs are in the right order, and the mean difference and score."""
+        """Return the mean loss over prompts, and the metrics accuracy, mean difference and mean score."""
         prompts = jnp.maximum(counts.sequences, 1)
         given = batch.by_sequence
-        scores = score_of(outputs["values"], batch)
+        last = given["last"].astype(jnp.int32)
+        scores = jnp.take_along_axis(outputs["values"], last[:, None], axis=1)[:, 0]
         ahead = ordered_pairs(given["together"], given["rank"], batch)
         difference = scores[:, None] - scores[None, :]
         share = ahead / jnp.maximum(of_each(batch, jnp.sum(ahead, axis=1))[given["together"]], 1)[:, None]
@@ -100,7 +92,7 @@ class Ranking(Objective):
         def mean(values: jax.Array) -> jax.Array:
             return jnp.sum(share * values) / prompts
 
-        loss = mean(-jax.nn.log_sigmoid(difference - given["margin"][:, None]))
+        loss = mean(bradley_terry(difference, given["margin"][:, None]))
         ranked = jnp.any(ahead > 0, axis=1) | jnp.any(ahead > 0, axis=0)
         members = of_each(batch, ranked.astype(scores.dtype))
         centre = of_each(batch, jnp.where(ranked, scores, 0.0)) / jnp.maximum(members, 1)
@@ -114,14 +106,8 @@ class Ranking(Objective):
         }
 
 
-def score_of(values: jax.Array, batch: Packed) -> jax.Array:
-    """The score [B] of each completion: the value [B, T] at its ``last`` place."""
-    last = batch.by_sequence["last"].astype(jnp.int32)
-    return jnp.take_along_axis(values, last[:, None], axis=1)[:, 0]
-
-
 def ordered_pairs(together: jax.Array, rank: jax.Array, batch: Packed) -> jax.Array:
-    """float32[B, B]: 1 where the first is ranked before the second of the same prompt, and the prompt is counted."""
+    """Return float32[B, B]: 1 if the first ranks before the second of the same, counted prompt, else 0."""
     same = together[:, None] == together[None, :]
     counted = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
     return (same & (rank[:, None] < rank[None, :]) & counted[:, None]).astype(jnp.float32)
@@ -131,8 +117,8 @@ def ordered_pairs(together: jax.Array, rank: jax.Array, batch: Packed) -> jax.Ar
 class StepEntropy(Objective):
     """Cross-entropy of ``sigmoid(value)`` with a label from 0 to 1 at the end of each step (arXiv 2305.20050).
 
-    Labels may be soft: the share of continuations from there that succeeded. Samples carry the array ``labels``; what
-    is counted are the places one behind the last tokens of steps, where the value has read the step.
+    Labels may be soft: the share of continuations from there that succeeded. Samples carry the array ``labels``; the
+    mask counts the places one behind the last tokens of steps, where the value has read the step.
     """
 
     name: ClassVar[str] = "steps"
@@ -142,11 +128,10 @@ class StepEntropy(Objective):
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
     ) -> tuple[jax.Array, Metrics]:
-        """The mean over steps, and the share of them that are on their label's side of a half."""
+        """Return the mean loss over steps, and the accuracy at a threshold of one half."""
         steps = jnp.maximum(counts.tokens, 1)
         values = outputs["values"]
         labels = jnp.where(batch.mask, batch.by_token["labels"], 0.0)
-        entropy = -labels * jax.nn.log_sigmoid(values) - (1 - labels) * jax.nn.log_sigmoid(-values)
-        loss = jnp.sum(jnp.where(batch.mask, entropy, 0.0)) / steps
+        loss = jnp.sum(jnp.where(batch.mask, step_entropy(values, labels), 0.0)) / steps
         right = batch.mask & ((values > 0) == (labels > 0.5))
         return loss, {"loss": loss, "steps/accuracy": jnp.sum(right.astype(loss.dtype)) / steps}

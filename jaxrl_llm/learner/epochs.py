@@ -1,4 +1,4 @@
-"""From scored samples to a new state: epochs and minibatches over one rollout."""
+"""Training on one rollout: epochs and minibatches over its samples, from a state to a new state."""
 
 import dataclasses
 import math
@@ -23,13 +23,13 @@ Row = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How one role is trained.
+    """The training of one role.
 
     Attributes:
-      objectives: what its loss is the sum of.
+      objectives: the terms of its loss.
       update: of ``make_update``, for them.
-      begins: how the role begins; None for the policy, which is the model of the run.
-      epochs: passes over each rollout; 0 for as many as the learner's settings say.
+      begins: the initialisation of the role; None for the policy, which is the model of the run.
+      epochs: passes over each rollout; 0 takes the learner's setting.
     """
 
     objectives: tuple[Objective, ...]
@@ -39,20 +39,20 @@ class Training:
 
     @property
     def role(self) -> str:
-        """Whose parameters change."""
+        """Return the role with the parameters that are updated."""
         return self.objectives[0].role
 
     @property
     def needs(self) -> set[str]:
-        """What its objectives need before the first update."""
+        """Return the names of the arrays that its objectives need before the first update."""
         return {name for objective in self.objectives for name in objective.needs}
 
     def passes(self, settings: Learner) -> int:
-        """Over each rollout."""
+        """Return the number of passes over each rollout."""
         return self.epochs or settings.epochs
 
     def reads(self, packed: Packed) -> Packed:
-        """The data without what other roles need before the first update."""
+        """Return the data without the arrays that only other roles need."""
         return packed._replace(
             by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE}
         )
@@ -69,29 +69,29 @@ def learn(
     measure_kl: bool = False,
     monitor_kl: bool = False,
 ) -> tuple[TrainState, Row]:
-    """Every epoch over every minibatch of the groups; each role that makes the epoch is updated on each minibatch.
+    """Update each role on every minibatch of the groups, in every epoch that the role makes.
 
-    The passes end with the first update of the policy that is refused for its distance from the old one, and with any
-    whose gradient is not finite; an update without tokens is passed over. The first update is never too far: nothing
-    has moved before it.
+    The passes end with the first update of the policy that is refused for its distance from the old one (early
+    stopping), and with any update refused for a non-finite gradient; an update without tokens is skipped. The first
+    update is never too far: nothing has changed before it.
 
     Args:
       state: donated.
       groups: samples of each prompt.
       settings: epochs, minibatches, ``target_kl``.
       forward: how models are run.
-      training: of each role that learns, in the order in which they are updated; the policy first, where it does.
-      coefficients: what objectives read, by name.
-      seed: orders the groups anew in each epoch after the first.
-      measure_kl: measure that of the whole batch after the last update of the policy, for a controller; see
+      training: of each role that learns, in the order of updates; the policy first, if it learns.
+      coefficients: numbers that objectives read, by name.
+      seed: of the groups' order in each epoch after the first.
+      measure_kl: whether to measure the KL over the whole batch after the policy's last update, for a controller; see
         ``kl_of_policy``.
-      monitor_kl: the state's reference is in no objective, and how far the policy is from it before its first update is
-        measured beside them; see ``kl_to_reference``.
+      monitor_kl: whether the reference is in no objective, and the policy's KL to it is measured before the first
+        update; see ``kl_to_reference``.
 
     Returns:
-      The new state, and metrics averaged over the updates that were applied (``sampler/`` ones from the first, the only
-      on-policy one), NaN where none was; ``updates`` counts those, ``updates/not_finite`` those refused for their
-      gradient. Those of other roles begin with the role's name.
+      The new state, and metrics averaged over the applied updates (``sampler/`` ones from the first, the only on-policy
+      one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their gradient. Names of
+      other roles' metrics begin with the role's name.
     """
     objectives = names_of(objective for one in training for objective in one.objectives)
     needed = set().union(*(one.needs for one in training))
@@ -127,10 +127,10 @@ def _update_each(
     coefficients: dict[str, Any],
     rows: dict[str, list[Row]],
 ) -> tuple[TrainState, bool]:
-    """One minibatch for every role; ``rows`` get what each update says.
+    """Update every role on one minibatch, and append each update's metrics to ``rows``.
 
-    Returns the state, and whether the passes end here. What is frozen is kept out of the updates: they are the same
-    programs with it and without.
+    Returns the state, and whether the passes end here. Frozen models are kept out of the updates, so that these are
+    the same programs with and without them.
     """
     frozen = state.frozen
     state = state._replace(frozen={})
@@ -147,18 +147,18 @@ def _update_each(
 
 
 def before(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
-    """The arrays [M, B, T] of these names, computed at the shapes that the updates use."""
+    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use."""
     return {
         name: forward.score(model_of(state, BEFORE[name].whose), packed, BEFORE[name].output) for name in sorted(names)
     }
 
 
 def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
-    """How far the policy is from what a KL coefficient holds it to, by one forward pass over all that it learned from.
+    """Return the policy's KL for a controller, by one forward pass over all data that it learned from.
 
-    ``controller/kl``: nats per token; ``controller/kl_sequence``: nats per sequence, summed over its tokens; NaN where
-    no token is in the loss. To the reference where the batches have its log-probabilities, else to the old policy,
-    whose they have then.
+    ``controller/kl``: nats per token; ``controller/kl_sequence``: nats per sequence, summed over its tokens; NaN if no
+    token is in the loss. It is the KL to the reference if the batches have its log-probabilities, else to the old
+    policy.
     """
     model = model_of(state, "policy")
     far = sum(divergence(packed, forward.score(model, packed)) for packed in batches)
@@ -170,11 +170,10 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
 
 
 def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
-    """``kl``: how far the policy is from a reference that no objective reads, nats per token; by passes of its own, so
-    that what is learned is the same bit for bit without it.
+    """Return ``kl``, the policy's distance in nats per token to a reference that no objective reads.
 
-    Unbiased k3, weighted by policy over sampler; 0 while the policy is the reference; NaN where no token is in the
-    loss.
+    It uses forward passes of its own, so that learning is the same bit for bit without it. The estimate is unbiased k3,
+    weighted by policy over sampler; 0 while the policy equals the reference; NaN if no token is in the loss.
     """
     far: Any = 0
     for packed in batches:
@@ -185,7 +184,7 @@ def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forwa
 
 
 def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:
-    """The number and the minibatches of every epoch: of the first one in their order, then in another one each time."""
+    """Yield the number and the minibatches of every epoch: in order in the first, shuffled in each later one."""
     for epoch in range(epochs):
         order = (
             np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
@@ -194,7 +193,7 @@ def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int
 
 
 def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
-    """Groups dealt into minibatches, as even as can be, whole and in order."""
+    """Split the groups into minibatches as evenly as possible, whole and in order."""
     bounds = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
     return [[s for group in groups[a:b] for s in group] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
@@ -204,7 +203,7 @@ def _applied(row: Row) -> bool:
 
 
 def _summary(rows: list[Row], settings: Learner) -> Row:
-    """What the updates of one role have measured together; see ``learn``."""
+    """Combine the metrics of one role's updates; see ``learn``."""
     if not rows:  # the passes ended before its first update
         return {"updates": 0.0}
     applied = [row for row in rows if _applied(row)]

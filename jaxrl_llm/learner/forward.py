@@ -1,4 +1,4 @@
-"""The learner's forward pass: what objectives read of a model, one row for each completion."""
+"""The learner's forward pass: model outputs for objectives, one row for each completion."""
 
 import dataclasses
 import functools
@@ -12,23 +12,22 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.learner.batch import Layout, Packed, Sample
 from jaxrl_llm.learner.packing import pack, rows_of
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import cast, forward
-from jaxrl_llm.models.heads import ScalarModel, scalars
-from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.models.heads import ScalarModel, scalars, token_logprobs
 from jaxrl_llm.sharding import BATCH, constrain, fitting, laid_out, replicated
 
 Outputs = dict[str, jax.Array]
-"""float32[B, T] each, 0 at padding.
+"""Outputs of a forward pass by name: float32[B, T] each, 0 at padding.
 
 ``logp``, ``entropy``: nats, of the token and of its whole distribution, at the sampling temperature. ``values``: a
-scalar model's number where the token is predicted: of the state before it.
+scalar model's output where the token is predicted: the value of the state before it.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """How the learner runs its models.
+    """The settings of the learner's forward passes.
 
     Attributes:
       layout: shapes of a microbatch.
@@ -38,20 +37,20 @@ class Forward:
     """
 
     layout: Layout
-    compute: Compute
+    compute: ComputeOptions
     temperature: float
     mesh: Mesh
 
     def packed(self, samples: Sequence[Sample], objectives: Sequence[str]) -> Packed:
-        """A step's data on the mesh."""
+        """Pack a step's data on the mesh."""
         return on_mesh(pack(samples, self.layout, objectives), self.mesh)
 
     def score(self, model: Any, packed: Packed, output: str = "logp") -> jax.Array:
-        """One output float32[M, B, T] of a whole step's completions, of a model that is not differentiated."""
+        """Compute one output float32[M, B, T] of a whole step's completions, without a gradient."""
         return score(model, packed, jnp.float32(self.temperature), self.compute, output)
 
     def by_sample(self, model: Any, samples: Sequence[Sample], output: str = "logp") -> list[np.ndarray]:
-        """The same, float32[t] for each sample, on every process."""
+        """Compute one output without a gradient, float32[t] for each sample, on every process."""
         packed = on_mesh(pack(samples, self.layout), self.mesh)
         # A process can read what its own devices hold, no more.
         everywhere = jax.device_put(self.score(model, packed, output), replicated(self.mesh))
@@ -64,10 +63,10 @@ def outputs_of(
     batch: Packed,
     names: Collection[str],
     temperature: jax.Array,
-    compute: Compute,
+    compute: ComputeOptions,
     entropy_gradient: bool = False,
 ) -> Outputs:
-    """The outputs of these names for one microbatch, by one forward pass; ``batch`` has no microbatch axis here.
+    """Compute the named outputs of one microbatch by one forward pass; ``batch`` has no microbatch axis here.
 
     ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
     """
@@ -90,13 +89,13 @@ def outputs_of(
 
 
 def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
-    """[P, N] as [B, T], 0 at padding."""
+    """Scatter predictions [P, N] to completions [B, T], 0 at padding."""
     flat = jnp.zeros(batch.mask.size, jnp.float32)
     return flat.at[batch.scatter].set(values, mode="drop").reshape(batch.mask.shape)
 
 
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
-    """Microbatch ``index``, without the leading axis."""
+    """Return microbatch ``index``, without the leading axis."""
 
     def take(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
@@ -105,8 +104,10 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "output"))
-def score(model: Any, packed: Packed, temperature: jax.Array, compute: Compute, output: str = "logp") -> jax.Array:
-    """One output float32[M, B, T] of a whole step's completions, of a model that is not differentiated."""
+def score(
+    model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str = "logp"
+) -> jax.Array:
+    """Compute one output float32[M, B, T] of a whole step's completions, without a gradient."""
     model = cast(model, compute.dtype)
 
     def body(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -117,12 +118,12 @@ def score(model: Any, packed: Packed, temperature: jax.Array, compute: Compute, 
 
 
 def on_mesh(packed: Packed, mesh: Mesh) -> Packed:
-    """A step's data on the mesh."""
+    """Put a step's data on the mesh."""
     return laid_out(packed, batch_shardings(packed, mesh))
 
 
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
-    """Rows and their predictions divided over data and fsdp, the small per-completion arrays everywhere."""
+    """Return shardings: rows and predictions divided over data and fsdp, small per-completion arrays replicated."""
     names = ("rows", "source", "target", "scatter", "by_prediction", "by_column")
     divided = {name: getattr(packed, name) for name in names}
 

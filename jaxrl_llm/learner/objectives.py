@@ -1,7 +1,7 @@
-"""What a role is trained towards: an objective is a value that turns outputs of a forward pass into a loss.
+"""Objectives of roles: an objective is a value that maps outputs of a forward pass to a loss.
 
-A role is trained by the sum of its objectives over one forward pass. An objective says which role it trains, what it
-reads of the forward pass, and what must be known before the first update; it divides by counts of its own.
+A role is trained by the sum of its objectives over one forward pass. An objective declares the role that it trains, the
+outputs that it reads, and the arrays that it needs before the first update; it divides by counts of its own.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms import Algorithm, PolicyBatch, policy_loss
 from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.loss import clipped_tokens
+from jaxrl_llm.algorithms.preference import pretraining_loss
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 from jaxrl_llm.algorithms.values import value_loss
 from jaxrl_llm.learner.batch import Counts, Packed
@@ -22,7 +23,7 @@ Metrics = dict[str, jax.Array]
 
 
 CLIPPED = "clip_probability"
-"""What the names of metrics begin with that say how likely the clipped tokens are."""
+"""The prefix of metrics of the clipped tokens' probability."""
 
 
 class Before(NamedTuple):
@@ -30,7 +31,7 @@ class Before(NamedTuple):
 
     Attributes:
       whose: a role, or the name of a frozen copy.
-      output: what of it.
+      output: the model output that it holds.
     """
 
     whose: str
@@ -42,18 +43,18 @@ BEFORE = {
     "ref_logp": Before("reference", "logp"),
     "old_values": Before("critic", "values"),
 }
-"""What an objective may need, by the name that it has in ``Packed.by_token``; what samples bring is not computed."""
+"""Arrays that an objective may need, by their name in ``Packed.by_token``; those given by samples are not computed."""
 
 
 class Objective:
-    """What an objective says of itself beside its loss; a new one overrides what differs. It is static and hashable.
+    """The interface of an objective and its defaults; a new objective overrides those that differ. Static and hashable.
 
     Attributes:
-      name: unique among a run's; what samples are ``counted_by``.
-      role: what it trains.
-      outputs: what it reads of that model's forward pass.
+      name: unique in a run; ``Sample.counted_by`` refers to it.
+      role: the role that it trains.
+      outputs: the outputs of that model's forward pass that it reads.
       needs: names in ``BEFORE``.
-      entropy_gradient: it differentiates the entropy.
+      entropy_gradient: whether it differentiates the entropy.
     """
 
     name: ClassVar[str]
@@ -65,22 +66,21 @@ class Objective:
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
     ) -> tuple[jax.Array, Metrics]:
-        """One microbatch's share of the step's loss, and metrics.
+        """Return one microbatch's share of the step's loss, and metrics.
 
         Args:
           outputs: float32[B, T] each.
-          batch: without the microbatch axis; its ``mask`` has what this objective counts.
-          counts: of the whole step: what sums are divided by.
+          batch: without the microbatch axis; its ``mask`` is True where this objective counts.
+          counts: of the whole step, the divisors of sums.
           coefficients: scalars by name, traced.
 
         Returns:
-          The loss, and scalars that are added over microbatches; of those whose name ends in ``_max`` the largest is
-          taken.
+          The loss, and scalars that are summed over microbatches; for names ending in ``_max`` the largest is taken.
         """
         raise NotImplementedError
 
-    def told(self, metrics: Metrics) -> Metrics:
-        """What is logged, from the sums over all microbatches."""
+    def finalize(self, metrics: Metrics) -> Metrics:
+        """Return the metrics to log, from the sums over all microbatches."""
         return metrics
 
 
@@ -89,9 +89,9 @@ class PolicyGradient(Objective):
     """The loss of an algorithm, over tokens that the policy sampled.
 
     Attributes:
-      algorithm: what it computes.
-      several: more than one update follows each rollout, so that the policy moves away from the one that began.
-      entropy_moves: the coefficient of the entropy bonus is given to each update, and may be 0 in some.
+      algorithm: computes the loss.
+      several: whether each rollout is followed by more than one update, so that the policy leaves the old one.
+      entropy_moves: whether the coefficient of the entropy bonus is given to each update; it may be 0 in some.
     """
 
     algorithm: Algorithm
@@ -103,19 +103,19 @@ class PolicyGradient(Objective):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The old policy where the ratio moves, the reference where the loss has a KL to it."""
+        """Return the arrays of the old policy if the ratio changes, and of the reference if the loss has a KL to it."""
         reference = self.algorithm.kl_in_loss and self.algorithm.needs_reference
         return ("old_logp",) * self.several + ("ref_logp",) * reference
 
     @property
     def entropy_gradient(self) -> bool:
-        """Whether there is an entropy bonus."""
+        """Whether the loss may have an entropy bonus."""
         return self.entropy_moves or self.algorithm.entropy_coef != 0
 
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
     ) -> tuple[jax.Array, Metrics]:
-        """The algorithm's loss and metrics, and how far the learner is from the sampler."""
+        """Return the algorithm's loss and metrics, and the gap between learner and sampler."""
         logp = outputs["logp"]
         given = batch.by_token
         old = old_policy(self.algorithm, logp, given.get("old_logp"), given["sampler_logp"], given["fresh"])
@@ -146,8 +146,8 @@ class PolicyGradient(Objective):
         }
         return loss, metrics
 
-    def told(self, metrics: Metrics) -> Metrics:
-        """The gap to the sampler as a mean; NaN where no token was fresh, for nothing was measured."""
+    def finalize(self, metrics: Metrics) -> Metrics:
+        """Replace the sums of the gap to the sampler by its mean; NaN without fresh tokens."""
         fresh = metrics["sampler/fresh_tokens"]
         measured = {
             "sampler/logp_abs_diff_mean": metrics["sampler/gap_sum"] / fresh,
@@ -159,7 +159,7 @@ class PolicyGradient(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class ValueLoss(Objective):
-    """``values.value_loss`` of a critic: towards ``returns``, which are made once, before the first update.
+    """A critic's ``values.value_loss`` towards ``returns``, which are computed once, before the first update.
 
     Attributes:
       clip: how far a value may move from its old one; None for no bound.
@@ -172,13 +172,13 @@ class ValueLoss(Objective):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The old values where the new ones are held to them."""
+        """Return the array of old values if the loss clips to them."""
         return ("old_values",) * (self.clip is not None)
 
     def __call__(
         self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
     ) -> tuple[jax.Array, Metrics]:
-        """The loss, and with a bound ``clip_fraction``: the share of tokens whose gradient it cuts."""
+        """Return the loss, and with ``clip`` the metric ``clip_fraction``: the share of tokens with a cut gradient."""
         values = outputs["values"]
         targets = batch.by_token["returns"]
         tokens = jnp.maximum(counts.tokens, 1)
@@ -192,14 +192,53 @@ class ValueLoss(Objective):
         return loss, {"loss": loss, "clip_fraction": jnp.sum((cut & batch.mask).astype(jnp.float32)) / tokens}
 
 
+TEXT = "text"
+"""The name of the objective on texts, for ``Sample.counted_by``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken(Objective):
+    """``-coef mean_t(logp)`` over the tokens that count, nats: supervised fine-tuning, and the texts of PPO-ptx.
+
+    With a policy gradient, ``coef`` is the gamma of arXiv 2203.02155, eq. 2, for a mean over tokens: InstructGPT's 27.8
+    belongs to its own reduction and does not carry over.
+
+    Attributes:
+      coef: of the loss; 0 and above.
+      prefix: begins the names of its metrics.
+    """
+
+    coef: float = 1.0
+    prefix: str = ""
+    name: ClassVar[str] = TEXT
+    role: ClassVar[str] = "policy"
+    outputs: ClassVar[tuple[str, ...]] = ("logp", "entropy")
+
+    def __call__(
+        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
+    ) -> tuple[jax.Array, Metrics]:
+        """Return the loss, and as metrics the loss and the mean entropy of the predictions (nats)."""
+        tokens = jnp.maximum(counts.tokens, 1)
+        loss = pretraining_loss(outputs["logp"], batch.mask, counts.tokens)
+        entropy = jnp.sum(jnp.where(batch.mask, outputs["entropy"], 0.0)) / tokens
+        if not self.prefix:
+            return self.coef * loss, {"loss": self.coef * loss, "entropy": entropy}
+        return self.coef * loss, {
+            "loss": self.coef * loss,
+            f"{self.prefix}loss": loss,
+            f"{self.prefix}entropy": entropy,
+        }
+
+
 def old_policy(
     algorithm: Algorithm, logp: jax.Array, old_logp: jax.Array | None, sampler_logp: jax.Array, fresh: jax.Array
 ) -> jax.Array:
-    """The log-probabilities [B, T] that ratios are taken against; every token is weighted for all that lies behind it.
+    """Return the log-probabilities [B, T] that ratios are taken against, so that every token is weighted for its full
+    drift.
 
-    On-policy the ratio is 1 by construction. The old policy of an earlier step's token is the one that sampled it, so
-    that the ratio leads from there and the correction has nothing to add. Where a loss has a correction and no ratio,
-    it is the correction that leads from there, and the old policy is the learner's.
+    On-policy the ratio is 1 by construction. For a token of an earlier step it is the sampler's log-probability: the
+    ratio covers the whole drift, and the correction adds nothing. For a loss with a correction and no ratio, the
+    correction covers the drift, and the old policy is the learner's.
     """
     old = jax.lax.stop_gradient(logp) if old_logp is None else old_logp
     if algorithm.correction is not None and not algorithm.surrogate.reads_ratio:
@@ -209,11 +248,10 @@ def old_policy(
 
 @jax.jit
 def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
-    """How far a policy of these log-probabilities is from what it is held to; nats, summed over the tokens that the
-    policy's loss counts.
+    """Return the KL of a policy with these log-probabilities; nats, summed over the tokens that its loss counts.
 
-    ``KL(policy || reference)`` where there is a reference, weighted by policy / sampler since another policy drew the
-    tokens; ``KL(old || policy)`` otherwise, whose tokens they are. Of each token given those before it.
+    With a reference it is ``KL(policy || reference)``, weighted by policy / sampler since another policy drew the
+    tokens; else ``KL(old || policy)`` on the old policy's own tokens. It is for each token given those before it.
     """
     given = packed.by_token
     sampler = given["sampler_logp"]
@@ -226,10 +264,10 @@ def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
 
 
 def combined(total: Metrics, new: Metrics) -> Metrics:
-    """Metrics of two microbatches: largest for names ending in ``_max``, sum for the rest."""
+    """Combine metrics of two microbatches: largest for names ending in ``_max``, sum for the rest."""
     return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[name], new[name]) for name in total}
 
 
 def names_of(objectives: Any) -> tuple[str, ...]:
-    """The objectives' names, in order."""
+    """Return the objectives' names, in order."""
     return tuple(objective.name for objective in objectives)

@@ -1,7 +1,4 @@
-"""The optimiser as an optax chain: clip by global norm, a direction of descent, decayed weights.
-
-And the learning rate.
-"""
+"""The optimiser as an optax chain: clip by global norm, direction of descent, weight decay; and the learning rate."""
 
 import functools
 import math
@@ -18,13 +15,13 @@ from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
 
 
 class Offloaded(NamedTuple):
-    """An optimiser's state that lies in the host's memory between updates; the layout rules know it by this name."""
+    """An optimiser state that is kept in host memory between updates; the layout rules know it by this name."""
 
     on_host: Any
 
 
 def learning_rate(config: Optimiser) -> optax.Schedule:
-    """Learning rate as a function of the optimiser updates done so far."""
+    """Return the learning rate as a function of the optimiser updates done so far."""
     peak = float(config.learning_rate)  # JAX takes no class of its own
     warmup = config.warmup
     begin = max(config.decay[0], warmup)
@@ -48,12 +45,12 @@ def learning_rate(config: Optimiser) -> optax.Schedule:
 
 @functools.cache
 def build(config: Optimiser) -> optax.GradientTransformation:
-    """Gradients to directions of descent: clipped, scaled by what the optimiser remembers, plus the decayed weights.
+    """Build the optimiser, from gradients to directions of descent: clipped, scaled, plus the decayed weights.
 
     Equal settings give the same value, so that a reset compiles nothing anew.
 
-    All of it is float32 whatever the weights are, but for the first moment where ``momentum_dtype`` says otherwise.
-    The learning rate is not in it: the update multiplies by it, so that it is known, logged and outlives a reset.
+    All of it is float32 whatever the weights' dtype, except the first moment if ``momentum_dtype`` differs. The
+    learning rate is excluded: the update multiplies by it, so that it is known, logged and survives a reset.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     # Without a decay the state has the same form, so that a phase may begin or end one.
@@ -80,12 +77,11 @@ def _adam(config: Optimiser) -> optax.GradientTransformation:
 
 
 def _adafactor(config: Optimiser) -> optax.GradientTransformation:
-    """Second moments of matrices as rows times columns, their decay rising to b2 as 1 - t ** -0.8; momentum unless b1
-    is 0.
+    """Return Adafactor: factored second moments, with a decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
 
-    Arrays are folded to matrices, so that it is the matrix of the paper that is factored, not a head of it; those with
-    fewer than 128 rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, there is no relative step size;
-    steps are not clipped.
+    Arrays are folded to matrices, so that the paper's matrix is factored, not a head of it; those with fewer than 128
+    rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, step sizes are not
+    relative; steps are not clipped.
     """
     fold = functools.partial(jax.tree.map_with_path, _folded)
 
@@ -103,13 +99,12 @@ def _adafactor(config: Optimiser) -> optax.GradientTransformation:
 
 
 def _muon(config: Optimiser) -> optax.GradientTransformation:
-    """Momentum of each layer's matrices, orthogonalised (Muon, arXiv 2502.16982).
+    """Return Muon (arXiv 2502.16982): momentum of each layer's matrices, orthogonalised.
 
-    Adam for embeddings, head, norms, biases.
+    Embeddings, head, norms and biases use Adam.
     """
 
-    def axes(params: Any) -> Any:
-        return jax.tree.map_with_path(_dimension_numbers, params)
+    axes = functools.partial(jax.tree.map_with_path, _dimension_numbers)
 
     def label(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, x: "adam" if _matrix(path, x) is None else "muon", params)
@@ -124,7 +119,7 @@ def _muon(config: Optimiser) -> optax.GradientTransformation:
 
 
 def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> optax.GradientTransformation:
-    """``inner`` with one field of its state kept in ``dtype``; it computes in float32, so each update rounds once."""
+    """Keep one field of the state of ``inner`` in ``dtype``; it computes in float32, so each update rounds once."""
 
     def cast(state: Any, to: str) -> Any:
         return state._replace(**{field: jax.tree.map(lambda x: x.astype(to), getattr(state, field))})
@@ -142,7 +137,7 @@ def _dimension_numbers(path: tuple, x: Any) -> contrib.MuonDimensionNumbers:
 
 
 def _matrix(path: tuple, x: Any) -> int | None:
-    """How many axes after L are summed over, where this is a stack of matrices; else None."""
+    """Return how many axes after L are summed over, for a stack of matrices; else None."""
     name = parameter_path(path)
     if not name.startswith("blocks/") or not _is_decayed(name):
         return None
@@ -151,7 +146,7 @@ def _matrix(path: tuple, x: Any) -> int | None:
 
 
 def _folded(path: tuple, x: jax.Array) -> jax.Array:
-    """A stack of matrices as [L, inputs, outputs]; anything else as it is."""
+    """Return a stack of matrices as [L, inputs, outputs]; anything else unchanged."""
     inputs = _matrix(path, x)
     if inputs is None:
         return x
@@ -163,7 +158,7 @@ def _float32(tree: Any) -> Any:
 
 
 def _decayed(params: Any) -> Any:
-    """True for the weights that decay: all but norms and biases."""
+    """Return True for the weights that decay: all but norms and biases."""
     return jax.tree.map_with_path(lambda path, _: _is_decayed(parameter_path(path)), params)
 
 
@@ -172,14 +167,14 @@ def _is_decayed(name: str) -> bool:
 
 
 def on_device(tree: Any) -> Any:
-    """Inside jit: what lies in the host's memory is fetched."""
+    """Fetch arrays in host memory to the device, inside jit."""
     return jax.tree.map(
         lambda x: x if _space(x) == jax.memory.Space.Device else jax.device_put(x, jax.memory.Space.Device), tree
     )
 
 
 def as_before(tree: Any, like: Any) -> Any:
-    """Inside jit: every array back in the memory where its counterpart in ``like`` lies."""
+    """Move every array back to the memory of its counterpart in ``like``, inside jit."""
     return jax.tree.map(
         lambda x, y: x if _space(y) == jax.memory.Space.Device else jax.device_put(x, _space(y)), tree, like
     )

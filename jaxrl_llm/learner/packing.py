@@ -1,4 +1,4 @@
-"""How samples are packed into rows."""
+"""Packing of samples into rows."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
@@ -9,14 +9,17 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Counts, Layout, Packed, Sample, Totals
-from jaxrl_llm.models.decoder import Rows
+from jaxrl_llm.models.decoder import TokenRows
+from jaxrl_llm.types import Prompt
 
 Piece = list[int]
 """The samples (by index) that follow one prompt in one row."""
+NARROW = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+"""Device dtypes for wide host dtypes: the device holds 32 bits at most."""
 
 
 def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> Packed:
-    """Pack samples into microbatches; samples with equal prompts share one where they stand in the same row.
+    """Pack samples into microbatches; samples of one prompt share it within a row.
 
     Args:
       samples: at least one.
@@ -39,7 +42,7 @@ def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = 
 
 
 def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> tuple[Packed, int]:
-    """The shapes of what ``pack`` returns for these samples, and how many microbatches hold anything."""
+    """Return the shapes of ``pack``'s result for these samples, and the number of non-empty microbatches."""
     batches = _batches(samples, layout)
     total = jax.ShapeDtypeStruct((), np.float32)
     blank = jax.eval_shape(lambda: _blank(samples, batches, layout, objectives))
@@ -51,16 +54,10 @@ def _counts(objective: str, sample: Sample) -> bool:
     return sample.counted_by is None or objective in sample.counted_by
 
 
-def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
-    """The rows of each microbatch."""
-    rows = _fill_rows(samples, layout)
-    return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
-
-
 def _blank(
     samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout, objectives: Sequence[str]
 ) -> Packed:
-    """Microbatches of nothing but padding, with room for these samples."""
+    """Return microbatches of only padding, with room for these samples."""
     part = layout.rows // layout.parts
     width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
     predictions = max(
@@ -79,7 +76,7 @@ def _blank(
         return np.zeros((count, *shape), dtype)
 
     def named(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        return {name: zeros((*shape, *x.shape[1:]), _dtype(x)) for name, x in arrays.items()}
+        return {name: zeros((*shape, *x.shape[1:]), NARROW.get(x.dtype, x.dtype)) for name, x in arrays.items()}
 
     by_column = {name: x for sample in samples for name, x in sample.prompt_arrays.items()}
     per_token = {name: x for sample in samples for name, x in sample.arrays.items() if name not in by_column}
@@ -90,7 +87,7 @@ def _blank(
         by_sequence["together"] = zeros((width,)) + np.arange(width, dtype=np.int32)
     predicted = (layout.parts, predictions)
     return Packed(
-        rows=Rows(zeros((R, S)), zeros((R, S)), zeros((R, S)), zeros((R, S))),
+        rows=TokenRows(zeros((R, S)), zeros((R, S)), zeros((R, S)), zeros((R, S))),
         source=zeros(predicted),
         target=zeros(predicted),
         scatter=zeros(predicted) + width * T,
@@ -104,13 +101,8 @@ def _blank(
     )
 
 
-def _dtype(x: np.ndarray) -> Any:
-    """The dtype on the device: no float is wider than float32 there."""
-    return np.float32 if x.dtype == np.float64 else np.int32 if x.dtype == np.int64 else x.dtype
-
-
 def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
-    """Where ``pack`` puts each sample: its microbatch, and its row of [B, T] there."""
+    """Return the place of each sample in ``pack``'s result: its microbatch, and its row of [B, T] there."""
     found: dict[int, tuple[int, int]] = {}
     for microbatch, rows in enumerate(_batches(samples, layout)):
         order = [index for row in rows for piece in row for index in piece]
@@ -119,13 +111,13 @@ def rows_of(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:
 
 
 def rows_together(samples: Sequence[Sample], layout: Layout) -> int:
-    """Rows that samples fill which are compared with each other, where they begin in a row of their own."""
+    """Return the number of rows that samples which are compared fill, beginning in a row of their own."""
     alone = [dataclasses.replace(sample, together=None) for sample in samples]
-    return len(_fill_rows(alone, layout))
+    return sum(map(len, _batches(alone, layout)))
 
 
 class _Filling:
-    """Rows that are filled one after the other, each a list of pieces."""
+    """The rows of a batch, filled one after the other, each a list of pieces."""
 
     def __init__(self, samples: Sequence[Sample], layout: Layout):
         self.rows: list[list[Piece]] = []
@@ -134,9 +126,9 @@ class _Filling:
         self._left = 0
 
     def add(self, members: Sequence[int]) -> None:
-        """Samples of one prompt; those that the row has no room for go on in the next one, after the prompt once more.
+        """Add samples of one prompt; those that do not fit continue in the next row, after a copy of the prompt.
 
-        Padding would cost as much as those tokens do.
+        Padding would cost as much as the copied tokens.
         """
         room = self._layout.row_tokens
         prompt = len(self._samples[members[0]].prompt)
@@ -158,7 +150,7 @@ class _Filling:
             self._left -= length
 
     def add_together(self, groups: Sequence[Sequence[int]]) -> None:
-        """Samples of one or several prompts, all in one microbatch: in this one, or else in the next."""
+        """Add samples of one or several prompts to one microbatch: to this one, or else to the next."""
         full = self.rows[:-1]
         last = [list(piece) for row in self.rows[-1:] for piece in row]
         if self._one_microbatch(groups):
@@ -173,7 +165,7 @@ class _Filling:
             )
 
     def _one_microbatch(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Adds them; whether they came to lie in one microbatch."""
+        """Add them, and return whether they are in one microbatch."""
         begun = len(self.rows)
         for members in groups:
             self.add(members)
@@ -183,28 +175,28 @@ class _Filling:
         return start // self._layout.rows == (len(self.rows) - 1) // self._layout.rows
 
 
-def _fill_rows(samples: Sequence[Sample], layout: Layout) -> list[list[Piece]]:
-    """The pieces of each row, microbatch after microbatch."""
+def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:
+    """Return the rows of each microbatch; samples that belong together, or share a prompt, are placed at one time."""
+    prompts = [Prompt(sample.prompt, sample.prompt_arrays).key for sample in samples]
+    units: list[Hashable] = [
+        ("prompt", prompt) if sample.together is None else ("together", sample.together)
+        for prompt, sample in zip(prompts, samples, strict=True)
+    ]
     filling = _Filling(samples, layout)
-    for unit in _by_key(range(len(samples)), [_unit(index, sample) for index, sample in enumerate(samples)]):
-        alone = samples[unit[0]].together is None
-        prompts = [samples[index].prompt.tobytes() for index in unit]
-        groups = _by_key(unit, prompts) if layout.share_prompts else [[index] for index in unit]
-        if alone:
+    for unit in _by_key(range(len(samples)), units):
+        own = [prompts[index] for index in unit]
+        groups = _by_key(unit, own) if layout.share_prompts else [[index] for index in unit]
+        if samples[unit[0]].together is None:
             for members in groups:
                 filling.add(members)
         else:
             filling.add_together(groups)
-    return filling.rows
-
-
-def _unit(index: int, sample: Sample) -> Hashable:
-    """What is placed at one time: what belongs together, else what has the same prompt."""
-    return ("prompt", sample.prompt.tobytes()) if sample.together is None else ("together", sample.together)
+    rows = filling.rows
+    return [rows[i : i + layout.rows] for i in range(0, len(rows), layout.rows)]
 
 
 def _by_key(indices: Iterable[int], keys: Sequence[Hashable]) -> list[list[int]]:
-    """The indices in lists of equal keys, in the order of first appearance."""
+    """Return the indices in lists of equal keys, in the order of first appearance."""
     groups: dict[Hashable, list[int]] = {}
     for index, key in zip(indices, keys, strict=True):
         groups.setdefault(key, []).append(index)
@@ -231,14 +223,24 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
             for branch, index in enumerate(members, start=1):
                 sample = samples[index]
                 size = len(sample.tokens)
-                columns = slice(column, column + size)
                 predictions = r // part, slice(used, used + size)
                 _place_tokens(out.rows, r, column, sample.tokens, len(prompt), group, branch)
                 sources = np.concatenate([[last], np.arange(column, column + size - 1)])
                 out.source[predictions] = r % part * layout.row_tokens + sources
                 out.target[predictions] = sample.tokens
                 out.scatter[predictions] = sequence * layout.completion_tokens + np.arange(size)
-                _write_named(out, sample, sequence, predictions, (r, columns))
+                out.mask[sequence, :size] = sample.mask
+                for name, counted in out.counted.items():
+                    counted[sequence] = _counts(name, sample)
+                for name, number in sample.scalars.items():
+                    out.by_sequence[name][sequence] = number
+                for name, values in sample.arrays.items():
+                    if name in out.by_prediction:
+                        out.by_prediction[name][predictions] = values
+                    elif name in out.by_column:
+                        out.by_column[name][r, column : column + size] = values
+                    else:
+                        out.by_token[name][sequence, :size] = values
                 if sample.together is not None:
                     out.by_sequence["together"][sequence] = first.setdefault(sample.together, sequence)
                 column += size
@@ -246,25 +248,8 @@ def _write(out: Packed, batch: list[list[Piece]], samples: Sequence[Sample], lay
                 sequence += 1
 
 
-def _write_named(out: Packed, sample: Sample, sequence: int, predictions: Any, columns: Any) -> None:
-    """What a sample carries by name, where its name says."""
-    size = len(sample.tokens)
-    out.mask[sequence, :size] = sample.mask
-    for name, counted in out.counted.items():
-        counted[sequence] = _counts(name, sample)
-    for name, number in sample.scalars.items():
-        out.by_sequence[name][sequence] = number
-    for name, values in sample.arrays.items():
-        if name in out.by_prediction:
-            out.by_prediction[name][predictions] = values
-        elif name in out.by_column:
-            out.by_column[name][columns] = values
-        else:
-            out.by_token[name][sequence, :size] = values
-
-
 def _place_tokens(
-    rows: Rows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int
+    rows: TokenRows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int
 ) -> None:
     at = (row, slice(column, column + len(tokens)))
     rows.tokens[at] = tokens

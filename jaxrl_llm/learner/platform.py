@@ -1,4 +1,4 @@
-"""From a run's settings, the model and the name of a platform to how, and in what shapes, the learner computes."""
+"""Choices by platform: how, and in which shapes, the learner computes, from a run's settings and its model."""
 
 import math
 
@@ -9,30 +9,29 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.batch import Layout
 from jaxrl_llm.learner.settings import Learner
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import parameter_shapes
 from jaxrl_llm.sharding import batch_parts, memory_of, platform_of
 
 KERNELS = {"splash": "tpu", "cudnn": "gpu"}
-"""Attention back ends beside "xla", and the platform that has them."""
+"""Attention backends other than "xla", and the platform of each."""
 CUDNN_HEAD = 128
 """The widest head of cuDNN's fused attention on every generation that has it."""
 SHORT_ROW, TILES = 256, {"cpu": 32}
-"""Tokens below which a row is not worth its overhead, and what its length is a multiple of (128 if not listed)."""
+"""Tokens below which a row is not worth its overhead, and divisors of its length by platform (128 if not listed)."""
 MICROBATCH_TOKENS, MICROBATCH_TOKENS_OF = 8192, {"cpu": SHORT_ROW}
-"""Tokens of a device's part of a microbatch, where they are chosen, at most: more make no product faster."""
+"""The most tokens of a device's part of a chosen microbatch: more do not make products faster."""
 ROOM = 0.5
-"""The share of what weights and optimiser leave of a device's memory that chosen activations may take."""
+"""The share that chosen activations may take of the device memory left by weights and optimiser."""
 UNROLLED_LAYERS = 12
-"""Up to how many layers have their own part of a CPU program."""
+"""The most layers that are unrolled in a CPU program."""
 
 
-def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Compute:
-    """The one place that knows what suits a platform ("cpu", "gpu" or "tpu") and a model.
+def compute_for(settings: Learner, config: ModelConfig, platform: str) -> ComputeOptions:
+    """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
 
     Raises:
-      InputError: the settings ask for an attention that the platform has not, or that cannot compute the model.
+      InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model.
     """
     asked = settings.attention
     if asked == "auto":
@@ -46,11 +45,11 @@ def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Comput
     if obstacle:
         raise InputError(f"learner.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
     unroll = platform == "cpu" and config.layers <= UNROLLED_LAYERS
-    return Compute(settings.compute_dtype, settings.remat, asked, unroll)
+    return ComputeOptions(settings.compute_dtype, settings.remat, asked, unroll)
 
 
 def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) -> str | None:
-    """Why this back end cannot serve; None where it can."""
+    """Return why this attention backend cannot be used; None if it can."""
     if name in KERNELS and platform != KERNELS[name]:
         return f"is for {KERNELS[name]}, and this is {platform}"
     if name == "splash" and settings.row_tokens % 128:
@@ -69,29 +68,34 @@ def _obstacle(name: str, settings: Learner, config: ModelConfig, platform: str) 
 
 def layout_for(
     settings: Learner,
-    compute: Compute,
+    compute: ComputeOptions,
     longest: int,
     completion_tokens: int,
     mesh: Mesh | AbstractMesh,
     config: ModelConfig | None = None,
     update_tokens: float = math.inf,
 ) -> Layout:
-    """Shapes of a microbatch for prompts with completions of up to ``longest`` tokens.
+    """Return the shapes of a microbatch for prompts with completions of up to ``longest`` tokens.
 
-    Splash attention knows segments only: there every completion follows its own copy of the prompt.
+    Splash attention supports segments only: with it every completion follows its own copy of the prompt.
 
     Args:
-      settings: what is 0 there is chosen.
+      settings: values of 0 are chosen.
       compute: how the model is computed.
       longest: tokens of a prompt with its completion.
       completion_tokens: of the longest completion.
       mesh: learns.
-      config: of the model; rows that are chosen fit the devices' memory beside it where it is given.
-      update_tokens: that an optimiser update learns from, prompts with their completions; no more rows are chosen.
+      config: of the model; if given, chosen rows fit into the devices' memory with it.
+      update_tokens: tokens of an optimiser update, prompts with their completions; no more rows are chosen.
     """
     row_tokens = settings.row_tokens
     if not row_tokens:
-        row_tokens = _row_tokens(longest, completion_tokens, platform_of(mesh), mesh.shape["tensor"])
+        # Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the tiles of the
+        # platform, and divided by ``tensor``, as positions are between matrix products.
+        prompt = longest - completion_tokens
+        completions = max(-(-(SHORT_ROW - prompt) // completion_tokens), 1)
+        tile = math.lcm(TILES.get(platform_of(mesh), 128), mesh.shape["tensor"])
+        row_tokens = -(-(prompt + completions * completion_tokens) // tile) * tile
     share = compute.attention != "splash"
     parts = batch_parts(mesh)
     rows = settings.microbatch_rows
@@ -106,11 +110,16 @@ def layout_for(
 
 
 def tokens_in_memory(
-    settings: Learner, compute: Compute, config: ModelConfig, row_tokens: int, sizes: tuple[int, int], memory: float
+    settings: Learner,
+    compute: ComputeOptions,
+    config: ModelConfig,
+    row_tokens: int,
+    sizes: tuple[int, int],
+    memory: float,
 ) -> float:
-    """About how many tokens of a microbatch a device can hold beside the model that it trains; a formula.
+    """Estimate by a formula the tokens of a microbatch that fit on a device together with the trained model.
 
-    ``sizes``: of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite where they are not known.
+    ``sizes``: of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
     """
     shapes = jax.tree.leaves(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     own = jnp.dtype(settings.dtype).itemsize
@@ -121,10 +130,10 @@ def tokens_in_memory(
     return ROOM * free / update_bytes(compute, config, row_tokens, 1 / sizes[1])
 
 
-def update_bytes(compute: Compute, config: ModelConfig, row_tokens: int, share: float) -> float:
-    """About what each token of a device's part of a microbatch needs of its memory in an update; a formula.
+def update_bytes(compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float) -> float:
+    """Estimate by a formula the bytes that an update needs for each token of a device's part of a microbatch.
 
-    What a forward pass needs, and what the backward pass keeps of each layer.
+    It adds the needs of a forward pass and the activations that the backward pass keeps of each layer.
 
     Args:
       compute: how the model is computed.
@@ -139,26 +148,14 @@ def update_bytes(compute: Compute, config: ModelConfig, row_tokens: int, share: 
     return kept[compute.remat] * config.layers + forward_bytes(compute, config, row_tokens, share)
 
 
-def forward_bytes(compute: Compute, config: ModelConfig, row_tokens: int, share: float) -> float:
-    """What each token needs in a forward pass: the widest layer, scores of attention, hidden states."""
+def forward_bytes(compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float) -> float:
+    """Estimate the bytes of each token in a forward pass: the widest layer, attention scores, hidden states."""
     scores = 3 * 4 * config.attention.heads * share * min(row_tokens, 1024)
     hidden = 2 * config.width * jnp.dtype(compute.dtype).itemsize
     return _layer_bytes(compute, config, share) + scores + hidden
 
 
-def _layer_bytes(compute: Compute, config: ModelConfig, share: float) -> float:
+def _layer_bytes(compute: ComputeOptions, config: ModelConfig, share: float) -> float:
     a = config.attention
     sizes = 6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share
     return sizes * jnp.dtype(compute.dtype).itemsize
-
-
-def _row_tokens(longest: int, completion_tokens: int, platform: str, tensor: int) -> int:
-    """Enough for one prompt and as many of its longest completions as make a row of 256 tokens, in the platform's
-    tiles.
-
-    Divided by ``tensor``, as positions are between matrix products.
-    """
-    prompt = longest - completion_tokens
-    completions = max(-(-(SHORT_ROW - prompt) // completion_tokens), 1)
-    tile = math.lcm(TILES.get(platform, 128), tensor)
-    return -(-(prompt + completions * completion_tokens) // tile) * tile

@@ -1,4 +1,4 @@
-"""From scored groups to samples: which tokens count, and what each of them is worth."""
+"""Samples from scored groups: the tokens that count, and their advantages."""
 
 import dataclasses
 import functools
@@ -15,12 +15,13 @@ from jaxrl_llm.learner.batch import POLICY, READ_BY_THE_HEAD, Sample
 from jaxrl_llm.types import AdvantageContext, Completion, Group
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
-"""What an estimator may ask of a model, one number for each token of each sample: ``ref_logp`` of the frozen reference,
-``values`` of the critic."""
+"""Model outputs for estimators, one number for each token of each sample: ``ref_logp`` of the frozen reference,
+``values`` of the critic.
+"""
 
 EXPLAINED = "critic/explained_variance"
 SPREAD = ("critic/tokens", "critic/returns_variance", "critic/residual_variance")
-"""What a step says of its returns, and of what the critic's values leave of them."""
+"""Metrics of a step's returns, and of their residuals to the critic's values."""
 WINDOW = 5
 """Steps that the explained variance is pooled over."""
 
@@ -36,32 +37,32 @@ def to_samples(
     kl_coef: float | None = None,
     learn_earlier: bool = True,
 ) -> tuple[list[list[Sample]], dict[str, float]]:
-    """Groups as the learner sees them, and what was measured on the way.
+    """Return the samples of scored groups, and metrics.
 
     Args:
-      algorithm: its estimator makes the advantages, of the whole batch at once.
+      algorithm: its estimator computes the advantages, of the whole batch at once.
       groups: P groups of G completions.
       version: of the policy that learns; tokens of other versions are not fresh.
       rewards: float[P, G], or [P, G, n] for an estimator of several.
-      dropped: finish reasons of completions that are left out of the loss; their rewards count.
-      length: T, the longest completion; the shape of what the estimator sees.
-      models: asked for what the estimator needs: the reference only where the KL is in the reward.
-      kl_coef: in place of the algorithm's, where the KL is in the reward.
-      learn_earlier: count tokens of other versions; if not they are left out of the loss, and their rewards count.
+      dropped: finish reasons of completions that the loss excludes; their rewards count.
+      length: T, the longest completion; the shape of the estimator's inputs.
+      models: called for the estimator's inputs: the reference only if the KL is in the reward.
+      kl_coef: replaces the algorithm's, if the KL is in the reward.
+      learn_earlier: count tokens of other versions; if not the loss excludes them, and their rewards count.
     """
     samples = [
-        _counted(group.prompt, completion, version, dropped, learn_earlier, algorithm.reads)
-        for group in groups
-        for completion in group.completions
+        _counted(group, (number, i), version, dropped, learn_earlier, algorithm.reads)
+        for number, group in enumerate(groups)
+        for i in range(len(group.completions))
     ]
     estimator = algorithm.advantage
-    completions = [c for group in groups for c in group.completions]
-    cut_off = [c.finish_reason == "length" for c in completions]
-    context = _context(samples, cut_off, estimator.needs, length, models) if estimator.needs else None
-    context = _with_steps(context, estimator.by_token, completions, length)
+    context = _context(samples, [c for group in groups for c in group.completions], estimator, length, models)
     moved = {} if kl_coef is None or algorithm.kl_in == "loss" else {"kl_coef": np.float32(kl_coef)}
     advantages, targets = jax.device_get(_estimate(estimator, rewards.astype(np.float32), context, **moved))
-    measured = _measured(algorithm, context)
+    measured = {}
+    if context is not None and context.ref_logp is not None:  # where the KL is in the reward, the loss sees none
+        estimate = np.asarray(algorithm.kl(context.old_logp, context.ref_logp))
+        measured["kl"] = float(np.sum(estimate * context.mask) / max(np.sum(context.mask), 1))
     if estimator.by_token:
         valued = _by_token(samples, advantages=advantages)
     else:
@@ -79,14 +80,17 @@ def to_samples(
 
 
 def _counted(
-    prompt: np.ndarray,
-    completion: Completion,
+    group: Group,
+    place: tuple[int, int],
     version: int,
     dropped: Collection[str],
     learn_earlier: bool,
     reads: Collection[str],
 ) -> Sample:
-    """A completion with the tokens that the loss counts and what is read of them; its advantage is not known yet."""
+    """Return a completion's sample with the mask of the loss and the arrays that it reads; the advantage is set
+    later.
+    """
+    completion = group.completions[place[1]]
     fresh = completion.version == version
     mask = completion.mask & (fresh | learn_earlier) & (completion.finish_reason not in dropped)
     missing = set(reads) - set(completion.extras)
@@ -94,30 +98,30 @@ def _counted(
         raise InputError(f"the loss reads {', '.join(sorted(missing))} of each token, which the sampler does not give")
     extras = {name: x for name, x in completion.extras.items() if name in reads or name in READ_BY_THE_HEAD}
     arrays = {"sampler_logp": completion.sampler_logp, "fresh": fresh} | extras
-    return Sample(prompt, completion.tokens, mask, arrays=arrays)
+    return Sample(group.prompt, completion.tokens, mask, arrays=arrays, place=place)
 
 
 def _with(
     sample: Sample, scalars: dict[str, float] | None = None, arrays: dict[str, np.ndarray] | None = None
 ) -> Sample:
-    """The sample with more of what it carries."""
+    """Return the sample with more scalars and arrays."""
     return dataclasses.replace(sample, scalars=sample.scalars | (scalars or {}), arrays=sample.arrays | (arrays or {}))
 
 
 def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
-    """The samples with their rows of [B, T] each."""
+    """Return the samples, each with its rows of the arrays [B, T]."""
     return [
         _with(s, arrays={name: x[row, : len(s.tokens)] for name, x in arrays.items()}) for row, s in enumerate(samples)
     ]
 
 
 def advantage_of(sample: Sample) -> Any:
-    """A number, or one for each token."""
+    """Return the sample's advantage: a number, or one for each token."""
     return sample.scalars["advantages"] if "advantages" in sample.scalars else sample.arrays["advantages"]
 
 
 def size_of_advantages(samples: Iterable[Sample]) -> float:
-    """The mean of |advantage| over the tokens that the loss counts; NaN where it counts none."""
+    """Return the mean |advantage| over the tokens that the loss counts; NaN without any."""
     total, tokens = 0.0, 0
     for sample in samples:
         total += float(np.sum(np.abs(advantage_of(sample)) * sample.mask))
@@ -126,7 +130,7 @@ def size_of_advantages(samples: Iterable[Sample]) -> float:
 
 
 def without_gain(sample: Sample) -> Sample:
-    """The sample with ``min(A, 0)`` in place of its advantages A."""
+    """Return the sample with ``min(A, 0)`` in place of its advantages A."""
     least = np.minimum(advantage_of(sample), 0)
     if "advantages" in sample.scalars:
         return _with(sample, scalars={"advantages": float(least)})
@@ -137,23 +141,27 @@ def without_gain(sample: Sample) -> Sample:
 def _estimate(
     estimator: Any, rewards: np.ndarray, context: AdvantageContext | None, **coefficient: np.float32
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Advantages, and what a critic is trained towards where the estimator reads one's values."""
+    """Compute advantages, and the critic's targets if the estimator reads its values."""
     if "values" in estimator.needs:
         return estimator.with_returns(rewards, context, **coefficient)
     return estimator(rewards, context, **coefficient), None
 
 
 def _context(
-    samples: Sequence[Sample], cut_off: Sequence[bool], needs: Sequence[str], length: int, models: Models
-) -> AdvantageContext:
-    """What an estimator may need beside rewards, [B, T] each.
+    samples: Sequence[Sample], completions: Sequence[Completion], estimator: Any, length: int, models: Models
+) -> AdvantageContext | None:
+    """Return the estimator's inputs besides rewards, [B, T] each; None if it needs nothing.
 
-    A KL in the reward is that of the policy which sampled: the sampler's own log-probabilities stand for it, for tokens
-    of earlier steps too. The state after the last token has a value where the completion was ``cut_off``.
+    A KL in the reward is that of the policy that sampled: it uses the sampler's own log-probabilities, for tokens of
+    earlier steps too. The state after the last token has a value if the completion was cut off. Step rewards are NaN
+    where no step ends.
     """
+    needs = estimator.needs
+    if not needs:
+        return None
 
-    def padded(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        out = np.zeros((len(rows), length), dtype)
+    def padded(rows: Sequence[Any], dtype: Any, padding: float = 0) -> np.ndarray:
+        out = np.full((len(rows), length), padding, dtype)
         for row, values in zip(out, rows, strict=True):
             row[: len(values)] = values
         return out
@@ -163,47 +171,28 @@ def _context(
         old = padded([s.arrays["sampler_logp"] for s in samples], np.float32)
         context = context._replace(old_logp=old, ref_logp=padded(models["ref_logp"](samples), np.float32))
     if "values" in needs:
-        asked = [to_value(s, cut and "bootstrap" in needs) for s, cut in zip(samples, cut_off, strict=True)]
-        found = models["values"](asked)
+        cut_off = [c.finish_reason == "length" and "bootstrap" in needs for c in completions]
+        found = models["values"]([to_value(s, cut) for s, cut in zip(samples, cut_off, strict=True)])
         values = [x[: len(s.tokens)] for x, s in zip(found, samples, strict=True)]
         after = [x[len(s.tokens)] if len(x) > len(s.tokens) else 0.0 for x, s in zip(found, samples, strict=True)]
         context = context._replace(values=padded(values, np.float32), bootstrap=np.asarray(after, np.float32))
+    if estimator.by_token and any("step_rewards" in c.extras for c in completions):
+        steps = [c.extras.get("step_rewards", ()) for c in completions]
+        context = context._replace(step_rewards=padded(steps, np.float32, np.nan))
     return context
 
 
 def to_value(sample: Sample, one_more: bool) -> Sample:
-    """What a critic reads of a sample; with ``one_more`` also a token that nobody sampled: what is predicted there is
-    the value of the state after the last one."""
+    """Return a sample for the critic; ``one_more`` appends a placeholder token, to get the value after the last one."""
     more = int(one_more)
     return Sample(sample.prompt, np.pad(sample.tokens, (0, more)), np.pad(sample.mask, (0, more)))
 
 
-def _with_steps(
-    context: AdvantageContext | None, by_token: bool, completions: Sequence[Completion], length: int
-) -> AdvantageContext | None:
-    """The context with the rewards of steps, float32[B, T], NaN where none ends, for an estimator by token, if any."""
-    if context is None or not by_token or not any("step_rewards" in c.extras for c in completions):
-        return context
-    steps = np.full((len(completions), length), np.nan, np.float32)
-    for row, completion in zip(steps, completions, strict=True):
-        found = completion.extras.get("step_rewards", ())
-        row[: len(found)] = found
-    return context._replace(step_rewards=steps)
-
-
-def _measured(algorithm: Algorithm, context: AdvantageContext | None) -> dict[str, float]:
-    """``kl``: the estimate's mean over tokens, where it is in the reward and so not seen by the loss."""
-    if context is None or context.ref_logp is None:
-        return {}
-    estimate = np.asarray(algorithm.kl(context.old_logp, context.ref_logp))
-    return {"kl": float(np.sum(estimate * context.mask) / max(np.sum(context.mask), 1))}
-
-
 def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """How well a critic foresaw, over the tokens that count: [B, T] each.
+    """Return how well a critic predicted the returns, over the tokens that count: [B, T] each.
 
-    ``critic/explained_variance``: ``1 - Var(returns - values) / Var(returns)``; NaN where the returns do not vary.
-    ``critic/tokens`` and the two variances are what ``pooled`` adds up over steps.
+    ``critic/explained_variance``: ``1 - Var(returns - values) / Var(returns)``; NaN if the returns do not vary.
+    ``pooled`` adds up ``critic/tokens`` and the two variances over steps.
     """
     returns = targets[counts].astype(np.float64)
     guesses = values[counts].astype(np.float64)
@@ -220,18 +209,18 @@ def foreseen(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dic
 
 
 def pooled(measured: Mapping[str, float], own: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """``critic/explained_variance_pooled``: of the last ``WINDOW`` steps together.
+    """Return ``critic/explained_variance_pooled``, over the last ``WINDOW`` steps together.
 
-    ``1 - sum_k n_k Var_k(returns - values) / sum_k n_k Var_k(returns)`` with n_k tokens: the few completions that
-    differ in one step decide its own. The variances are each step's around its own mean: that returns rise from step to
-    step is the policy's merit, and no critic's.
+    ``1 - sum_k n_k Var_k(returns - values) / sum_k n_k Var_k(returns)`` with n_k tokens: a single step's value depends
+    on the few completions that differ in it. The variances are around each step's own mean: a rise of returns from step
+    to step is due to the policy, not the critic.
 
     Args:
-      measured: of this step; without ``critic/tokens`` there is no critic.
-      own: what this function has returned after the step before; empty before the first.
+      measured: of this step; without ``critic/tokens`` nothing is pooled.
+      own: the memory that the step before returned; empty before the first.
 
     Returns:
-      The metric, NaN where no return varies, and what to remember: JSON values.
+      The metric, NaN if no return varies, and the memory: JSON values.
     """
     if "critic/tokens" not in measured:
         return {}, dict(own)

@@ -1,31 +1,40 @@
-"""What a run says about learning: values without arrays, quick to import."""
+"""Settings of learning: values without arrays, quick to import."""
 
 import dataclasses
+from typing import Annotated, Any
 
+from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import Lora
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Choice, Count, Range, Setting
 
 MUON_RMS = 0.2
 """Root mean square of Muon's steps: AdamW's, so that one learning rate serves both (arXiv 2502.16982, section 2.2)."""
 
+LEAST_STEP = 2.0**-13
+"""Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size unchanged.
+Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M:
+0.19).
+"""
+
 
 class Usual(float):
-    """A learning rate that nobody has named: a run takes what is usual for its kind."""
+    """A default learning rate, which a run replaces by the usual one for its kind."""
 
 
 RL_RATE = Usual(1e-6)
-"""Of reinforcement learning, and where no run says what is learned."""
+"""The usual rate for reinforcement learning, and the default outside a run."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimiser:
-    """How gradients become steps.
+class Optimiser(Setting):
+    """The optimiser: how gradients become steps.
 
     Attributes:
       name: "adamw" (arXiv 1711.05101), "adafactor" (its second moments take next to no memory, arXiv 1804.04235) or
         "muon" (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW; takes AdamW's
         learning rates).
-      learning_rate: after the warm-up. Where it is left out it is what is usual for the kind of run: 1e-6 for
-        reinforcement learning and preferences, 2e-5 for texts, 1e-4 for reward models.
+      learning_rate: after the warm-up. The default is the usual one for the kind of run: 1e-6 for reinforcement
+        learning and preferences, 2e-5 for texts, 1e-4 for reward models.
       warmup: optimiser updates over which it rises linearly from 1/warmup of itself.
       schedule: "constant", or how it falls to 0 over ``decay``: "cosine" or "linear".
       decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv
@@ -37,96 +46,165 @@ class Optimiser:
       clip_norm: gradients are scaled down to this global norm; 0 leaves them alone.
       momentum_dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to
         it.
-      offload: what the optimiser remembers lies in the host's memory between updates, and is fetched whole for each.
+      offload: keep the optimiser's state in host memory between updates, and fetch it whole for each.
     """
 
-    name: str = "adamw"
-    learning_rate: float = RL_RATE
-    warmup: int = 0
-    schedule: str = "constant"
+    name: Annotated[str, Choice("adamw", "adafactor", "muon")] = "adamw"
+    learning_rate: Annotated[float, Range("(0, inf)"), RECORDED] = RL_RATE
+    warmup: Annotated[int, Range("[0, inf]")] = 0
+    schedule: Annotated[str, Choice("constant", "cosine", "linear")] = "constant"
     decay: tuple[int, int] = (0, 0)
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    momentum_dtype: str = "float32"
+    b1: Annotated[float, Range("[0, 1)")] = 0.9
+    b2: Annotated[float, Range("[0, 1)")] = 0.999
+    eps: Annotated[float, Range("(0, inf)")] = 1e-8
+    weight_decay: Annotated[float, Range("[0, inf)")] = 0.0
+    clip_norm: Annotated[float, Range("[0, inf)", "0 does not clip")] = 1.0
+    momentum_dtype: Annotated[str, Choice("float32", "bfloat16")] = "float32"
     offload: bool = False
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a schedule without its decay, and a decay without its schedule."""
+        fine = self.decay[1] > max(self.decay[0], self.warmup)
+        require(
+            self.decay == (0, 0) if self.schedule == "constant" else fine,
+            f"{where}decay must be two counts of updates, the second above the first and above warmup ({self.warmup}), "
+            f"between which schedule cosine or linear lowers the rate to 0; or 0 0 with schedule constant, got "
+            f"{self.decay}",
+        )
+
+    def check_rounding(self, where: str, dtype: str, adapter: str) -> None:
+        """Refuse bfloat16 weights if their rounding would swallow steps at this rate.
+
+        Args:
+          where: the name of this optimiser.
+          dtype: of the weights that it trains.
+          adapter: a setting that would spare them.
+        """
+        # AdamW and Adafactor move a weight by about the rate at most, Muon by a fifth of it.
+        step = self.learning_rate * (MUON_RMS if self.name == "muon" else 1.0)
+        require(
+            dtype != "bfloat16" or step >= LEAST_STEP,
+            f"learner.dtype 'bfloat16' rounds away steps of {step:g} ({where}.learning_rate "
+            f"{self.learning_rate:g}): set learner.dtype float32 and learner.compute_dtype bfloat16, or {adapter}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Critic:
-    """The model that says what each state is worth, and how it learns; its loss is ``algorithms.values.value_loss``.
+class Critic(Setting):
+    """The critic, which estimates the value of each state, and its training; its loss is
+    ``algorithms.values.value_loss``.
 
     It is updated after the policy on each minibatch, with a gradient, a norm and a learning rate of its own, so that no
     coefficient weighs its loss against the policy's. Its weights have ``learner.dtype``.
 
     Attributes:
-      model: what it begins as: a run (RUN, RUN@STEP) or a Hugging Face directory, of a reward model or of a language
-        model of the policy's vocabulary. None: the policy's own layers. Where there is no scalar head it gets one of
+      model: its initial model: a run (RUN, RUN@STEP) or a Hugging Face directory, of a reward model or of a language
+        model with the policy's vocabulary. None: the policy's own layers. A model without a scalar head gets one of
         zeros, so that every value is 0 at first.
       optimiser: see ``Optimiser``; the learning rate is InstructGPT's (arXiv 2203.02155, appendix C.4).
-      clip: how far a value may move from the one before the batch's first update until its loss keeps it; None for no
-        bound.
+      clip: how far a value may move from the one before the batch's first update before its loss is clipped; None for
+        no bound.
       warmup: steps at the start of the run in which only the critic learns: the policy, and its version, stay.
       epochs: passes over each rollout; those after ``learner.epochs`` are the critic's alone. 0: as many as the
         policy's.
-      adapter: train low-rank adapters (``learner.lora``) beside the policy's frozen model, not a second model.
+      adapter: train low-rank adapters (``learner.lora``) on the policy's frozen model, not a second model.
     """
 
-    model: str | None = None
+    model: Annotated[str | None, MODEL] = None
     optimiser: Optimiser = Optimiser(learning_rate=9e-6)
-    clip: float | None = 0.2
-    warmup: int = 0
-    epochs: int = 0
+    clip: Annotated[float | None, Range("(0, inf]", words="above 0, or None")] = 0.2
+    warmup: Annotated[int, Range("[0, inf]")] = 0
+    epochs: Annotated[int, Range("[0, inf]")] = 0
     adapter: bool = False
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse an adapter without a frozen base model, or on another model."""
+        require(
+            not self.adapter or run.learner.lora.rank > 0,
+            f"{where}adapter True adapts the policy's frozen model, and the policy is trained whole: set "
+            f"learner.lora.rank above 0, or {where}adapter False",
+        )
+        require(
+            not self.adapter or self.model is None,
+            f"{where}adapter True begins as the policy's frozen model, not as {where}model {self.model}: "
+            f"set {where}model None, or {where}adapter False",
+        )
+        self.optimiser.check_rounding(
+            f"{where}optimiser",
+            "float32" if self.adapter else run.learner.dtype,
+            f"{where}adapter True with learner.lora.rank above 0",
+        )
+
+    def notes(self, run: Any) -> list[str]:
+        """Return a note on the steps in which the policy waits for its critic."""
+        steps = "step" if self.warmup == 1 else f"{self.warmup} steps"
+        waits = 0 < self.warmup < run.steps
+        return [f"the critic learns alone in the first {steps} (recipe.critic.warmup)"] if waits else []
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
-    """How a rollout is learned from.
+class Learner(Setting):
+    """How the learner trains on a rollout.
 
     Attributes:
       optimiser: see ``Optimiser``.
       epochs: passes over each rollout.
       minibatches: optimiser updates in each pass; groups stay whole.
-      target_kl: end the passes with the first update before which the policy is this far (k3, nats per token) from
-        where they began; that update is not applied. None never.
-      microbatch_rows: rows R of packed tokens whose activations exist at one time; divided by the mesh's data and fsdp.
-        0 chooses, at each start, for the mesh and the memory of its devices.
+      target_kl: early stopping: end the passes with the first update before which the policy is this far (k3, nats per
+        token) from where they began; that update is not applied. None never.
+      microbatch_rows: rows R of packed tokens with activations in memory at one time; divided by the mesh's data and
+        fsdp. 0 chooses, at each start, for the mesh and the memory of its devices.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
         chooses.
-      remat: what the backward pass keeps of a layer: "none", "dots" or "full" (keeps only its input).
-      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that can serve the model.
+      remat: recomputation of a layer in the backward pass: "none" (keeps all activations), "dots" (keeps the results of
+        matrix products) or "full" (keeps only its input).
+      attention: "xla" everywhere, "splash" on TPUs, "cudnn" on GPUs; "auto" takes the kernel that supports the model.
       dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
-        bfloat16 is refused for weights that are trained at a rate whose steps it would round away.
+        bfloat16 is refused for weights that are trained at a rate with steps that it would round away.
       compute_dtype: of matrix products and activations; sums, softmax and logits are float32.
-      lora: train low-rank adapters beside the frozen model.
+      lora: train low-rank adapters on the frozen model.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k
         and top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
 
     optimiser: Optimiser = Optimiser()
-    epochs: int = 1
-    minibatches: int = 1
-    target_kl: float | None = None
-    microbatch_rows: int = 0
-    row_tokens: int = 0
-    remat: str = "full"
-    attention: str = "auto"
-    dtype: str = "float32"
-    compute_dtype: str = "float32"
+    epochs: Annotated[int, Count(1)] = 1
+    minibatches: Annotated[int, Count(1)] = 1
+    target_kl: Annotated[float | None, Range("(0, inf]", words="above 0, or None to learn on")] = None
+    microbatch_rows: Annotated[int, Count(0), FREE] = 0
+    row_tokens: Annotated[int, Count(0), FREE] = 0
+    remat: Annotated[str, FREE, Choice("none", "dots", "full", unknown=True)] = "full"
+    attention: Annotated[str, FREE, Choice("auto", "xla", "splash", "cudnn", unknown=True)] = "auto"
+    dtype: Annotated[str, FIXED, Choice("float32", "bfloat16", unknown=True)] = "float32"
+    compute_dtype: Annotated[str, Choice("float32", "bfloat16", unknown=True)] = "float32"
     keep_sampling_mask: bool = False
-    lora: Lora = Lora()
+    lora: Annotated[Lora, FIXED] = Lora()
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse minibatches without groups, steps that rounding swallows, and rows shorter than a completion."""
+        field, groups = run.groups
+        require(
+            self.minibatches <= groups,
+            f"{where}minibatches {self.minibatches} exceeds {field} {groups}: groups stay whole",
+        )
+        self.optimiser.check_rounding(
+            f"{where}optimiser", "float32" if self.lora.rank else self.dtype, f"{where}lora.rank above 0"
+        )
+        longest = run.longest_row
+        require(
+            self.row_tokens == 0 or self.row_tokens >= longest,
+            f"{where}row_tokens {self.row_tokens} cannot hold a prompt with its completion: set it to at "
+            f"least {longest}, or 0 to choose",
+        )
 
     @property
     def updates(self) -> int:
-        """Optimiser updates of each batch."""
+        """Return the number of optimiser updates of each batch."""
         return self.epochs * self.minibatches
 
 
 def at_usual_rate(learner: Learner, rate: float) -> Learner:
-    """The learner with this learning rate where none is named."""
+    """Return the learner with this learning rate, unless a rate was set explicitly."""
     optimiser = getattr(learner, "optimiser", None)  # a run that is read may lack what its file could not hold
     named = getattr(optimiser, "learning_rate", None)
     if not isinstance(optimiser, Optimiser) or not isinstance(named, Usual) or named is rate:

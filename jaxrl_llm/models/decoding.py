@@ -1,8 +1,8 @@
-"""The model over the cache: tokens appended to sequences, many at once or one for every row.
+"""The model over the cache: prefill (``extend``) and decoding of one token per row (``decode``).
 
 A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer at step i, the same column for every row,
-so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. Rows that begin alike may
-read their beginning from one block: its keys and values then pass through memory once for all of them.
+so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. Rows that share a prefix
+may read it from one block: its keys and values then pass through memory once for all of them.
 """
 
 import functools
@@ -19,14 +19,13 @@ from jaxrl_llm.models.decoder import Decoder, block, embed, layer_constants, ove
 from jaxrl_llm.sharding import BATCH, constrain
 
 
-class Beginnings(NamedTuple):
-    """Blocks that rows read what comes before their own columns from; none crosses the parts that a mesh divides rows
-    into.
+class SharedPrefix(NamedTuple):
+    """Blocks of shared prefixes that rows read in front of their own columns; none crosses the mesh's parts of rows.
 
     Attributes:
       cache: one row for each of U blocks.
-      lengths: int32[B], columns of its block that a row begins with; its own column 0 holds that position.
-      rows: int32[parts, U / parts * lanes], which row of its part a lane of a block serves; any, where it serves none.
+      lengths: int32[B], prefix length of each row in its block; the row's own column 0 holds that position.
+      rows: int32[parts, U / parts * lanes], the row of its part that a block's lane serves; arbitrary if unused.
       lanes: int32[parts, B / parts], the lane of each row, counted through the blocks of its part.
     """
 
@@ -36,10 +35,10 @@ class Beginnings(NamedTuple):
     lanes: jax.Array
 
 
-def beginnings(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> Beginnings:
-    """Beginnings in blocks of ``width`` lanes.
+def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> SharedPrefix:
+    """Build a SharedPrefix with blocks of ``width`` lanes.
 
-    ``lanes`` int32[B] as above, beyond the last lane for a row that reads none.
+    ``lanes`` is int32[B] as in SharedPrefix; a row without a block has an index beyond the last lane.
     """
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
@@ -47,23 +46,23 @@ def beginnings(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, w
     def put(of_part: jax.Array) -> jax.Array:
         return jnp.zeros(count, jnp.int32).at[of_part].set(jnp.arange(len(of_part)), mode="drop")
 
-    return Beginnings(cache, lengths, jax.vmap(put)(lanes), jnp.minimum(lanes, count - 1))
+    return SharedPrefix(cache, lengths, jax.vmap(put)(lanes), jnp.minimum(lanes, count - 1))
 
 
 def _moved(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
-    """x [rows, ...] as [count, ..., ...]: entries ``index`` [parts, ...] of each part of the rows, in their order."""
+    """Gather x [rows, ...] as [count, ..., ...]: entries ``index`` [parts, ...] of each part of the rows, in order."""
     parts = x.reshape(len(index), -1, *x.shape[1:])
     return jax.vmap(lambda part, at: part[at])(parts, index).reshape(count, -1, *x.shape[1:])
 
 
 def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array) -> Cache:
-    """Keys and values of the next C tokens of every row.
+    """Compute keys and values of the next C tokens of every row.
 
     Args:
       model: the decoder.
-      cache: read only; row p is valid below ``lengths[p]``. None where nothing is.
+      cache: read only; row p is valid below ``lengths[p]``. None for an empty one.
       lengths: int32[P].
-      tokens: int32[P, C], at positions ``lengths`` and on; padding on the right changes nothing before it.
+      tokens: int32[P, C], from position ``lengths`` on; padding on the right changes nothing before it.
 
     Returns:
       A cache of C columns.
@@ -105,20 +104,20 @@ def decode(
     step: jax.Array,
     tokens: jax.Array,
     lengths: jax.Array,
-    before: Beginnings | None = None,
+    before: SharedPrefix | None = None,
     width: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """One token for every row.
+    """Decode one token for every row.
 
     Args:
       model: the decoder.
-      cache: read only; row b is valid below ``lengths[b]``. It may have more rows: of each part the first are read.
-      chunk: a cache of C columns, of which those below ``step`` are valid; this step writes column ``step``.
+      cache: read only; row b is valid below ``lengths[b]``. It may have more rows: the first of each part are read.
+      chunk: a cache of C columns, valid below column ``step``; this call writes column ``step``.
       step: int32[], 0 <= step < C.
-      tokens: int32[B], each row's newest token, at position ``lengths + step`` after its beginning.
+      tokens: int32[B], each row's newest token, at position ``lengths + step`` after its shared prefix.
       lengths: int32[B].
-      before: what comes before column 0; None for nothing.
-      width: columns of the cache that hold anything at most; None for all.
+      before: the shared prefixes in front of column 0, or None.
+      width: upper bound of the cache's columns in use; None for all.
 
     Returns:
       Final hidden states [B, D] and the chunk with the new column.
@@ -159,8 +158,9 @@ def decode(
     return layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm), chunk
 
 
-class Part(NamedTuple):
-    """Attention of one query for each row over some of the columns, float32.
+class PartialAttention(NamedTuple):
+    """Attention of one query per row over some of the columns, float32.
+
 
     Attributes:
       top: [B, K, N / K, 1], the largest score.
@@ -173,16 +173,17 @@ class Part(NamedTuple):
     mixed: jax.Array
 
 
-def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> Part:
-    """Over one layer's cache: q [B, K, N / K, H], and which columns each query sees, bool[B, 1, N / K or 1, S]."""
-    found = jnp.where(visible, layers.scores_of_one(q, cache.k, config.attention), layers.MASKED)
+def _part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
+    """Attend over one layer's cache: q [B, K, N / K, H]; mask ``visible`` bool[B, 1, N / K or 1, S]."""
+    found = jnp.where(visible, layers.scores(q, cache.k, config.attention), layers.MASKED)
     top = jnp.max(found, axis=-1, keepdims=True)
     weights = jnp.exp(found - top)
-    return Part(top, jnp.sum(weights, axis=-1, keepdims=True), layers.mix_for_one(weights, cache.v))
+    mixed = layers.product("bkgz,bkzh->bkgh", weights.astype(cache.v.dtype), cache.v)
+    return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
 
 
-def _merged(parts: list[Part]) -> jax.Array:
-    """Attention over all the columns; their scores are never put together, which would write and read them again."""
+def _merged(parts: list[PartialAttention]) -> jax.Array:
+    """Combine partial attention over disjoint columns; the scores are never concatenated, which would copy them."""
     top = functools.reduce(jnp.maximum, [part.top for part in parts])
     mass = jnp.zeros_like(top)
     mixed = jnp.zeros_like(parts[0].mixed)
@@ -194,9 +195,9 @@ def _merged(parts: list[Part]) -> jax.Array:
 
 
 def _begun(
-    config: ModelConfig, q: jax.Array, blocks: Cache, before: Beginnings, positions: jax.Array, window: jax.Array
-) -> Part:
-    """Over each row's beginning: the queries [B, K, N / K, H] go to the blocks and the results come back, all small."""
+    config: ModelConfig, q: jax.Array, blocks: Cache, before: SharedPrefix, positions: jax.Array, window: jax.Array
+) -> PartialAttention:
+    """Attend over each row's shared prefix: queries [B, K, N / K, H] and results move, both small."""
     count = blocks.v.shape[0]
     (_, heads, queries, width) = q.shape
 
@@ -211,4 +212,4 @@ def _begun(
     found = jnp.concatenate(_part(config, asked, blocks, visible), axis=-1)
     found = found.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
     found = _moved(found, before.lanes, len(positions))[:, 0]
-    return Part(found[..., :1], found[..., 1:2], found[..., 2:])
+    return PartialAttention(found[..., :1], found[..., 1:2], found[..., 2:])

@@ -1,7 +1,9 @@
 """The model families: how each one's config.json and tensor names map to ours, and back.
 
 A family is one value in ``FAMILIES``, keyed by Hugging Face's ``model_type``. Every fact is declared once: the same
-tables read and write. To add a family, add one entry (and new axes or rules only if the decoder learned them).
+tables serve reading and writing. To add a family, add one entry (and new axes or rules only for new features of the
+decoder).
+
 Sources: the ``configuration_*`` and ``modeling_*`` files of transformers for each family.
 """
 
@@ -16,7 +18,7 @@ from jaxrl_llm.models.config import ModelConfig
 
 
 class Mark(enum.Enum):
-    """What stands in ``Family.defaults`` where there is no default."""
+    """Markers in ``Family.defaults`` for attributes without a default."""
 
     REQUIRED = "the attribute must be there"
     ABSENT = "the family has no such attribute"
@@ -28,10 +30,10 @@ class Tensor:
 
     Attributes:
       name: Hugging Face's name; ``{}`` stands for the layer, and such tensors are stacked over L in ours.
-      path: ours, dotted.
-      hf_axes: axis letters of the stored tensor, one word an axis; a word of two letters is two merged axes, and ``1``
-        an axis of size 1 that ours has not.
-      axes: axis letters of ours, without L.
+      path: our dotted path.
+      hf_axes: axis letters of the stored tensor, one word per axis; a word of two letters is two merged axes, and ``1``
+        an axis of size 1 that ours does not have.
+      axes: axis letters of our parameter, without L.
     """
 
     name: str
@@ -41,46 +43,26 @@ class Tensor:
 
     @property
     def layered(self) -> bool:
-        """Whether every layer has one."""
+        """Whether every layer has one such tensor."""
         return "{}" in self.name
-
-
-def _slides_never(attributes: Mapping[str, Any], layer: int) -> bool:
-    return False
-
-
-def _slides_always(attributes: Mapping[str, Any], layer: int) -> bool:
-    return True
-
-
-def _slides_above(attributes: Mapping[str, Any], layer: int) -> bool:
-    return layer >= attributes["max_window_layers"]
-
-
-def _slides_on_even(attributes: Mapping[str, Any], layer: int) -> bool:
-    return layer % 2 == 0
-
-
-def _slides_but_every_nth(attributes: Mapping[str, Any], layer: int) -> bool:
-    return (layer + 1) % attributes["sliding_window_pattern"] != 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What all models of one ``model_type`` share.
+    """The facts that all models of one ``model_type`` share.
 
     Attributes:
       model_type: Hugging Face's key.
       architecture: the class that transformers loads.
-      classifier: the one that it loads where a score takes the place of the logits: a reward model.
+      classifier: the class that transformers loads for a reward model.
       defaults: every attribute that config.json may set and the model obeys, with the value that holds where it
         is left out (``Mark.REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
-      tensors: the names of a checkpoint.
-      slides: (attributes, layer) -> whether the layer has a window, where ``layer_types`` does not say.
+      tensors: the tensors of a checkpoint.
+      slides: (attributes, layer) -> whether the layer has a window, where ``layer_types`` is missing.
       scaled_embedding: embeddings are multiplied by sqrt(D).
-      default_theta: rope base where config.json names none.
-      local_theta: the same for the windowed layers; None where all layers share one base.
+      default_theta: rope base where config.json has none.
+      local_theta: rope base of the windowed layers; None where all layers share one base.
     """
 
     model_type: str
@@ -89,7 +71,7 @@ class Family:
     defaults: Mapping[str, Any]
     constants: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
-    slides: Callable[[Mapping[str, Any], int], bool] = _slides_never
+    slides: Callable[[Mapping[str, Any], int], bool] = lambda attributes, layer: False
     scaled_embedding: bool = False
     default_theta: float = 10000.0
     local_theta: float | None = None
@@ -182,30 +164,32 @@ LLAMA = Family(
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", "MistralForSequenceClassification",
     _defaults(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
-    constants={}, tensors=_ENDS + _MATRICES + _PRE_NORMS, slides=_slides_always,
+    constants={}, tensors=_ENDS + _MATRICES + _PRE_NORMS, slides=lambda attributes, layer: True,
 )  # fmt: skip
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
-    constants={"attention.bias": True}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS, slides=_slides_above,
+    constants={"attention.bias": True}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS,
+    slides=lambda attributes, layer: layer >= attributes["max_window_layers"],
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
-    constants={"attention.qk_norm": "head"}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=_slides_above,
+    constants={"attention.qk_norm": "head"}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=QWEN2.slides,
 )  # fmt: skip
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
     _defaults(**_GEMMA, max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     constants={"norm.plus_one": True, "norm.placement": "both"},
-    tensors=_ENDS + _MATRICES + _SANDWICH_NORMS, slides=_slides_on_even, scaled_embedding=True,
+    tensors=_ENDS + _MATRICES + _SANDWICH_NORMS, slides=lambda attributes, layer: layer % 2 == 0, scaled_embedding=True,
 )  # fmt: skip
 GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
     _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
               sliding_window_pattern=6),
     constants={"norm.plus_one": True, "norm.placement": "both", "attention.qk_norm": "head"},
-    tensors=_ENDS + _MATRICES + _HEAD_NORMS + _SANDWICH_NORMS, slides=_slides_but_every_nth, scaled_embedding=True,
+    tensors=_ENDS + _MATRICES + _HEAD_NORMS + _SANDWICH_NORMS, scaled_embedding=True,
+    slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
     default_theta=1e6, local_theta=1e4,
 )  # fmt: skip
 OLMO2 = Family(
@@ -220,18 +204,18 @@ FAMILIES: Mapping[str, Family] = types.MappingProxyType(
 
 
 def family_of(model_type: Any) -> Family:
-    """The family of a ``model_type``; InputError lists the known ones."""
+    """Return the family of a ``model_type``; InputError lists the known ones."""
     if model_type not in FAMILIES:
         raise InputError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
 SCORE = Tensor("score.weight", "scalar", "1 D", "D")
-"""What a reward model has in place of the LM head."""
+"""The tensor that replaces the LM head in a reward model."""
 
 
 def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
-    """The tensors that a checkpoint of this model holds; tied models have no LM head of their own.
+    """Return the tensors that a checkpoint of this model holds; tied models have no LM head of their own.
 
     ``scalar``: it is a reward model.
     """
@@ -241,7 +225,7 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
-    """The size of each axis letter."""
+    """Return the size of each axis letter."""
     attention = config.attention
     return {
         "V": config.vocab_size, "D": config.width, "F": config.mlp_width,

@@ -1,4 +1,4 @@
-"""Which weights these are: a few bytes for each, that other weights would not have."""
+"""Fingerprints of weights: a few bytes for each, which other weights would not have."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 @jax.jit
 def fingerprint(model: Any) -> Any:
-    """64 bits, as uint32[2], of the content of every weight; the same however the weights are laid out on devices.
+    """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it.
 
     Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
     """
@@ -19,12 +19,12 @@ def fingerprint(model: Any) -> Any:
 
 
 def weights_digest(model: Any) -> str:
-    """16 hexadecimal digits of the fingerprints of all weights: what is computed from a model is kept under them."""
+    """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
     return digest(jax.tree.leaves(jax.device_get(fingerprint(model))))
 
 
 def digest(arrays: Sequence[np.ndarray]) -> str:
-    """16 hexadecimal digits of what arrays hold."""
+    """Return 16 hexadecimal digits of the SHA-256 of the contents of arrays."""
     found = hashlib.sha256()
     for array in arrays:
         found.update(np.asarray(array).tobytes() + b"\n")
@@ -41,7 +41,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
+    """Apply a bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

@@ -1,15 +1,15 @@
 """Read a GGUF file as if it were a Hugging Face directory: attributes, tensors under their names, tokenizer.
 
-Formats: the ``gguf`` package reads and dequantises; names, keys and the transformations that are undone here are those
-of llama.cpp's converter.
+Formats: the ``gguf`` package reads and dequantises; names, keys and the transformations undone here are those of
+llama.cpp's converter.
 """
 
 import contextlib
-import dataclasses
+import functools
 import os
 import re
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jaxrl_llm.models.weights import StoredTensor
 ARCHITECTURES = types.MappingProxyType({
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
 })  # fmt: skip
-"""general.architecture -> model_type. Mistral's files say "llama"."""
+"""general.architecture -> model_type. Mistral's files carry "llama"."""
 
 ATTRIBUTES = types.MappingProxyType(
     {
@@ -61,32 +61,24 @@ EMBEDDING, LLAMA3_ROPE = "token_embd.weight", "rope_freqs.weight"
 CONTROL, USER_DEFINED = 3, 4
 """Token types of llama.cpp that are cut out of the text whole."""
 ENDS = ("eos", "eot", "eom")
-"""Metadata keys, between ``tokenizer.ggml.`` and ``_token_id``, of tokens that end an answer."""
+"""Metadata keys, between ``tokenizer.ggml.`` and ``_token_id``, of tokens that end a completion."""
 NAMED = types.MappingProxyType({"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"})
-"""transformers' names of special tokens -> such keys."""
+"""transformers' names of special tokens -> the same keys."""
 
 _LARGEST = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the one size of each family whose scores are scaled by D / N rather than by H (27B)."""
+"""Layers of each family's 27B model, which scales its attention scores by D / N rather than by H."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _File:
-    path: Path
-    reader: Any
-
-    def value(self, key: str, default: Any = None) -> Any:
-        field = self.reader.get_field(key)
-        return default if field is None else field.contents()
+Change = Callable[[np.ndarray], np.ndarray]
 
 
 def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
-    """(model, tokenizer or None) of a GGUF file, dequantised, every parameter in ``dtype`` and laid out on the mesh."""
+    """Return (model, tokenizer or None) of a GGUF file, dequantised to ``dtype`` and laid out on the mesh."""
     from jaxrl_llm.models.decoder import from_parameters
-    from jaxrl_llm.models.hf import check_dtype, with_special_ids
+    from jaxrl_llm.models.hf import with_special_ids
     from jaxrl_llm.models.hf_config import read_config
     from jaxrl_llm.models.weights import read_parameters
 
-    check_dtype(dtype)
     attributes, stored, tokenizer = read_gguf(path)
     with _as_input_error(Path(path)):
         config = with_special_ids(read_config(attributes), {}, tokenizer)
@@ -94,29 +86,32 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None)
 
 
 def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:
-    """(config.json's attributes, float32 tensors under Hugging Face's names, tokenizer or None) of a GGUF file.
+    """Read (config.json's attributes, float32 tensors under Hugging Face's names, tokenizer or None) from a GGUF file.
 
-    InputError where it is no whole GGUF file, or its architecture, quantisation or tokenizer is not known here.
+    InputError where the file is incomplete, or its architecture, quantisation or tokenizer is unknown.
     """
-    file = _open(Path(path))
-    with _as_input_error(file.path):
-        attributes = _attributes(file)
-        stored = _tensors(file, attributes)
-        return attributes, stored, _tokenizer(file, attributes.get("max_position_embeddings", 2048))
-
-
-def _open(path: Path) -> _File:
     import gguf
 
+    path = Path(path)
     if not path.is_file():
         raise InputError(f"no such GGUF file: {path}")
     with _as_input_error(path):
-        return _File(path, gguf.GGUFReader(path))
+        reader = gguf.GGUFReader(path)
+
+        def value(key: str, default: Any = None) -> Any:
+            field = reader.get_field(key)
+            return default if field is None else field.contents()
+
+        shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+        tables = [np.asarray(tensor.data).ravel() for tensor in reader.tensors if tensor.name == LLAMA3_ROPE]
+        attributes = attributes_of(value, shapes, tables[0] if tables else None)
+        stored = _tensors(reader.tensors, shapes, attributes)
+        return attributes, stored, _tokenizer(value, attributes.get("max_position_embeddings", 2048))
 
 
 @contextlib.contextmanager
 def _as_input_error(path: Path) -> Generator[None]:
-    """The reader meets a broken file with whatever exception its arithmetic runs into."""
+    """Turn any exception of the reader, which can be of any type for a broken file, into an InputError."""
     try:
         yield
     except InputError as error:
@@ -126,24 +121,18 @@ def _as_input_error(path: Path) -> Generator[None]:
         raise InputError(f"{path} is not a whole GGUF file ({reason}); fetch it again") from None
 
 
-def _attributes(file: _File) -> dict[str, Any]:
-    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in file.reader.tensors}
-    tables = [np.asarray(tensor.data).ravel() for tensor in file.reader.tensors if tensor.name == LLAMA3_ROPE]
-    return attributes_of(file.value, shapes, tables[0] if tables else None)
-
-
 def attributes_of(
     value: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], table: np.ndarray | None
 ) -> dict[str, Any]:
-    """config.json's attributes of what a file says.
+    """Return the attributes of config.json that a GGUF file's metadata and tensors describe.
 
     Args:
-      value: its metadata, by key; None, or the second argument, where a key is not there.
-      shapes: of its tensors, in NumPy's order.
-      table: its divisors of the rotary frequencies, where it has some.
+      value: looks up metadata by key; returns None, or the second argument, where a key is missing.
+      shapes: shapes of the tensors, in NumPy's order.
+      table: the file's divisors of the rotary frequencies, or None.
 
     Raises:
-      InputError: it is of no architecture that is known here, or not whole.
+      InputError: the architecture is unknown, or the file is incomplete.
     """
     architecture = value("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -158,7 +147,10 @@ def attributes_of(
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
     attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
-    attributes |= _rope_scaling(value, architecture, table) | _token_ids(value)
+    attributes |= _rope_scaling(value, architecture, table)
+    ids = {name: value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *ENDS, "padding")}
+    ends = list(dict.fromkeys(ids[name] for name in ENDS if ids[name] is not None))
+    attributes |= {"bos_token_id": ids["bos"], "eos_token_id": ends, "pad_token_id": ids["padding"]}
     if "query_pre_attn_scalar" in family.defaults:
         width = attributes["hidden_size"]
         heads = attributes["num_attention_heads"]
@@ -168,50 +160,43 @@ def attributes_of(
 
 
 def _decimal(value: Any) -> Any:
-    """Floats are stored as float32; take the shortest decimal that means the same (1e-05, not 9.99999974e-06)."""
+    """Return the shortest decimal of a float stored as float32 (1e-05, not 9.99999974e-06); other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _token_ids(value: Callable[..., Any]) -> dict[str, Any]:
-    keys = {name: value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *ENDS, "padding")}
-    ends = list(dict.fromkeys(keys[name] for name in ENDS if keys[name] is not None))
-    return {"bos_token_id": keys["bos"], "eos_token_id": ends, "pad_token_id": keys["padding"]}
-
-
 def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarray | None) -> dict[str, Any]:
-    kind = value(f"{architecture}.rope.scaling.type", "none")
-    if table is not None:
-        base = value(f"{architecture}.rope.freq_base", 10000.0)
-        return {"rope_scaling": _llama3_rope(table.astype(np.float64), base)}
-    factor = value(f"{architecture}.rope.scaling.factor")
-    return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": _decimal(factor)}}
+    """Return the file's named rescaling, or the published one of Llama 3 (factor 8 or 32) that matches the table."""
+    if table is None:
+        kind = value(f"{architecture}.rope.scaling.type", "none")
+        factor = value(f"{architecture}.rope.scaling.factor")
+        return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": _decimal(factor)}}
+    base = value(f"{architecture}.rope.freq_base", 10000.0)
+    for factor in (8.0, 32.0):
+        known = llama3_table(Llama3Rope(factor, 1.0, 4.0, 8192), base, len(table))
+        if np.allclose(known, table.astype(np.float64), rtol=1e-4):
+            return {"rope_scaling": {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}  # fmt: skip
+    raise InputError(
+        f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory"
+    )
 
 
 def llama3_table(rope: Llama3Rope, base: float, count: int) -> np.ndarray:
-    """What each of so many rotary frequencies is divided by: float64[count], from 1 (fast ones) to the factor."""
+    """Return Llama 3's divisors of the rotary frequencies: float64[count], from 1 (fast ones) to the factor."""
     turns = rope.original_positions * base ** -(np.arange(count) / count) / (2 * np.pi)
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - smooth) / rope.factor + smooth)
 
 
-def _llama3_rope(table: np.ndarray, base: float) -> dict[str, Any]:
-    """The published Llama 3 rescaling (3.1: factor 8, 3.2: 32) whose divisors the file lists, one a frequency."""
-    for factor in (8.0, 32.0):
-        if np.allclose(llama3_table(Llama3Rope(factor, 1.0, 4.0, 8192), base, len(table)), table, rtol=1e-4):
-            return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192}  # fmt: skip
-    raise InputError(
-        f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory"
-    )
-
-
-def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]:
+def _tensors(
+    tensors: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], attributes: dict[str, Any]
+) -> dict[str, StoredTensor]:
     family = family_of(attributes["model_type"])
     names = {tensor.path: tensor.name for tensor in family.tensors}
     head_dim = attributes.get("head_dim", attributes["hidden_size"] // attributes["num_attention_heads"])
     stored = {}
-    for tensor in file.reader.tensors:
+    for tensor in tensors:
         if tensor.name == LLAMA3_ROPE:
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor.name)
@@ -219,50 +204,36 @@ def _tensors(file: _File, attributes: dict[str, Any]) -> dict[str, StoredTensor]
         if path not in names:
             raise InputError(f"the tensor {tensor.name} is unknown to {family.model_type}; "
                              "load the model from a Hugging Face directory")  # fmt: skip
-        shape = tuple(int(size) for size in reversed(tensor.shape))
         name = names[path].format(match[1]) if match else names[path]
-        stored[name] = StoredTensor(shape, _reader(tensor, change_of(family, path, head_dim).undo))
+        _, undo = changes_of(family, path, head_dim)
+        stored[name] = StoredTensor(shapes[tensor.name], functools.partial(_read, tensor, undo))
     return stored
 
 
-def _reader(tensor: Any, undo: Callable[[np.ndarray], np.ndarray]) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    def read(place: tuple[slice, ...]) -> np.ndarray:
-        import gguf
+def _read(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndarray:
+    import gguf
 
-        try:
-            *rows, columns = place
-            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type] if tensor.data.dtype == np.uint8 else (1, 1)
-            first = columns.start // block
-            stored = tensor.data[(*rows, slice(first * size, -(-columns.stop // block) * size))]
-            values = gguf.dequantize(stored, tensor.tensor_type).astype(np.float32, copy=False)
-            return undo(values[..., columns.start - first * block : columns.stop - first * block])
-        except NotImplementedError:
-            raise InputError(f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
-                             "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
-
-    return read
+    try:
+        *rows, columns = place
+        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type] if tensor.data.dtype == np.uint8 else (1, 1)
+        first = columns.start // block
+        stored = tensor.data[(*rows, slice(first * size, -(-columns.stop // block) * size))]
+        values = gguf.dequantize(stored, tensor.tensor_type).astype(np.float32, copy=False)
+        return undo(values[..., columns.start - first * block : columns.stop - first * block])
+    except NotImplementedError:
+        raise InputError(f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+                         "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """What llama.cpp changes of a tensor; each takes an array and returns one.
+def changes_of(family: Family, path: str, head_dim: int) -> tuple[Change, Change]:
+    """Return llama.cpp's change of a tensor before storage, and its inverse for some whole heads or a part of a norm.
 
-    Attributes:
-      do: as a file stores it.
-      undo: as Hugging Face does; ``do`` of some whole heads, or of a part of a norm, is undone too.
-    """
-
-    do: Callable[[np.ndarray], np.ndarray]
-    undo: Callable[[np.ndarray], np.ndarray]
-
-
-def change_of(family: Family, path: str, head_dim: int) -> Change:
-    """Rows of a llama's queries and keys are paired for interleaved rotary; norms that are stored as their difference
+    Rows of a llama's queries and keys are paired for interleaved rotary; norms that are stored as their difference
     from 1 have 1 added.
 
     Args:
-      family: that the file's architecture names.
-      path: of our parameter.
+      family: the family of the file's architecture.
+      path: path of our parameter.
       head_dim: H.
     """
 
@@ -271,34 +242,34 @@ def change_of(family: Family, path: str, head_dim: int) -> Change:
 
     half = head_dim // 2
     if family.model_type == "llama" and path in ("blocks.attn.q", "blocks.attn.k"):
-        return Change(lambda rows: swapped(rows, 2, half), lambda rows: swapped(rows, half, 2))
+        return lambda rows: swapped(rows, 2, half), lambda rows: swapped(rows, half, 2)
     if family.constants.get("norm.plus_one") and "norm" in path:
-        return Change(lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0))
-    return Change(lambda array: array, lambda array: array)
+        return lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0)
+    return lambda array: array, lambda array: array
 
 
-def _tokenizer(file: _File, max_length: int) -> Any | None:
+def _tokenizer(value: Callable[..., Any], max_length: int) -> Any | None:
     from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer
 
-    kind = file.value("tokenizer.ggml.model")
+    kind = value("tokenizer.ggml.model")
     if kind is None:
         return None
     if kind != "gpt2":
         raise InputError(
             f"the tokenizer model {kind!r} cannot be rebuilt; load the model from a Hugging Face directory"
         )
-    tokens = file.value("tokenizer.ggml.tokens")
-    kinds = file.value("tokenizer.ggml.token_type")
-    pre = file.value("tokenizer.ggml.pre", "gpt-2")
-    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in NAMED.items()}
+    tokens = value("tokenizer.ggml.tokens")
+    kinds = value("tokenizer.ggml.token_type")
+    pre = value("tokenizer.ggml.pre", "gpt-2")
+    ids = {name: value(f"tokenizer.ggml.{key}_token_id") for name, key in NAMED.items()}
     return build_tokenizer(BytePairs(
         tokens=tuple(tokens),
-        merges=tuple(tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges", [])),
+        merges=tuple(tuple(merge.split(" ", 1)) for merge in value("tokenizer.ggml.merges", [])),
         special=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL),
         added=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED),
         pre=pre,
-        begin=bool(file.value("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
-        chat_template=file.value("tokenizer.chat_template"),
+        begin=bool(value("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        chat_template=value("tokenizer.chat_template"),
         named=tuple((f"{name}_token", tokens[i]) for name, i in ids.items() if i is not None),
         max_length=max_length,
     ))  # fmt: skip

@@ -1,6 +1,7 @@
-"""Write a model as one GGUF file, as llama.cpp's converter lays it out, by the tables that ``gguf`` reads with."""
+"""Write a model as one GGUF file in the layout of llama.cpp's converter, by the tables of ``gguf``."""
 
 import dataclasses
+import functools
 import math
 import os
 import types
@@ -10,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.folders import new_file
-from jaxrl_llm.models.config import Llama3Rope, ModelConfig, TokenIds
+from jaxrl_llm.models.config import Llama3Rope, ModelConfig
 from jaxrl_llm.models.families import family_of, tensors_of
 from jaxrl_llm.models.gguf import (
     ARCHITECTURES,
@@ -22,35 +22,37 @@ from jaxrl_llm.models.gguf import (
     NAMED,
     PATHS,
     USER_DEFINED,
+    Change,
     attributes_of,
-    change_of,
+    changes_of,
     llama3_table,
 )
 from jaxrl_llm.models.hf_config import differences, read_config, write_config
 from jaxrl_llm.models.weights import StoredTensor, to_stored
+from jaxrl_llm.system.paths import new_file
 
 KINDS = types.MappingProxyType({"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"})
-"""What matrices may be stored as -> llama.cpp's name of such a file."""
+"""Storage types of matrices -> llama.cpp's name of such a file."""
 NORMAL, UNUSED = 1, 5
-"""Token types of llama.cpp: text, and ids that stand for nothing."""
+"""Token types of llama.cpp: text, and ids without a meaning."""
 SAME = types.MappingProxyType({"mistral": "llama"})
-"""model_type -> the architecture that means it too, for families that have none of their own."""
+"""model_type -> the equivalent architecture, for families without one of their own."""
 
 
 def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: str = "f32") -> None:
-    """Write a decoder and its tokenizer.
+    """Write a decoder and its tokenizer as a GGUF file.
 
-    Matrices are stored as ``kind``; norms and biases always in float32, and a matrix whose rows Q8_0's blocks of 32 do
-    not divide in float16. The file appears whole or not at all.
+    Matrices are stored as ``kind``; norms and biases always in float32, and a matrix with rows that Q8_0's blocks of 32
+    do not divide in float16. The file appears whole or not at all.
 
     Args:
-      model: its arrays are addressable by this process.
+      model: a decoder; its arrays are addressable by this process.
       tokenizer: byte-level BPE, or None.
-      path: of the file, which is replaced if it is there.
-      kind: of ``KINDS``.
+      path: the file, which is replaced if it exists.
+      kind: a key of ``KINDS``.
 
     Raises:
-      InputError: a reward model, or something that such a file has no words for.
+      InputError: the model is a reward model, or has something that the format cannot express.
     """
     import gguf
 
@@ -70,7 +72,7 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
 
 
 def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str, Any]:
-    """What the file says beside the tensors, by key; floats as float32 holds them."""
+    """Return the file's metadata by key; floats are rounded to float32."""
     known = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()} | dict(SAME)
     require(
         config.family in known,
@@ -86,19 +88,15 @@ def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str
     found["rope.dimension_count"] = config.attention.head_dim
     metadata = {"general.architecture": prefix, "general.name": name}
     metadata |= {f"{prefix}.{key}": float(np.float32(v)) if isinstance(v, float) else v for key, v in found.items()}
-    return metadata | _token_ids(config.tokens, tokenizer) | _tokenizer(tokenizer, config.vocab_size)
-
-
-def _token_ids(tokens: TokenIds, tokenizer: Any | None) -> dict[str, Any]:
-    """The tokenizer's own end is the first."""
     own = None if tokenizer is None else tokenizer.eos_token_id
-    ends = sorted(tokens.eos, key=lambda index: index != own)
-    ids = dict(zip(ENDS, ends, strict=False)) | {NAMED["bos"]: tokens.bos, NAMED["pad"]: tokens.pad}
-    return {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
+    ends = sorted(config.tokens.eos, key=lambda index: index != own)  # the tokenizer's own is the first
+    ids = dict(zip(ENDS, ends, strict=False)) | {NAMED["bos"]: config.tokens.bos, NAMED["pad"]: config.tokens.pad}
+    metadata |= {f"tokenizer.ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
+    return metadata | _tokenizer(tokenizer, config.vocab_size)
 
 
 def _tokenizer(tokenizer: Any | None, size: int) -> dict[str, Any]:
-    """Tokens, merges and template; ids of the model that the tokenizer has no token for are unused ones."""
+    """Return tokens, merges and template; the model's ids beyond the tokenizer's tokens are marked unused."""
     from jaxrl_llm.models.tokenizer import byte_pairs_of
 
     if tokenizer is None:
@@ -127,15 +125,16 @@ def _tokenizer(tokenizer: Any | None, size: int) -> dict[str, Any]:
 
 
 def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those of the file, float32 when read, by its names."""
+    """Return the file's tensors by name, float32 when read."""
     family = family_of(ARCHITECTURES[architecture])
     names = {path: name for name, path in PATHS.items()}
     found = {}
     for tensor in tensors_of(config):
-        do = change_of(family, tensor.path, config.attention.head_dim).do
+        change, _ = changes_of(family, tensor.path, config.attention.head_dim)
         for layer in range(config.layers) if tensor.layered else (0,):
             prefix = f"blk.{layer}." if tensor.layered else ""
-            found[prefix + names[tensor.path]] = _changed(stored[tensor.name.format(layer)], do)
+            plain = stored[tensor.name.format(layer)]
+            found[prefix + names[tensor.path]] = StoredTensor(plain.shape, functools.partial(_part, plain, change))
     attention = config.attention
     if isinstance(attention.rope_scaling, Llama3Rope):
         table = llama3_table(attention.rope_scaling, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
@@ -143,12 +142,12 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
     return found
 
 
-def _changed(tensor: StoredTensor, do: Any) -> StoredTensor:
-    return StoredTensor(tensor.shape, lambda place: do(tensor.part(place).astype(np.float32)))
+def _part(tensor: StoredTensor, change: Change, place: tuple[slice, ...]) -> np.ndarray:
+    return change(tensor.part(place).astype(np.float32))
 
 
 def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Refuse a model that would be another one when it is read again."""
+    """Refuse a model that the file would not reproduce when it is read again."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     table = tensors[LLAMA3_ROPE].read() if LLAMA3_ROPE in tensors else None
     try:
@@ -158,7 +157,12 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
             f"a GGUF file of {metadata['general.architecture']} cannot express this model's attention (its windows, or "
             "a rescaling of rotary positions that was not published): write a directory"
         ) from None
-    lost = [name for name in differences(_ordered(config), _ordered(again)) if name != "family"]
+    # Any of its ends ends an answer, in whatever order they are listed.
+    ordered = [
+        dataclasses.replace(one, tokens=dataclasses.replace(one.tokens, eos=tuple(sorted(one.tokens.eos))))
+        for one in (config, again)
+    ]
+    lost = [name for name in differences(*ordered) if name != "family"]
     if lost:
         field = lost[0].rpartition(".")[2]
         value = getattr(config.attention if lost[0].startswith("attention.") else config, field, None)
@@ -167,19 +171,19 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
         )
 
 
-def _ordered(config: ModelConfig) -> ModelConfig:
-    """The same, with its ends in order: any of them ends an answer."""
-    return dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, eos=tuple(sorted(config.tokens.eos))))
-
-
 def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor], kind: str) -> None:
     import gguf
 
+    kinds = gguf.GGUFValueType
+    scalars = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     try:
         for key, value in metadata.items():
-            if key != "general.architecture":  # the writer has said it
-                _add(writer, key, value)
+            if isinstance(value, list):
+                of = kinds.STRING if isinstance(value[0], str) else kinds.INT32
+                writer.add_key_value(key, value, kinds.ARRAY, of)
+            elif key != "general.architecture":  # the writer has said it
+                writer.add_key_value(key, value, scalars[type(value)])
         types_of = {name: _type_of(tensor.shape, kind) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             shape = gguf.quant_shape_to_byte_shape(tensor.shape, types_of[name])
@@ -211,15 +215,3 @@ def _quantised(name: str, values: np.ndarray, kind: Any) -> np.ndarray:
     if found.dtype == np.float16 and not np.isfinite(found).all():
         raise InputError(f"{name} holds values that float16 cannot: take bf16 or f32")
     return found
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    import gguf
-
-    kinds = gguf.GGUFValueType
-    if isinstance(value, list):
-        of = kinds.STRING if isinstance(value[0], str) else kinds.INT32
-        writer.add_key_value(key, value, kinds.ARRAY, of)
-        return
-    scalars = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    writer.add_key_value(key, value, scalars[type(value)])

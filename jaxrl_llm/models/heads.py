@@ -1,6 +1,12 @@
-"""A decoder with a scalar head in place of its language model's: a critic, or a reward model."""
+"""The last layers of a model: the LM head, as log-probabilities of chosen tokens, and a scalar head.
 
-from typing import Any
+Log-probability and entropy are computed without ever holding all logits, with a custom backward pass. A critic or a
+reward model is a decoder with a scalar head in place of its LM head.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +14,17 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import layers
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, from_parameters
+from jaxrl_llm.sharding import BATCH, constrain
 
 
 class ScalarModel(nnx.Module):
-    """One number for each position; build it with ``with_scalar_head``.
+    """A decoder with one number for each position; build it with ``with_scalar_head``.
 
     Attributes:
-      decoder: its hidden states; it has no head of its own, but for embeddings that were one.
+      decoder: computes the hidden states; it has no LM head, except embeddings that were tied to one.
       weights: ``scalar`` [D].
     """
 
@@ -26,14 +34,14 @@ class ScalarModel(nnx.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """The decoder's."""
+        """Return the decoder's configuration."""
         return self.decoder.config
 
 
 def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
-    """A model with this head [D], or one whose every number is 0 yet.
+    """Return a scalar model with this head [D]; without one the head is zero.
 
-    Its arrays are the decoder's and no copies; the head of the language model is not among them.
+    The arrays are the decoder's, not copies; its LM head is dropped.
     """
     weights = decoder.weights
     if scalar is None:
@@ -48,38 +56,39 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
 
 
 HEAD_SCALE = 0.02
-"""Standard deviation of the numbers of a reward model's first head: that of transformers, and so of TRL. Scores begin
-near 0 and differ with the seed, as do the models of an ensemble that learn from the same rows in the same order."""
+"""Standard deviation of a new reward model's head: that of transformers, and so of TRL. Scores begin near 0 and differ
+with the seed, as do the models of an ensemble that learn from the same rows in the same order.
+"""
 
 
 def drawn_head(decoder: Decoder, seed: int) -> jax.Array:
-    """The first head [D] of a new reward model: normal numbers of ``HEAD_SCALE``, the same for the same seed."""
+    """Draw the first head [D] of a new reward model: normal numbers of ``HEAD_SCALE``, determined by the seed."""
     key = jax.random.fold_in(jax.random.key(seed), 2)  # a run draws its adapters by the seed itself, and by 1
     drawn = HEAD_SCALE * jax.random.normal(key, (decoder.config.width,), jnp.float32)
     return drawn.astype(decoder.weights.embed.dtype)
 
 
 def split(model: Decoder | ScalarModel) -> tuple[Decoder, Any]:
-    """A scalar model's decoder and its head [D]; a language model and None."""
+    """Return a scalar model's decoder and its head [D], or a language model and None."""
     if isinstance(model, ScalarModel):
         return model.decoder, model.weights.scalar.get_value()
     return model, None
 
 
 def scalars(model: ScalarModel, hidden: jax.Array) -> jax.Array:
-    """Float32 numbers [...] of final hidden states [..., D]."""
+    """Return float32 numbers [...] of final hidden states [..., D]."""
     weights = model.weights.scalar[...]
     return jnp.einsum("...d,d->...", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
-    """A reward model's scores of right-padded sequences: array-like int[B, T], int[B] -> float32[B].
+    """Compute a reward model's scores of right-padded sequences: array-like int[B, T], int[B] -> float32[B].
 
     The score of a sequence is the number at its last token, as in transformers' sequence classifiers. For tests and
     tools.
 
     Raises:
-      InputError: a length is none of 1 to T.
+      InputError: a length is outside 1 to T.
     """
     tokens = np.asarray(tokens, np.int32)
     lengths = np.asarray(lengths, np.int32)
@@ -92,3 +101,223 @@ def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
 def _scores(model: ScalarModel, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     hidden = forward(model.decoder, causal_rows(tokens))
     return scalars(model, hidden[jnp.arange(len(tokens)), lengths - 1])
+
+
+CHUNK = 512
+"""Positions of each part that have logits in memory at one time."""
+TIED, UNTIED = "pcd,vd->pcv", "pcd,dv->pcv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Static options of the last layer: einsum letters, soft cap, positions per chunk, use of the entropy gradient."""
+
+    letters: str
+    cap: float | None
+    chunk: int
+    entropy_gradient: bool
+
+
+class Targets(NamedTuple):
+    """The tokens to compute log-probabilities of, P parts of N positions.
+
+    Attributes:
+      targets: int32[P, N].
+      kept: uint32[P, N, ceil(V / 32)] as in ``token_logprobs``, or None.
+      temperature: scalar, of the logits' dtype.
+      count: int32[], number of leading positions of each part that are computed.
+    """
+
+    targets: Any
+    kept: Any
+    temperature: Any
+    count: Any
+
+
+class Positions(NamedTuple):
+    """Saved values of each position for the backward pass, [P, N] or a chunk of it.
+
+    Attributes:
+      g_logp: gradient with respect to its log-probability.
+      g_entropy: gradient with respect to its entropy.
+      total: logsumexp of its logits.
+      among: logsumexp of its kept logits.
+      entropy: nats.
+      targets: int32, the token.
+      kept: uint32[..., ceil(V / 32)], or None.
+    """
+
+    g_logp: Any
+    g_entropy: Any
+    total: Any
+    among: Any
+    entropy: Any
+    targets: Any
+    kept: Any
+
+
+def token_logprobs(
+    model: Decoder,
+    hidden: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array | float,
+    chunk: int = CHUNK,
+    kept: jax.Array | None = None,
+    count: jax.Array | int | None = None,
+    entropy_gradient: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the log-probability of each target and the entropy of the full distribution, at the sampling temperature.
+
+    Where the sampler truncated its distribution, ``kept`` marks the tokens it kept: the log-probability is then that of
+    the target among those (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), for policies that have moved too. The entropy
+    remains that of the full distribution, as the sampler reports it: it compares between runs, and a bonus on it can
+    bring back truncated tokens.
+
+    The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
+    the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V.
+    The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
+
+    Args:
+      model: gives the LM head.
+      hidden: final hidden states [P, N, D] of the positions that predict the targets.
+      targets: int32[P, N].
+      temperature: logits are divided by it; above 0, not differentiated.
+      chunk: positions at a time.
+      kept: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything. None
+        cuts nothing.
+      count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
+      entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
+
+    Returns:
+      ``logp`` and ``entropy``, float32[P, N], in nats.
+    """
+    config = model.config
+    weights = model.weights
+    total = hidden.shape[1]
+    head = weights.embed[...] if config.tied_embeddings else weights.head[...]
+    # A whole number of equal chunks: at most a few positions more than there are.
+    pieces = -(-total // min(chunk, total))
+    size = -(-total // pieces)
+    static = Head(TIED if config.tied_embeddings else UNTIED, config.logit_softcap, size, entropy_gradient)
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
+
+    count = jnp.asarray(total if count is None else count, jnp.int32)
+    chosen = Targets(fill(jnp.asarray(targets)), None if kept is None else fill(jnp.asarray(kept)), None, count)
+    chosen = chosen._replace(temperature=jnp.asarray(temperature, _wide(hidden)))
+    logp, entropy = _logprobs(static, fill(hidden), head, chosen)
+    return logp[:, :total], entropy[:, :total]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, hidden, head, chosen)[0]
+
+
+def _forward(
+    static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    # Its vocabulary is divided over ``tensor`` only, and gathered once: ``fsdp`` divides the positions.
+    head = constrain(head, *_layout(static))
+
+    def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        h, targets, words = _take(index, static.chunk, (hidden, chosen.targets, chosen.kept))
+        scaled = _raw(static, h, head)[1] / chosen.temperature
+        kept = None if words is None else unpack_kept(words, scaled.shape[-1])
+        return _put(index, static.chunk, out, _statistics(scaled, targets, kept))
+
+    zeros = jnp.zeros(chosen.targets.shape, _wide(hidden))
+    logp, entropy, total, among = jax.lax.fori_loop(0, _trips(static, chosen), body, (zeros,) * 4)
+    return (logp, entropy), (hidden, head, chosen, total, among, entropy)
+
+
+def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
+    hidden, head, chosen, total, among, entropy = saved
+    given = static.letters[4:6]
+    per_position = Positions(*cotangents, total, among, entropy, chosen.targets, chosen.kept)
+
+    def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        h, here = _take(index, static.chunk, (hidden, per_position))
+        slope = _slope(static, *_raw(static, h, head), chosen.temperature, here).astype(h.dtype)
+        up = layers.product(f"pcv,{given}->pcd", slope, head).astype(h.dtype)
+        down = layers.product(f"pcv,pcd->p{given}", slope, h)
+        return _put(index, static.chunk, (out[0],), (up,))[0], out[1] + constrain(down, BATCH, *_layout(static))
+
+    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), _wide(hidden)), BATCH, *_layout(static))
+    d_hidden, d_head = jax.lax.fori_loop(0, _trips(static, chosen), body, (jnp.zeros_like(hidden), parts))
+    return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype), None
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+def _wide(x: jax.Array) -> Any:
+    """Return the dtype of sums and logits: float64 if x is float64, else float32."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def _layout(static: Head) -> tuple[str | None, str | None]:
+    return ("tensor", None) if static.letters == TIED else (None, "tensor")
+
+
+def _trips(static: Head, chosen: Targets) -> jax.Array:
+    return -(-jnp.minimum(chosen.count, chosen.targets.shape[1]) // static.chunk)
+
+
+def _take(index: jax.Array, size: int, arrays: Any) -> Any:
+    """Slice chunk ``index`` of every part."""
+    return jax.tree.map(lambda x: constrain(jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1), BATCH), arrays)
+
+
+def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
+    return jax.tree.map(lambda o, v: jax.lax.dynamic_update_slice_in_dim(o, v, index * size, axis=1), out, values)
+
+
+def _raw(static: Head, h: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return logits float32[P, C, V] before and after the soft cap."""
+    raw = layers.product(static.letters, h, head)
+    return raw, layers.softcap(raw, static.cap)
+
+
+def _statistics(scaled: jax.Array, targets: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Compute log-probability, entropy and logsumexp [P, C] of logits [P, C, V], and the kept tokens' logsumexp."""
+    top = jnp.max(scaled, axis=-1, keepdims=True)
+    # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have in
+    # common.
+    apart = scaled - top
+    weights = jnp.exp(apart)
+    # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
+    zero = np.zeros((), scaled.dtype)
+    total, moment = jax.lax.reduce(
+        (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+    )
+    whole = jnp.log(total) + top[..., 0]
+    among = whole if kept is None else jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+    chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
+    return chosen - among, jnp.log(total) - moment / total, whole, among
+
+
+def _slope(static: Head, raw: jax.Array, capped: jax.Array, temperature: jax.Array, here: Positions) -> jax.Array:
+    """Return the gradient float32[P, C, V] of the logits before the soft cap."""
+    scaled = capped / temperature
+    share = jnp.exp(scaled - here.among[..., None])
+    if here.kept is not None:
+        share = jnp.where(unpack_kept(here.kept, raw.shape[-1]), share, 0)
+    target = jnp.arange(raw.shape[-1], dtype=jnp.int32)[None, None] == here.targets[..., None]
+    slope = here.g_logp[..., None] * (target.astype(share.dtype) - share)
+    if static.entropy_gradient:
+        logp = scaled - here.total[..., None]
+        slope = slope - here.g_entropy[..., None] * jnp.exp(logp) * (logp + here.entropy[..., None])
+    slope = slope / temperature
+    return slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
+
+
+def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
+    """Unpack kept sets uint32[..., ceil(V / 32)] to bool[..., V].
+
+    A row of zeros, for a position that no policy sampled, keeps everything.
+    """
+    places = jnp.arange(32, dtype=jnp.uint32)[(None,) * words.ndim]
+    bits = ((words[..., None] >> places) & jnp.uint32(1)) > 0
+    return bits.reshape(*words.shape[:-1], -1)[..., :vocab] | jnp.all(words == 0, axis=-1, keepdims=True)

@@ -22,13 +22,13 @@ from jaxrl_llm.models.weights import (
     write_checkpoint,
     write_json,
 )
-from jaxrl_llm.signals import farewell
+from jaxrl_llm.system.signals import on_exit
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_directory(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
-    """(model, tokenizer or None) of a Hugging Face directory, every parameter in ``dtype`` and laid out on the mesh.
+    """Load (model, tokenizer or None) from a Hugging Face directory, parameters in ``dtype`` and laid out on the mesh.
 
     The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label. InputError where a file
     is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
@@ -45,9 +45,9 @@ def load_directory(path: str | os.PathLike, dtype: str = "float32", mesh: Any = 
 def read_directory(
     path: str | os.PathLike, dtype: str = "float32", mesh: Any = None
 ) -> tuple[ModelConfig, dict[str, Any], Any | None]:
-    """The same as values: (config, nested dict of JAX arrays, tokenizer or None).
+    """Read a Hugging Face directory as values: (config, nested dict of JAX arrays, tokenizer or None).
 
-    A reward model's have its head, ``scalar`` [D].
+    The arrays of a reward model include its head, ``scalar`` [D].
     """
     check_dtype(dtype)
     directory = Path(path)
@@ -72,13 +72,13 @@ def save_pretrained(
     """Write a directory that transformers loads: config, generation config, weights, tokenizer.
 
     A ``ScalarModel`` becomes a sequence classifier with one label, for ``AutoModelForSequenceClassification``. It reads
-    the score at the last token that is not padding, so config and tokenizer name a padding that ends no text
-    (``padding_id``), which may be another than the language model's.
+    the score at the last token that is not padding, so config and tokenizer name a padding token that ends no text
+    (``padding_id``); it may differ from the language model's.
 
-    ``card`` is the text of its README.md, if it is to have one; ``taught`` what a reward model was taught, which
-    config.json holds as ``jaxrl_llm`` (``stages.taught.Taught.to_json``). Weights above 5 GB are sharded. The directory
-    appears whole or not at all; InputError where it exists and is not empty. The model's arrays must be addressable by
-    this process.
+    ``card`` is the text of README.md, or None for no such file; ``taught`` describes the training of a reward model,
+    which config.json holds as ``jaxrl_llm`` (``stages.taught.Taught.to_json``). Weights above 5 GB are sharded. The
+    directory appears whole or not at all; InputError where it exists and is not empty. The model's arrays must be
+    addressable by this process.
     """
     from jaxrl_llm.models.decoder import to_parameters
     from jaxrl_llm.models.heads import split
@@ -98,7 +98,7 @@ def save_pretrained(
 
 
 def write_card(folder: Path, card: str | None) -> None:
-    """README.md, where there is something to say."""
+    """Write README.md, if there is a text for it."""
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -118,7 +118,7 @@ def write_directory(
 
 @contextlib.contextmanager
 def new_directory(target: str | os.PathLike) -> Generator[Path]:
-    """A folder beside ``target`` that takes its name when the block ends well, and vanishes otherwise."""
+    """Yield a temporary folder next to ``target``; it is renamed to ``target`` on success and removed otherwise."""
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
@@ -129,7 +129,7 @@ def new_directory(target: str | os.PathLike) -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        with farewell(remove):
+        with on_exit(remove):
             folder.chmod(0o755)
             yield folder
             os.replace(folder, target)
@@ -156,9 +156,9 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
 
 
 def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:
-    """What a reward model's texts are padded with: an id that ends none, since a score is that of the last other token.
+    """Return the padding id of a reward model's texts. It ends no text: scores are read at the last unpadded token.
 
-    The model's own padding or the token that begins its texts, else a special token, else the smallest id.
+    It is the model's own padding or beginning-of-text token, else a special token, else the smallest id.
     """
     tokens = config.tokens
     special = () if tokenizer is None else special_ids(tokenizer)
@@ -167,6 +167,6 @@ def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:
 
 
 def check_dtype(dtype: str) -> None:
-    """InputError where parameters cannot have this dtype."""
+    """Refuse a dtype that parameters cannot have with an InputError."""
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig, in both dialects of transformers (4: rope_theta, rope_scaling; 5: rope_parameters)."""
+"""Conversion config.json <-> ModelConfig, for transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm, To
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, Family, Mark, family_of
 
 OURS = "jaxrl_llm"
-"""An attribute of reward models that this package has written: what they were taught."""
+"""The config.json attribute that describes the training of a reward model written by this package."""
 HARMLESS = frozenset(
     """
     jaxrl_llm
@@ -20,7 +20,7 @@ HARMLESS = frozenset(
     problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
     """.split()
 )
-"""Attributes that the table of a family need not know: read elsewhere, or without effect on a forward pass."""
+"""Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
 
 _NEUTRAL = {"partial_rotary_factor": 1.0}
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
@@ -32,40 +32,50 @@ _COUNTS = """
 
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a parsed config.json; InputError names the attribute that it cannot obey."""
+    """Parse a config.json into a ModelConfig; InputError names the attribute that cannot be obeyed."""
     if "text_config" in attributes:
         raise InputError(
             f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
             "save its text part alone with transformers and load that"
         )
     try:
-        return _read(attributes)
+        return _read(attributes, family_of(attributes.get("model_type")))
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
         raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
 
 
-def _read(attributes: Mapping[str, Any]) -> ModelConfig:
-    family = family_of(attributes.get("model_type"))
-    _refuse_unknown(attributes, family)
+def _read(attributes: Mapping[str, Any], family: Family) -> ModelConfig:
+    for name, value in attributes.items():
+        if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
+            continue
+        raise InputError(f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it "
+                         "if it does not change the model, else use another model")  # fmt: skip
     known = _with_defaults(attributes, family)
+    activation = known.get("hidden_activation", known.get("hidden_act"))
+    if activation not in ACTIVATIONS:
+        raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     values = {path: known[name] for name, path in FIELDS.items() if name in known}
     values |= dict(family.constants) | _read_rope(attributes, family, known["max_position_embeddings"])
     values |= {
         "family": family.model_type,
-        "activation": _read_activation(known),
+        "activation": ACTIVATIONS[activation],
         "embedding_scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
         "attention.windows": _read_windows(known, family),
         "tokens": read_token_ids(attributes),
     }
     if "query_pre_attn_scalar" in known:
         values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
-    return _assemble(values)
+    parts: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "norm": {}}
+    for path, value in values.items():
+        part, _, name = path.rpartition(".")
+        parts[part][name] = value
+    return ModelConfig(attention=Attention(**parts["attention"]), norm=Norm(**parts["norm"]), **parts[""])
 
 
 def gives_scores(attributes: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a reward model, which is a sequence classifier of one label, not of a language model.
+    """Whether a config.json is of a reward model, that is of a sequence classifier with one label.
 
     InputError for a classifier of several labels.
     """
@@ -81,9 +91,9 @@ def gives_scores(attributes: Mapping[str, Any]) -> bool:
 
 
 def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[str, Any]:
-    """What config.json says for a model of ours; transformers 4 and 5 both read it. ``scalar``: it is a reward model.
+    """Return the config.json of a model, which transformers 4 and 5 both read. ``scalar``: it is a reward model.
 
-    InputError where the family's config.json has no words for one of the values.
+    InputError where the family's config.json cannot express one of the values.
     """
     family = FAMILIES[config.family]
     values = _flatten(config)
@@ -97,8 +107,19 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
     written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
-        written["query_pre_attn_scalar"] = _integer_if_whole(config.attention.scale**-2)
-    written |= _write_windows(config, family) | _write_rope(config.attention) | write_token_ids(config.tokens)
+        denominator = config.attention.scale**-2
+        # The rounding of x ** -0.5 ** -2 is undone where x was an integer.
+        whole = abs(denominator - round(denominator)) < 1e-6 * denominator
+        written["query_pre_attn_scalar"] = round(denominator) if whole else denominator
+    windows = config.attention.windows or (0,) * config.layers
+    sliding = {
+        "sliding_window": max(windows) or None,
+        "use_sliding_window": any(windows),
+        "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+    }
+    written |= {name: value for name, value in sliding.items() if name in family.defaults}
+    written |= _write_rope(config.attention) | write_token_ids(config.tokens)
     lost = differences(config, read_config(written))
     if lost:
         raise InputError(f"a {config.family} config.json cannot express {lost[0]}={values[lost[0]]!r}; set it back")
@@ -106,37 +127,27 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
 
 
 def differences(config: ModelConfig, other: ModelConfig) -> list[str]:
-    """Fields of which the other has another value, dotted."""
+    """Return the dotted names of the fields that differ between two configurations."""
     values = _flatten(other)
     return [name for name, value in _flatten(config).items() if values[name] != value]
 
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
-    """Special ids of a config.json or generation_config.json; negative ones mean none."""
-    bos, eos, pad = (_ids(attributes, f"{name}_token_id") for name in ("bos", "eos", "pad"))
-    return TokenIds(next(iter(bos), None), eos, next(iter(pad), None))
+    """Read the special ids of a config.json or generation_config.json; negative ids are dropped."""
+    found = {}
+    for name in ("bos", "eos", "pad"):
+        value = attributes.get(f"{name}_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int for i in ids):
+            raise InputError(f"{name}_token_id is {value!r}; it must be an integer or a list of integers")
+        found[name] = tuple(dict.fromkeys(i for i in ids if i >= 0))
+    return TokenIds(next(iter(found["bos"]), None), found["eos"], next(iter(found["pad"]), None))
 
 
 def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
-    """The inverse: one end id is written plain, several as a list."""
+    """Return config.json's attributes of the special ids; a single end id is written plain, several as a list."""
     eos = None if not tokens.eos else tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos)
     return {"bos_token_id": tokens.bos, "eos_token_id": eos, "pad_token_id": tokens.pad}
-
-
-def _ids(attributes: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = attributes.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(i) is not int for i in ids):
-        raise InputError(f"{name} is {value!r}; it must be an integer or a list of integers")
-    return tuple(dict.fromkeys(i for i in ids if i >= 0))
-
-
-def _refuse_unknown(attributes: Mapping[str, Any], family: Family) -> None:
-    for name, value in attributes.items():
-        if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
-            continue
-        raise InputError(f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it "
-                         "if it does not change the model, else use another model")  # fmt: skip
 
 
 def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -159,17 +170,10 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
 
 
 def _multiple(known: Mapping[str, Any], name: str, unit: str) -> int:
-    """How often one attribute holds another; InputError where it is no whole number."""
+    """Return ``known[name] / known[unit]``; InputError where that is not a whole number."""
     if known[name] % known[unit]:
         raise InputError(f"config.json sets {name}={known[name]}, which is no multiple of {unit}={known[unit]}")
     return known[name] // known[unit]
-
-
-def _read_activation(known: Mapping[str, Any]) -> str:
-    name = known.get("hidden_activation", known.get("hidden_act"))
-    if name not in ACTIVATIONS:
-        raise InputError(f"config.json names the activation {name!r}; known are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
 
 
 def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
@@ -186,17 +190,6 @@ def _read_windows(known: Mapping[str, Any], family: Family) -> tuple[int, ...]:
         )
     windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
-
-
-def _write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
-    windows = config.attention.windows or (0,) * config.layers
-    written = {
-        "sliding_window": max(windows) or None,
-        "use_sliding_window": any(windows),
-        "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-    }
-    return {name: value for name, value in written.items() if name in family.defaults}
 
 
 def _read_rope(attributes: Mapping[str, Any], family: Family, max_positions: int) -> dict[str, Any]:
@@ -253,19 +246,6 @@ def _write_rope(attention: Attention) -> dict[str, Any]:
     if attention.local_rope_theta is not None:
         written["rope_local_base_freq"] = attention.local_rope_theta
     return written
-
-
-def _integer_if_whole(value: float) -> int | float:
-    """Undo the rounding of x ** -0.5 ** -2 where x was an integer."""
-    return round(value) if abs(value - round(value)) < 1e-6 * value else value
-
-
-def _assemble(values: Mapping[str, Any]) -> ModelConfig:
-    parts: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "norm": {}}
-    for path, value in values.items():
-        part, _, name = path.rpartition(".")
-        parts[part][name] = value
-    return ModelConfig(attention=Attention(**parts["attention"]), norm=Norm(**parts["norm"]), **parts[""])
 
 
 def _flatten(config: ModelConfig) -> dict[str, Any]:

@@ -1,22 +1,28 @@
-"""The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are."""
+"""The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are.
+
+Attention over packed rows has several backends; the plain XLA form is the reference for the others.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm
+from jaxrl_llm.sharding import BATCH, fitting
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
 MASKED = -1e30
-"""Score of a forbidden position: finite, so that a row with no allowed position stays finite."""
+"""Score of a masked position: finite, so that a row without an allowed position stays finite."""
 
 
 def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``einsum`` of two arrays whose sums and result are float32 (float64 for float64), whatever the arrays are.
+    """Compute ``einsum`` of two arrays with float32 sums and result (float64 for float64), whatever their dtypes.
 
     XLA's CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time. There the
     operands are float32 first, which loses nothing: float32 holds the product of two bfloat16 numbers. The choice is
@@ -37,14 +43,8 @@ def _widened(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    def of(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return functools.partial(form, letters)
-
-    return jax.lax.platform_dependent(x, y, cpu=of(_widened), default=of(_product))
-
-
-def _mixed_forward(letters: str, x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _mixed(letters, x, y), (x, y)
+    wide = functools.partial(_widened, letters)
+    return jax.lax.platform_dependent(x, y, cpu=wide, default=functools.partial(_product, letters))
 
 
 def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -55,35 +55,30 @@ def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) 
     return jax.lax.platform_dependent(*saved, g, cpu=back(_widened), default=back(_product))
 
 
-_mixed.defvjp(_mixed_forward, _mixed_back)
+_mixed.defvjp(lambda letters, x, y: (_mixed(letters, x, y), (x, y)), _mixed_back)
 
 
 @jax.custom_vjp
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [B, S, D] times w [D, ...].
+    """Multiply x [B, S, D] by w [D, ...].
 
-    Its own gradient to the weights is the same product with its operands the other way round: what JAX derives made
+    The custom gradient of the weights is the same product with its operands swapped: the gradient that JAX derives made
     CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it.
     """
     return jnp.tensordot(x, w, 1)
 
 
-def _project(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.tensordot(x, w, 1), (x, w)
-
-
 def _project_back(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    return jnp.tensordot(g, w, (tuple(range(2, g.ndim)), tuple(range(1, w.ndim)))), jnp.tensordot(
-        x, g, ((0, 1), (0, 1))
-    )
+    back = jnp.tensordot(g, w, (tuple(range(2, g.ndim)), tuple(range(1, w.ndim))))
+    return back, jnp.tensordot(x, g, ((0, 1), (0, 1)))
 
 
-project.defvjp(_project, _project_back)
+project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_back)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """``x / rms(x) * weight`` over the last axis, computed in float32 and returned in x's dtype."""
+    """Compute ``x / rms(x) * weight`` over the last axis in float32 and return it in x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
     scale = weight.astype(jnp.float32) + (1.0 if norm.plus_one else 0.0)
@@ -91,38 +86,29 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
 
 
 def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """RMS norm of [..., N, H] over both last axes together (OLMo 2's query and key norm)."""
+    """Compute the RMS norm of [..., N, H] over both last axes together (OLMo 2's query and key norm)."""
     flat = x.reshape(*x.shape[:-2], -1)
     return rms_norm(flat, weight.reshape(-1), norm).reshape(x.shape)
 
 
-def low_rank(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """``w + scale * a @ b`` of w [in.., out..], a [in.., r], b [r, out..]: added in float32, in w's dtype."""
-    change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
-    return (w.astype(jnp.float32) + scale * change).astype(w.dtype)
-
-
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Rotary frequencies of every layer, float32[L, H / 2], radians per token."""
+    """Return the rotary frequencies of every layer, float32[L, H / 2], radians per token."""
     attention = config.attention
-    full = _scaled(_base_frequencies(attention.rope_theta, attention.head_dim), attention.rope_scaling)
+    exponents = np.arange(0, attention.head_dim, 2, dtype=np.float64) / attention.head_dim
+    full = _scaled(1.0 / attention.rope_theta**exponents, attention.rope_scaling)
     if attention.local_rope_theta is None:
         return np.tile(full, (config.layers, 1)).astype(np.float32)
-    local = _base_frequencies(attention.local_rope_theta, attention.head_dim)
+    local = 1.0 / attention.local_rope_theta**exponents
     return np.stack([local if window else full for window in layer_windows(config)]).astype(np.float32)
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
-    """The sliding window of every layer in tokens, 0 for full attention."""
+    """Return the sliding window of every layer in tokens, 0 for full attention."""
     return config.attention.windows or (0,) * config.layers
 
 
-def _base_frequencies(theta: float, head_dim: int) -> np.ndarray:
-    return 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-
-
 def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.ndarray:
-    """Linear scaling divides all frequencies; Llama-3's leaves short wavelengths alone and blends in between."""
+    """Rescale frequencies: linear scaling divides all; Llama-3's keeps short wavelengths and blends in between."""
     if scaling is None:
         return frequencies
     if not isinstance(scaling, Llama3Rope):
@@ -135,7 +121,7 @@ def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.n
 
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotary embedding of x [..., heads, H] by angles [..., H / 2], halves paired as Hugging Face does."""
+    """Apply rotary embedding to x [..., heads, H] by angles [..., H / 2], halves paired as in Hugging Face."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos = jnp.cos(angles)[..., None, :]
     sin = jnp.sin(angles)[..., None, :]
@@ -144,35 +130,199 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 
 def scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
-    """Scaled, soft-capped attention scores, float32.
+    """Compute scaled, soft-capped attention scores, float32.
 
-    q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, S, N / K, Z], as the product gives them: in another order
-    they are turned over in both passes.
+    q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, S, N / K, Z], the order of the product: another order
+    costs a transposition in both passes. A single query per row is q [B, K, N / K, H] and gives [B, K, N / K, Z]: a
+    query axis of size 1 made these products four times as slow on CPUs.
     """
     scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
-    raw = product("bskgh,bkhz->bksgz", q, k) * scale
-    return softcap(raw, attention.softcap)
-
-
-def scores_of_one(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
-    """``scores`` of a single query: [B, K, N / K, H] with [B, K, H, Z] gives [B, K, N / K, Z].
-
-    A query axis of size 1 would do as well, and made these products four times as slow on CPUs.
-    """
-    scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
-    return softcap(product("bkgh,bkhz->bkgz", q, k) * scale, attention.softcap)
-
-
-def mix_for_one(probabilities: jax.Array, v: jax.Array) -> jax.Array:
-    """``mix`` for a single query, float32: [B, K, N / K, Z] with [B, K, Z, H] gives [B, K, N / K, H]."""
-    return product("bkgz,bkzh->bkgh", probabilities.astype(v.dtype), v)
+    letters = "bskgh,bkhz->bksgz" if q.ndim == 5 else "bkgh,bkhz->bkgz"
+    return softcap(product(letters, q, k) * scale, attention.softcap)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
-    """``cap * tanh(x / cap)``, or x where there is no cap."""
+    """Return ``cap * tanh(x / cap)``, or x if ``cap`` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def mix(probabilities: jax.Array, v: jax.Array) -> jax.Array:
-    """Values weighted by attention: [B, K, S, N / K, Z] with [B, K, Z, H] gives [B, S, K, N / K, H]."""
+    """Weight values by attention: [B, K, S, N / K, Z] with [B, K, Z, H] gives [B, S, K, N / K, H]."""
     return jnp.einsum("bksgz,bkzh->bskgh", probabilities.astype(v.dtype), v)
+
+
+SHORT = 1024
+"""Longest row, in columns, that has all scores of a layer in memory at one time."""
+LEAST, MOST, PREFIXES = 128, 256, 8
+"""Fewest queries of a part, most queries of a chunk in long rows, and number of parts of a row."""
+BLOCKS = (512, 256, 128)
+"""Tile sizes of splash attention, best first; one of them must divide a row."""
+
+
+class TokenRows(NamedTuple):
+    """Packed token rows; int32[R, S] each. Group 0 is padding.
+
+    A token sees earlier tokens of its row with the same group and either branch 0 (a prompt shared by the group) or its
+    own branch. ``positions`` count along the path of each branch, so a prompt appears once, with any number of
+    completions after it.
+    """
+
+    tokens: Any
+    positions: Any
+    group: Any
+    branch: Any
+
+
+Windowed = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[]) -> [B, S, K, N / K, H].
+
+Window 0 sees everything.
+"""
+
+
+def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Windowed:
+    """Return the attention function of every layer over these rows.
+
+
+    Raises:
+      InputError: rows of a length that splash attention cannot divide.
+    """
+    if compute.attention == "splash":
+        return functools.partial(_splash, rows, config, compute.interpret)
+    if compute.attention == "cudnn":
+        return functools.partial(_dot_product, rows, config, "xla" if compute.interpret else "cudnn")
+    return functools.partial(_xla, rows, config)
+
+
+def visible(
+    rows: TokenRows, window: jax.Array | int, queries: slice = slice(None), keys: slice = slice(None)
+) -> jax.Array:
+    """Return the attention mask bool[R, queries, keys]: which query column sees which key column."""
+    positions, group, branch = (jnp.asarray(x) for x in (rows.positions, rows.group, rows.branch))
+    columns = jnp.arange(group.shape[1])
+
+    def q(x: jax.Array) -> jax.Array:
+        return x[:, queries, None]
+
+    def k(x: jax.Array) -> jax.Array:
+        return x[:, None, keys]
+
+    causal = columns[None, queries, None] >= columns[None, None, keys]
+    same_path = (k(branch) == 0) | (k(branch) == q(branch))
+    near = (window == 0) | (q(positions) - k(positions) < window)
+    return causal & (q(group) == k(group)) & (q(group) > 0) & same_path & near
+
+
+def part_columns(columns: int) -> int:
+    """Return the number of query columns per part of a row; a part reads the keys up to its end."""
+    return max(-(-columns // PREFIXES), min(LEAST, columns))
+
+
+def _xla(rows: TokenRows, config: Attention, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array) -> jax.Array:
+    """Attend one part of the queries at a time, with the keys up to the part's end: half of the scores are never made.
+
+    In long rows the backward pass recomputes a part's scores, and a part is split into chunks of few queries.
+    """
+    total = q.shape[1]
+    part = part_columns(total)
+    parts = []
+    for start in range(0, total, part):
+        end = min(start + part, total)
+        attend = functools.partial(_scores_and_mix, config)
+        inputs = (q[:, start:end], visible(rows, window, slice(start, end), slice(0, end)))
+        keys = k[..., :end], v[:, :, :end]
+        parts.append(attend(*inputs, *keys) if total <= SHORT else _few_at_a_time(attend, *inputs, *keys))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Apply ``attend`` to chunks of the queries, each recomputed in the backward pass."""
+    chunks = -(-q.shape[1] // MOST)
+    size = -(-q.shape[1] // chunks)
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, 0), (0, chunks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(len(x), chunks, size, *x.shape[2:]), 1, 0)
+
+    chunk = jax.checkpoint(lambda given: attend(*given, k, v))
+    out = jnp.moveaxis(jax.lax.map(chunk, (split(q), split(seen))), 0, 1)
+    return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
+
+
+def _scores_and_mix(config: Attention, q: jax.Array, seen: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.where(seen[:, None, :, None], scores(q, k, config), MASKED)
+    return mix(jax.nn.softmax(s, axis=-1), v)
+
+
+def _dot_product(
+    rows: TokenRows, config: Attention, implementation: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+) -> jax.Array:
+    """Apply jax.nn's attention with the whole mask; its fused kernels are for bfloat16 on GPUs."""
+    heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    keys = jnp.moveaxis(k, 3, 1)
+    values = jnp.swapaxes(v, 1, 2)
+    mask = visible(rows, window)
+    # A row of nothing but forbidden keys is 0 / 0 in a fused kernel: padding sees itself.
+    mask = (mask | jnp.eye(mask.shape[1], dtype=bool)[None])[:, None]
+    scale = config.scale if config.scale is not None else config.head_dim**-0.5
+    out = jax.nn.dot_product_attention(heads, keys, values, mask=mask, scale=scale, implementation=implementation)
+    return out.reshape(q.shape)
+
+
+def _splash(
+    rows: TokenRows, config: Attention, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array
+) -> jax.Array:
+    """Apply JAX's splash attention for TPUs to rows without shared prompts: a group is a segment."""
+    scale = config.scale if config.scale is not None else config.head_dim**-0.5
+    heads = jnp.moveaxis(q.reshape(*q.shape[:2], -1, q.shape[-1]), 1, 2) * jnp.asarray(scale, q.dtype)
+    inputs = heads, jnp.swapaxes(k, 2, 3), v, jnp.asarray(rows.group)
+    windows = sorted(set(config.windows or (0,)))
+    branches = [functools.partial(_splash_rows, config, interpret, each) for each in windows]
+    chosen = jnp.searchsorted(jnp.asarray(windows, jnp.int32), window)
+    out = branches[0](*inputs) if len(windows) == 1 else jax.lax.switch(chosen, branches, *inputs)
+    return jnp.moveaxis(out, 2, 1).reshape(q.shape)
+
+
+def _splash_rows(
+    config: Attention, interpret: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array
+) -> jax.Array:
+    """Attend q [B, N, S, H] over k and v [B, K, S, H], group [B, S]; each device computes its own rows and heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array) -> jax.Array:
+        kernel, segments = _splash_kernel(q.shape[1], q.shape[2], window, config.softcap, interpret)
+
+        def one(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
+            return kernel(q, k, v, segment_ids=segments(g, g))
+
+        return jax.vmap(one)(q, k, v, group)
+
+    if mesh.empty:
+        return local(q, k, v, group)
+    # Query heads go where their key/value head is: if those do not divide, all heads stay together.
+    heads = fitting(k.shape, (BATCH, "tensor"), mesh)
+    specs = (heads, heads, heads, PartitionSpec(heads[0]))
+    return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, group)
+
+
+def _splash_kernel(heads: int, columns: int, window: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
+    """Return the splash kernel of one row, and the type of its segments."""
+    # Half a second that programs without it need not wait for.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
+    block = next((b for b in BLOCKS if columns % b == 0), None)
+    if block is None:
+        raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
+    shape = (columns, columns)
+    mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
+    sizes = splash_kernel.BlockSizes(*(block,) * 8)
+    kernel = splash_kernel.make_splash_mha(
+        splash_mask.MultiHeadMask([mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+    )
+    return kernel, splash_kernel.SegmentIds

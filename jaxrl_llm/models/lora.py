@@ -1,30 +1,35 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): ``W + alpha / rank * a @ b`` beside a model that stays as it is.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): ``W + alpha / rank * a @ b`` on top of a frozen model.
 
 The sum is formed inside each layer, where the layer runs, so no gradient of a whole stack of weights ever exists:
-gradients, moments, checkpoints and the reference have the adapter's size. The reference is the base under the adapter
-that training began with, which is zero, so it costs no second copy of the weights. An adapter with a ``scalar`` [D]
-stands for a ``ScalarModel``: its head is trained as it is, beside a base that may be a language model.
+gradients, moments, checkpoints and the reference have the adapter's size. The reference is the base model with the
+initial adapter, which is zero, so it costs no second copy of the weights. An adapter with a ``scalar`` [D] represents
+a ``ScalarModel``: its head is trained directly, and its base may be a language model.
 """
 
 import math
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, from_parameters, merged, parameter_shapes, to_parameters
+from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
+from jaxrl_llm.models.hf import new_directory, write_card
+from jaxrl_llm.models.weights import to_hf, write_json
 from jaxrl_llm.types import TrainState
 
 INPUTS = {"attn/o": 2}
-"""Axes of a weight that are summed over, where they are not one."""
+"""Number of summed axes of a weight, where it is not one."""
 
 
 def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) -> Adapter:
-    """A float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero.
+    """Create a float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero.
 
-    ``scalar`` [D] is the head that a scalar model begins with; None for a language model.
+    ``scalar`` [D] is the initial head of a scalar model; None for a language model.
     """
     shapes = parameter_shapes(config)["blocks"]
     parameters = {}
@@ -42,10 +47,10 @@ def create(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) 
 
 
 def attached(base: Decoder | None, policy: Any) -> Any:
-    """The model that ``policy`` stands for: itself without a base, or else the base with this adapter in its layers.
+    """Return the model of ``policy``: itself without a base, or else the base with this adapter in its layers.
 
-    A ``ScalarModel`` where the adapter has a head of one. Nothing is computed or copied; ``forward`` adds the two layer
-    by layer.
+    It is a ``ScalarModel`` if the adapter has a scalar head. Nothing is computed or copied; ``forward`` adds the two
+    layer by layer.
     """
     if base is None:
         return policy
@@ -57,7 +62,7 @@ def attached(base: Decoder | None, policy: Any) -> Any:
 
 
 def merge(model: Decoder | ScalarModel) -> Any:
-    """An ordinary model: an attached adapter is added to its weights, one layer at a time; all have one dtype then."""
+    """Return an ordinary model, in one dtype: an attached adapter is added to the weights, one layer at a time."""
     decoder, scalar = split(model)
     parameters = to_parameters(decoder)
     blocks = decoder.weights.blocks
@@ -68,9 +73,9 @@ def merge(model: Decoder | ScalarModel) -> Any:
 
 
 def base_of(state: TrainState, name: str) -> Any:
-    """The frozen model that the parameters of a role, or of a frozen copy, adapt; None where they are a whole model.
+    """Return the frozen model that the parameters of a role or of a frozen copy adapt; None for a whole model.
 
-    An adapter without a base of its own adapts the policy's: no two roles hold the same buffer.
+    An adapter without its own base adapts the policy's: no two roles hold the same buffer.
     """
     role = state.roles.get(name)
     params = state.frozen[name] if role is None else role.params
@@ -80,11 +85,72 @@ def base_of(state: TrainState, name: str) -> Any:
 
 
 def model_of(state: TrainState, name: str) -> Any:
-    """The model that a role's parameters stand for, or a frozen copy's."""
+    """Return the model of a role's parameters, or of a frozen copy's."""
     params = state.roles[name].params if name in state.roles else state.frozen[name]
     return attached(base_of(state, name), params)
 
 
 def policy_model(state: TrainState) -> Any:
-    """The live model of a state."""
+    """Return the current policy's model."""
     return model_of(state, "policy")
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save_adapter(
+    adapter: Adapter, config: ModelConfig, lora: Lora, base: str, directory: str | os.PathLike, card: str | None = None
+) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
+
+    PEFT adds ``alpha / r * B A`` to a weight [out, in], with A [r, in] and B [out, r]; ours are their transposes, with
+    heads as separate axes.
+
+    Args:
+      adapter: adapter of a language model; its arrays are addressable.
+      config: the model's configuration.
+      lora: the settings that the adapter was made with.
+      base: the name by which PEFT finds the model.
+      directory: must not exist, or be empty.
+      card: the text of README.md, or None for no such file.
+
+    Raises:
+      InputError: the directory exists and is not empty.
+    """
+    from safetensors.numpy import save_file
+
+    stored = {}
+    modules = []
+    for tensor in tensors_of(config):
+        part, _, name = tensor.path.removeprefix("blocks.").partition(".")
+        if f"{part}/{name}" not in lora.targets:
+            continue
+        modules.append(tensor.name.split(".")[-2])
+        stored |= _factors(tensor, to_parameters(adapter)["blocks"][part][name], config, lora.rank)
+    described = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+    with new_directory(directory) as folder:
+        write_json(folder / CONFIG, described)
+        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / WEIGHTS).chmod(0o644)
+        write_card(folder, card)
+
+
+def _factors(tensor: Tensor, factors: dict[str, Any], config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
+    """Return A and B of each layer, under PEFT's names."""
+    outputs, inputs = tensor.hf_axes.split()
+    summed = INPUTS.get(tensor.path.removeprefix("blocks.").replace(".", "/"), 1)
+    sizes = axis_sizes(config) | {"R": rank}
+    shapes = {
+        "lora_A": ("a", Tensor("", "", f"R {inputs}", tensor.axes[:summed] + "R")),
+        "lora_B": ("b", Tensor("", "", f"{outputs} R", "R" + tensor.axes[summed:])),
+    }
+    found = {}
+    for layer in range(config.layers):
+        module = "base_model.model." + tensor.name.format(layer).removesuffix(".weight")
+        for name, (ours, axes) in shapes.items():
+            found[f"{module}.{name}.weight"] = to_hf(axes, np.asarray(factors[ours][layer], np.float32), sizes)
+    return found

@@ -1,27 +1,31 @@
-"""One entrance for every place a model can come from."""
+"""Loading of a model from any source: directory, GGUF file, built-in name or hub id."""
 
 import difflib
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.builtin import BUILTIN, Builtin
+from jaxrl_llm.models.builtin import BUILTIN, TINY, Builtin
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.hf_config import gives_scores, read_config
+from jaxrl_llm.models.weights import read_json
 
 _EXPERTS = re.compile(r"(?i:(?<![a-z0-9])\d+(?:\.\d+)?[BT]-A\d+(?:\.\d+)?[BM](?![a-z0-9])|\d+x\d+B|Mixtral)|MoE")
-"""How models of the hub are named that are mixtures of experts: 30B-A3B, 8x7B."""
+"""Pattern of hub names that mark mixtures of experts: 30B-A3B, 8x7B."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def load_pretrained(
     path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None
 ) -> tuple[Any, Any | None]:
-    """(model, tokenizer or None) of a Hugging Face directory, a ``.gguf`` file, a built-in name or a hub id.
+    """Load (model, tokenizer or None) from a Hugging Face directory, a ``.gguf`` file, a built-in name or a hub id.
 
-    ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is born in its
-    layout there, and each process reads only what its devices hold; otherwise all are on the default device.
-    InputError, in one line, for whatever cannot be found, read or obeyed; for a reward model too.
+    ``dtype`` ("float32", "bfloat16", "float16") is that of every parameter. With a mesh every array is created in its
+    layout, and each process reads only the parts of its devices; otherwise all are on the default device.
+    InputError, in one line, if the model cannot be found, read or obeyed, and for a reward model.
     """
     place = _found(path_or_name, dtype)
     if _gives_scores(place):
@@ -35,10 +39,10 @@ def load_pretrained(
 def load_scalar(
     path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None, fresh: bool = False
 ) -> tuple[Any, Any | None]:
-    """(``ScalarModel``, tokenizer or None) of a reward model: a directory or hub id of a sequence classifier.
+    """Load (``ScalarModel``, tokenizer or None) of a reward model: a directory or hub id of a sequence classifier.
 
-    The other arguments are those of ``load_pretrained``. With ``fresh`` a language model is taken too, with a head
-    whose every score is 0 in place of its own; without it InputError.
+    The other arguments are those of ``load_pretrained``. With ``fresh`` a language model is accepted too, and gets a
+    scalar head of zeros in place of its LM head; otherwise it raises InputError.
     """
     from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
     from jaxrl_llm.sharding import laid_out, shardings
@@ -57,12 +61,12 @@ def load_scalar(
 
 
 def load_either(path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
-    """What there is: a ``Decoder`` as ``load_pretrained`` gives it, or a ``ScalarModel`` as ``load_scalar`` does."""
+    """Load either kind of model: a ``Decoder`` like ``load_pretrained``, or a ``ScalarModel`` like ``load_scalar``."""
     return _load(_found(path_or_name, dtype), dtype, mesh)
 
 
 def _found(path_or_name: str | os.PathLike, dtype: str) -> Path | Builtin:
-    """Where a model is read from: a directory, a .gguf file, or what is built in; one of the hub is fetched."""
+    """Return the source of a model: a directory, a .gguf file or a built-in model; a hub model is fetched."""
     from jaxrl_llm.models.hf import check_dtype
 
     check_dtype(dtype)
@@ -74,16 +78,11 @@ def _found(path_or_name: str | os.PathLike, dtype: str) -> Path | Builtin:
         return BUILTIN[name]
     if path.exists():
         raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
-    if looks_like_hub_id(name):
-        _check_hub_id(name)
-        return _fetch(name)
-    raise InputError(_unknown(name))
+    _check_hub_id(name)
+    return _fetch(name)
 
 
 def _gives_scores(place: Path | Builtin) -> bool:
-    from jaxrl_llm.models.hf_config import gives_scores
-    from jaxrl_llm.models.weights import read_json
-
     return isinstance(place, Path) and place.is_dir() and gives_scores(read_json(place / "config.json"))
 
 
@@ -97,10 +96,10 @@ def _load(place: Path | Builtin, dtype: str, mesh: Any) -> tuple[Any, Any | None
 
 
 def check_name(name: str) -> None:
-    """Refuse, without reading anything, a name that ``load_pretrained`` has no place to look for.
+    """Refuse, without reading anything, a name that ``load_pretrained`` cannot resolve.
 
     Raises:
-      InputError: it is no directory with a config.json, no .gguf file, no built-in name and no hub id.
+      InputError: not a directory with a config.json, a .gguf file, a built-in name or a hub id.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -114,49 +113,43 @@ def check_name(name: str) -> None:
     elif name.endswith(".gguf"):
         raise InputError(f"no such file: {name}")
     elif name not in BUILTIN:
-        if not looks_like_hub_id(name):
-            raise InputError(_unknown(name))
         _check_hub_id(name)
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """Whether a name that is no file here reads as OWNER/MODEL rather than as a path."""
+    """Whether a name looks like OWNER/MODEL rather than a local path."""
     match = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", name)
     return match is not None and not Path(match[1]).is_dir()
 
 
 def _check_hub_id(name: str) -> None:
-    """Refuse what no family could load, before anything waits for a network.
+    """Refuse, before any network access, names that are not hub ids and models that no family can load.
 
     Raises:
-      InputError: it is a mixture of experts, by its name.
+      InputError: no such model, or a mixture of experts, by its name.
     """
-    if found := _EXPERTS.search(name):
-        raise InputError(
-            f"{name} is a mixture of experts ({found[0]} in its name), which cannot be loaded yet: give a dense model, "
-            "such as --model Qwen/Qwen3-1.7B-Base"
-        )
-
-
-def _unknown(name: str) -> str:
+    if looks_like_hub_id(name):
+        if found := _EXPERTS.search(name):
+            raise InputError(
+                f"{name} is a mixture of experts ({found[0]} in its name), which cannot be loaded yet: give a dense "
+                "model, such as --model Qwen/Qwen3-1.7B-Base"
+            )
+        return
     if "://" in name:
-        return f"no such model: {name}; one of the hub is named OWNER/MODEL, without the address"
+        raise InputError(f"no such model: {name}; one of the hub is named OWNER/MODEL, without the address")
     if os.sep in name or name.startswith((".", "~")):
-        return f"no such model directory: {name}"
+        raise InputError(f"no such model directory: {name}")
     near = difflib.get_close_matches(name, BUILTIN, n=1)
     hint = f"did you mean {near[0]}? Else" if near else f"built in are {', '.join(BUILTIN)}; else"
-    return f"no such model: {name}; {hint} give a directory, a .gguf file or OWNER/MODEL"
+    raise InputError(f"no such model: {name}; {hint} give a directory, a .gguf file or OWNER/MODEL")
 
 
 def _fetch(name: str) -> Path:
-    """The local snapshot of a hub repository: configuration, safetensors and tokenizer, never code or pickles.
+    """Fetch a hub repository into a local snapshot: configuration, safetensors and tokenizer, no code or pickles.
 
-    The configuration comes first: what cannot be loaded is refused before its weights are fetched.
+    The configuration comes first: a model that cannot be loaded is refused before its weights are fetched.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
-
-    from jaxrl_llm.models.hf_config import read_config
-    from jaxrl_llm.models.weights import read_json
 
     try:
         read_config(read_json(Path(hf_hub_download(name, "config.json"))))
@@ -167,4 +160,46 @@ def _fetch(name: str) -> Path:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"cannot fetch {name} from the model hub ({reason}); use a local model: --model PATH"
+        ) from None
+
+
+def architecture(name: str) -> tuple[ModelConfig, str]:
+    """Return the architecture of a directory, a .gguf file, a built-in name or a hub id, and its source.
+
+    Raises:
+      InputError: no such model, or an unknown architecture.
+    """
+    attributes = attributes_of(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return read_config(attributes), str(path / "config.json")
+    if name.endswith(".gguf"):
+        from jaxrl_llm.models.gguf import read_gguf
+
+        return read_config(read_gguf(path)[0]), name
+    if not looks_like_hub_id(name):
+        return TINY if name == "tiny-random" else BUILTIN[name].load("float32")[0].config, "built in"
+    return read_config(attributes), "the hub's config.json"
+
+
+def attributes_of(name: str) -> dict[str, Any]:
+    """Return the content of config.json of a directory or a hub id; {} for a GGUF file or a built-in name.
+
+    Raises:
+      InputError: no such model.
+    """
+    check_name(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return read_json(path / "config.json")
+    if name.endswith(".gguf") or not looks_like_hub_id(name):
+        return {}
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return json.loads(Path(hf_hub_download(name, "config.json")).read_text())
+    except Exception as error:  # connection, permission, unknown repository: each library version has its own classes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"cannot fetch config.json of {name} ({reason}); put it into a folder and give --model FOLDER"
         ) from None

@@ -1,4 +1,4 @@
-"""Tokenizers as transformers' fast ones, without torch: read from a directory, or built from a byte-level BPE table."""
+"""Fast tokenizers of transformers, without torch: read from a directory, or built from a byte-level BPE table."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 PROBE = "Don't  stop: 12345 + 6 = 日本, naïve\n\n\tÀ bientôt!  "
-"""Text on which two tokenizers that cut it differently would differ."""
+"""Probe text on which tokenizers with different splitting rules differ."""
 LLAMA3_SPLIT = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 
 
@@ -25,7 +25,7 @@ class BytePairs:
 
     Attributes:
       tokens: the text of each id, in GPT-2's byte alphabet.
-      merges: pairs, the earliest joined first.
+      merges: pairs in order of priority.
       special: tokens that are cut out of the text whole, and left out of decoded text on request.
       added: tokens that are cut out of the text whole, but are ordinary text when decoded.
       pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx" or "none".
@@ -47,7 +47,7 @@ class BytePairs:
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """The fast tokenizer of a directory, or None where it holds no tokenizer's files."""
+    """Load the fast tokenizer of a directory; None if it holds no tokenizer files."""
     if not any((directory / name).is_file() for name in _FILES):
         return None
     transformers = quiet_transformers()
@@ -75,14 +75,14 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def special_ids(tokenizer: Any) -> list[int]:
-    """The ids of the tokens that are no text, in order."""
+    """Return the sorted ids of the special tokens."""
     return sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def padded_with(tokenizer: Any, index: int) -> Any:
-    """A tokenizer that pads with this token; the same one where it does so already.
+    """Return a tokenizer that pads with this token; the same object if it already does.
 
-    It does not pad at all where the token is text: as a special token it would be cut out of texts.
+    It does not pad at all if the token is text: as a special token it would be cut out of texts.
     """
     if tokenizer.pad_token_id == index:
         return tokenizer
@@ -92,7 +92,7 @@ def padded_with(tokenizer: Any, index: int) -> Any:
 
 
 def build_tokenizer(pairs: BytePairs) -> Any:
-    """The transformers tokenizer of a byte-level BPE table."""
+    """Build the transformers tokenizer of a byte-level BPE table."""
     from tokenizers import AddedToken, decoders, processors
 
     vocabulary = {token: index for index, token in enumerate(pairs.tokens)}
@@ -115,13 +115,14 @@ def build_tokenizer(pairs: BytePairs) -> Any:
 
 
 def byte_pairs_of(tokenizer: Any) -> BytePairs:
-    """The inverse of ``build_tokenizer``; an id between others that has no token stands for nothing.
+    """Return the table of a tokenizer, the inverse of ``build_tokenizer``; unused ids get placeholder tokens.
 
     Raises:
-      InputError: it is no byte-level BPE, or cuts text in a way that has no name here.
+      InputError: the tokenizer is not a byte-level BPE, or its splitting rule has no name here.
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())
-    pre = _name_of(described)
+    cuts = _cuts(described)
+    pre = next((name for name in _pre_tokenizers() if _cuts(json.loads(_cutting_as(name).to_str())) == cuts), None)
     if described["model"].get("type") != "BPE" or pre is None:
         raise InputError("the tokenizer is no byte-level BPE that GGUF files have a name for: write a directory")
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
@@ -145,7 +146,7 @@ def byte_pairs_of(tokenizer: Any) -> BytePairs:
 
 
 def byte_alphabet() -> tuple[str, ...]:
-    """The character that stands for each of the 256 bytes in byte-level BPE (GPT-2): printable ones for themselves."""
+    """Return the characters of the 256 bytes in byte-level BPE (GPT-2): printable bytes are themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
@@ -153,34 +154,28 @@ def byte_alphabet() -> tuple[str, ...]:
 
 
 def quiet_transformers() -> Any:
-    """The transformers module, without its notice that torch is not installed."""
+    """Import transformers without its notice that torch is not installed."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
     return transformers
 
 
-def _name_of(described: dict[str, Any]) -> str | None:
-    """The name of the way in which a tokenizer, as its JSON describes it, cuts text; None where it has none here."""
-    cuts = _cuts(described)
-    return next((name for name in _pre_tokenizers() if _cuts(json.loads(_cutting_as(name).to_str())) == cuts), None)
-
-
 def _cuts(described: dict[str, Any]) -> str:
-    """What decides how text is cut; offsets, which ``trim_offsets`` is about, are not used."""
+    """Return the rules that split text, as JSON; ``trim_offsets`` is normalised because offsets are not used."""
     parts = (described["normalizer"], described["pre_tokenizer"], bool(described["model"].get("ignore_merges")))
     return json.dumps(parts, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 
 def _cutting_as(pre: str, **table: Any) -> Any:
-    """A byte-level BPE that cuts text in the way of this name.
+    """Build a byte-level BPE tokenizer with the named splitting rule.
 
     Args:
-      pre: the name.
-      table: ``vocab`` and ``merges``; without them it is only good for being described.
+      pre: name of the rule.
+      table: ``vocab`` and ``merges``; without them the result only describes the rule.
 
     Raises:
-      InputError: the name is not known here.
+      InputError: the name is unknown.
     """
     from tokenizers import Tokenizer, models
 
@@ -195,7 +190,7 @@ def _cutting_as(pre: str, **table: Any) -> Any:
 
 
 def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
-    """(normalizer or None, pre-tokenizer) of each name that is known here."""
+    """Return (normalizer or None, pre-tokenizer) of each known name."""
     from tokenizers import Regex, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 

@@ -1,6 +1,6 @@
-"""Checkpoint tensors <-> our nested parameters.
+"""Conversion between checkpoint tensors and our nested parameters.
 
-Reading goes by slices: each process fetches from the files only what its devices will hold, one device's part of one
+Reading goes by slices: each process fetches from the files only the values of its devices, one device's part of one
 stacked leaf at a time. Writing holds one tensor at a time.
 """
 
@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,52 +26,52 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is somewhere.
+    """A tensor that is read on demand.
 
     Attributes:
-      shape: of the whole.
-      part: fetches, as a floating NumPy array, what lies at a tuple of slices (start and stop, one for each dimension).
+      shape: shape of the whole tensor.
+      part: reads a tuple of slices (start and stop, one for each dimension) as a floating NumPy array.
     """
 
     shape: tuple[int, ...]
     part: Callable[[tuple[slice, ...]], np.ndarray]
 
     def read(self) -> np.ndarray:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self.part(tuple(slice(0, size) for size in self.shape))
 
 
 def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that a checkpoint gives this tensor."""
+    """Return the tensor's shape in a checkpoint."""
     return tuple(math.prod(sizes[letter] for letter in word) for word in tensor.hf_axes.split())
 
 
 def to_ours(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """A checkpoint's array in our axes (one layer)."""
+    """Convert a checkpoint's array (one layer) to our axes."""
     letters = _letters(tensor)
     split = array.reshape([sizes[letter] for letter in letters])
     return split.transpose([letters.index(letter) for letter in tensor.axes])
 
 
 def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """Our array (one layer) in the checkpoint's axes; the inverse of ``to_ours``."""
+    """Convert our array (one layer) to the checkpoint's axes; the inverse of ``to_ours``."""
     letters = _letters(tensor)
     split = array.transpose([tensor.axes.index(letter) for letter in letters])
     return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
 
 
 def _letters(tensor: Tensor) -> str:
-    """The axes of a checkpoint's tensor that ours has too, in its order."""
+    """Return the checkpoint tensor's axis letters that our parameter shares, in the checkpoint's order."""
     return tensor.hf_axes.replace(" ", "").replace("1", "")
 
 
 def read_parameters(
     config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None, scalar: bool = False
 ) -> dict[str, Any]:
-    """Our nested dict of JAX arrays of one dtype, each laid out on the mesh by the rules of ``sharding``.
+    """Read our nested dict of JAX arrays in one dtype, each laid out on the mesh by the rules of ``sharding``.
 
-    Without a mesh they are on the default device. Of a reward model (``scalar``) ``scalar`` [D] is among them, and no
-    LM head. InputError names a missing, unknown or misshapen tensor.
+    Without a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head.
+    InputError names a missing, unknown or misshapen tensor.
     """
     import jax.numpy as jnp
 
@@ -86,12 +87,16 @@ def read_parameters(
             leaf = jnp.array(read(tuple(slice(0, size) for size in shape)))
         else:
             leaf = from_parts(shape, kind, layout_of(tensor.path.replace(".", "/"), shape, mesh), read)
-        _put(parameters, tensor.path, leaf)
+        *parents, last = tensor.path.split(".")
+        inner = parameters
+        for name in parents:
+            inner = inner.setdefault(name, {})
+        inner[last] = leaf
     return parameters
 
 
 def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
-    """The shape of our parameter, stacked over the layers where each has one."""
+    """Return the shape of our parameter, with a leading layer axis if every layer has one."""
     sizes = axis_sizes(config)
     return ((config.layers,) if tensor.layered else ()) + tuple(sizes[letter] for letter in tensor.axes)
 
@@ -99,7 +104,7 @@ def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
 def read_part(
     config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], dtype: np.dtype, place: tuple[slice, ...]
 ) -> np.ndarray:
-    """The values at ``place`` (start and stop of each dimension) of our parameter, read layer by layer."""
+    """Read the values at ``place`` (start and stop of each dimension) of our parameter, layer by layer."""
     names = _names(tensor, config.layers)[place[0] if tensor.layered else slice(None)]
     inner = dict(zip(tensor.axes, place[1:] if tensor.layered else place, strict=True))
     out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
@@ -111,9 +116,9 @@ def read_part(
 def _part_of_one(
     tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> np.ndarray:
-    """One layer's values in our axes.
+    """Read one layer's values in our axes.
 
-    Of merged axes only the outer one is cut while reading, for the sake of long runs.
+    Only the outer of two merged axes is sliced while reading, for the sake of long contiguous reads.
     """
     cuts = []
     found = dict(sizes)
@@ -128,7 +133,7 @@ def _part_of_one(
 
 
 def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scalar: bool = False) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the configuration."""
+    """Refuse a checkpoint unless its tensors are exactly those of the configuration."""
     sizes = axis_sizes(config)
     wanted = {}
     for tensor in tensors_of(config, scalar):
@@ -146,21 +151,22 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scala
 
 
 def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names.
+    """Return the checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names.
 
-    Those of a reward model where ``scalar`` is among them.
+    The tensors are those of a reward model if ``scalar`` is among the parameters.
     """
     sizes = axis_sizes(config)
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
-        leaf = _get(parameters, tensor.path)
+        leaf = functools.reduce(operator.getitem, tensor.path.split("."), parameters)
         for layer, name in enumerate(_names(tensor, config.layers)):
-            stored[name] = StoredTensor(hf_shape(tensor, sizes), _reader(tensor, leaf, layer, sizes))
+            part = functools.partial(_part_to_hf, tensor, leaf, layer, sizes)
+            stored[name] = StoredTensor(hf_shape(tensor, sizes), part)
     return stored
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory, from one safetensors file or the shards of its index."""
+    """Open the tensors of a directory, from one safetensors file or the shards of its index."""
     if (directory / INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map", {})
         shards = {file: _open_file(directory / file) for file in sorted(set(places.values()))}
@@ -180,7 +186,12 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
     from safetensors.numpy import save_file
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    shards = _plan(stored, kind.itemsize, limit)
+    sizes = {name: math.prod(tensor.shape) * kind.itemsize for name, tensor in stored.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > limit:
+            shards.append([])
+        shards[-1].append(name)
     places = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -190,12 +201,11 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
         (directory / file).chmod(0o644)
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(math.prod(tensor.shape) for tensor in stored.values()) * kind.itemsize
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; InputError where the file is missing or holds something else."""
+    """Read a JSON object; InputError where the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -221,30 +231,26 @@ def _listed(names: list[str]) -> str:
 
 
 def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
-    """Rotary tables that old files carry, and the LM head of a tied model where it repeats the embedding."""
+    """Whether an unknown tensor may be skipped: old rotary tables, or a tied LM head that repeats the embedding."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     if name != "lm_head.weight" or not config.tied_embeddings:
         return False
-    if _equal(stored[name], stored["model.embed_tokens.weight"]):
+    head = stored[name]
+    embedding = stored["model.embed_tokens.weight"]
+    rows, columns = head.shape
+    # Some rows at a time: both together may be larger than memory.
+    cuts = [(slice(i, min(i + 8192, rows)), slice(0, columns)) for i in range(0, rows, 8192)]
+    if head.shape == embedding.shape and all(np.array_equal(head.part(cut), embedding.part(cut)) for cut in cuts):
         return True
     raise InputError("lm_head.weight differs from the embedding though tie_word_embeddings is true; set it to false")
 
 
-def _equal(a: StoredTensor, b: StoredTensor, rows: int = 8192) -> bool:
-    """Whether two matrices hold the same, looked at some rows at a time."""
-    cuts = [(slice(i, min(i + rows, a.shape[0])), slice(0, a.shape[1])) for i in range(0, a.shape[0], rows)]
-    return a.shape == b.shape and all(np.array_equal(a.part(cut), b.part(cut)) for cut in cuts)
-
-
-def _reader(
-    tensor: Tensor, leaf: Any, layer: int, sizes: Mapping[str, int]
-) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    def read(place: tuple[slice, ...]) -> np.ndarray:
-        array = np.asarray(leaf)
-        return to_hf(tensor, array[layer] if tensor.layered else array, sizes)[place]
-
-    return read
+def _part_to_hf(
+    tensor: Tensor, leaf: Any, layer: int, sizes: Mapping[str, int], place: tuple[slice, ...]
+) -> np.ndarray:
+    array = np.asarray(leaf)
+    return to_hf(tensor, array[layer] if tensor.layered else array, sizes)[place]
 
 
 def _open_file(path: Path) -> dict[str, StoredTensor]:
@@ -256,38 +262,11 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is missing though the index names it; fetch it again") from None
     except SafetensorError as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
-    return {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118
-
-
-def _stored(path: Path, file: Any, name: str) -> StoredTensor:
-    view = file.get_slice(name)
-    if view.get_dtype() not in _FLOATS:
-        raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
-    return StoredTensor(tuple(view.get_shape()), lambda place: view[place])
-
-
-def _plan(stored: Mapping[str, StoredTensor], itemsize: int, limit: int) -> list[list[str]]:
-    """Tensors in order, cut before one that would pass the limit."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in stored.items():
-        size = math.prod(tensor.shape) * itemsize
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for name in parents:
-        tree = tree.setdefault(name, {})
-    tree[last] = value
-
-
-def _get(tree: Mapping[str, Any], path: str) -> Any:
-    for name in path.split("."):
-        tree = tree[name]
-    return tree
+    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    for name, view in views.items():
+        if view.get_dtype() not in _FLOATS:
+            raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are read")
+    return {
+        name: StoredTensor(tuple(view.get_shape()), functools.partial(operator.getitem, view))
+        for name, view in views.items()
+    }

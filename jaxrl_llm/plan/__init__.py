@@ -1,4 +1,4 @@
-"""Will a run fit a machine that is not at hand, how fast can it be, and what holds it back."""
+"""Planning without the machine: whether a run fits it, how fast the run can be, and which resource limits it."""
 
 from jaxrl_llm.plan.machines import CHIPS, Chip, Machine, parse_topology
 

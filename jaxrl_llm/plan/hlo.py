@@ -1,4 +1,4 @@
-"""The text of a compiled program, as far as it says who talks to whom, how much and how often."""
+"""Parser of a compiled program's text: its collectives, with their participants, sizes and repetitions."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ _CALLED = re.compile(r"\b(calls|body|condition|to_apply|branch_computations|call
 
 
 class Instruction(NamedTuple):
-    """One line: its name, the shapes that it returns, its operation, operands' names, and all that follows them."""
+    """One line of a program: name, shapes of the result, operation, names of the operands, and the remaining text."""
 
     name: str
     shapes: str
@@ -32,9 +32,9 @@ class Collective:
     """A transfer between devices.
 
     Attributes:
-      kind: of ``KINDS``.
-      size: bytes of the whole, on one device: what an all-gather returns, what the others take.
-      groups: int[groups, members], partition numbers that talk to each other; a permute has its cycles or pairs.
+      kind: one of ``KINDS``.
+      size: bytes of the whole array on one device: the result of an all-gather, the operand of the others.
+      groups: int[groups, members], partition numbers that communicate; a permute has its cycles or pairs.
       times: how often it runs in one call of the program.
     """
 
@@ -45,7 +45,7 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """Bytes that one device sends over its links in one run, by a ring."""
+        """Return the bytes that one device sends over its links in one run, by a ring."""
         n = self.groups.shape[1]
         return (
             self.size
@@ -55,13 +55,42 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Transfers of one kind.
+
+    Attributes:
+      kind: as in the program.
+      count: number of transfers.
+      ici: bytes that a device sends inside its slice or host.
+      dcn: bytes that a device sends out of its slice or host.
+      ici_s: least seconds for ``ici``.
+      dcn_s: least seconds for ``dcn``.
+    """
+
+    kind: str
+    count: float = 0.0
+    ici: float = 0.0
+    dcn: float = 0.0
+    ici_s: float = 0.0
+    dcn_s: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        pairs = zip(dataclasses.astuple(self)[1:], dataclasses.astuple(other)[1:], strict=True)
+        return Traffic(self.kind, *(a + b for a, b in pairs))
+
+    def times(self, repeats: float) -> "Traffic":
+        """Return the traffic of ``repeats`` repetitions."""
+        return Traffic(self.kind, *(x * repeats for x in dataclasses.astuple(self)[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A parsed program.
 
     Attributes:
       computations: instructions by the computation's name.
-      entry: where it begins.
-      devices: partitions.
+      entry: name of the entry computation.
+      devices: number of partitions.
     """
 
     computations: dict[str, dict[str, Instruction]]
@@ -70,7 +99,7 @@ class Program:
 
 
 def parse(text: str, devices: int) -> Program:
-    """The program of ``compiled.as_text()``."""
+    """Parse the text of ``compiled.as_text()``."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = ""
     current = None
@@ -87,7 +116,7 @@ def parse(text: str, devices: int) -> Program:
 
 
 def _instruction(text: str, name: str, root: bool) -> Instruction:
-    """``shapes operation(operands), rest`` taken apart; shapes may be a tuple, and layouts hold parentheses."""
+    """Parse ``shapes operation(operands), rest``; shapes may be a tuple, and layouts may contain parentheses."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opened = text.index("(", end)
     closed = _closing(text, opened)
@@ -104,14 +133,26 @@ def _closing(text: str, opened: int) -> int:
     return len(text) - 1
 
 
-def collectives(program: Program, unknown: Sequence[float] = ()) -> list[Collective]:
-    """Every transfer of one call, loops multiplied out.
+def collectives(
+    program: Program, unknown: Sequence[float] = (), name: str = "", times: float = 1.0
+) -> list[Collective]:
+    """Return every transfer of one call of a computation, with repetitions by loops multiplied out.
 
     Args:
       program: from ``parse``.
-      unknown: how often loops run whose bounds are data, the outermost first; deeper ones are taken to run once.
+      unknown: trip counts of loops with a bound in the data, the outermost first; deeper loops count once.
+      name: name of the computation; "" for the program's entry.
+      times: how often it is called.
     """
-    return list(_walk(program, program.entry, 1.0, tuple(unknown)))
+    name = name or program.entry
+    found = list(own_collectives(program, name, times))
+    for instruction in program.computations[name].values():
+        if instruction.operation == "while":
+            trips, rest = rounds(program, name, instruction, tuple(unknown))
+            found += collectives(program, rest, calls(instruction)["body"][0], times * trips)
+        for other in called_once(instruction):
+            found += collectives(program, unknown, other, times)
+    return found
 
 
 PRODUCTS = {
@@ -119,41 +160,41 @@ PRODUCTS = {
     "cuDNN": r'custom_call_target="__cudnn',
     "Triton": r'"kind":"__triton\w*gemm',
 }
-"""What a GPU's compiler may make of a matrix product, and how that stands in its program."""
+"""Implementations of a matrix product on GPUs -> their pattern in a program's text."""
 
 
 def products(text: str) -> dict[str, int]:
-    """How many matrix products a GPU's program has, by who computes them."""
+    """Count the matrix products of a GPU's program by implementation."""
     found = {name: len(re.findall(pattern, text)) for name, pattern in PRODUCTS.items()}
     return {name: count for name, count in found.items() if count}
 
 
-def _walk(program: Program, name: str, times: float, unknown: tuple[float, ...]) -> Iterator[Collective]:
-    yield from own_collectives(program, name, times)
-    for instruction in program.computations[name].values():
-        called = calls(instruction)
-        if instruction.operation == "while":
-            trips = trip_count(program, program.computations[name], instruction)
-            first, rest = (unknown[0], unknown[1:]) if unknown else (1.0, ())
-            known = trips is not None
-            yield from _walk(
-                program, called["body"][0], times * (trips if known else first), unknown if known else rest
-            )
-        elif instruction.operation in ("call", "conditional", "async-start"):
-            for names in (names for key, names in called.items() if key != "condition"):
-                for other in names:
-                    yield from _walk(program, other, times, unknown)
-
-
 def calls(instruction: Instruction) -> dict[str, list[str]]:
-    """Names of the computations that an instruction calls, by role."""
+    """Return the names of the computations that an instruction calls, by role."""
     return {key: re.findall(r"%?([\w.-]+)", names) for key, names in _CALLED.findall(instruction.rest)}
 
 
-def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator[Collective]:
-    """Transfers of one computation and its fusions, without the loops in it.
+def called_once(instruction: Instruction) -> list[str]:
+    """Return the computations of a call, a conditional or an asynchronous start; empty for loops and kernels."""
+    if instruction.operation not in ("call", "conditional", "async-start"):
+        return []
+    return [name for role, names in calls(instruction).items() if role != "condition" for name in names]
 
-    One that is spread over several fusions, to overlap, bears one channel.
+
+def rounds(
+    program: Program, where: str, loop: Instruction, unknown: tuple[float, ...]
+) -> tuple[float, tuple[float, ...]]:
+    """Return how often a loop of a computation runs, and the rest of ``unknown`` for the loops inside it."""
+    trips = trip_count(program, program.computations[where], loop)
+    if trips is not None:
+        return trips, unknown
+    return (unknown[0], unknown[1:]) if unknown else (1.0, ())
+
+
+def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator[Collective]:
+    """Yield the transfers of one computation and its fusions, without those in its loops.
+
+    A transfer that is split over several fusions, to overlap, has one channel and counts once.
     """
     seen: set[tuple[str, str]] = set()
     for instruction, fusion in _flat(program, name, ""):
@@ -169,7 +210,7 @@ def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator
 
 
 def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instruction, str]]:
-    """Instructions of a computation and of its fusions, with the fusion that they are in."""
+    """Yield the instructions of a computation and of its fusions, each with the name of its fusion ("" outside)."""
     for instruction in program.computations[name].values():
         yield instruction, fusion
         if instruction.operation == "fusion":
@@ -190,7 +231,7 @@ def _collective(kind: str, instruction: Instruction, program: Program, times: fl
 
 
 def parts_of(shapes: str) -> list[str]:
-    """The members of a tuple's shape, each a shape or a tuple of them; none where it is no tuple."""
+    """Split a tuple's shape into its members, each a shape or a tuple; an empty list if it is not a tuple."""
     if not shapes.startswith("("):
         return []
     found = [""]
@@ -205,7 +246,7 @@ def parts_of(shapes: str) -> list[str]:
 
 
 def bytes_of(shapes: str) -> float:
-    """Bytes of all arrays that a shape text names."""
+    """Return the bytes of all arrays in a text of shapes."""
     return sum(
         math.prod(int(n) for n in sizes.split(",") if n) * width_of(dtype)
         for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shapes)
@@ -213,7 +254,7 @@ def bytes_of(shapes: str) -> float:
 
 
 def width_of(dtype: str) -> float:
-    """Bytes of one number."""
+    """Return the bytes of one number."""
     for name, width in _WIDTHS.items():
         if dtype.startswith(name):
             return width
@@ -221,7 +262,7 @@ def width_of(dtype: str) -> float:
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:
-    """Who talks to whom, in every notation that XLA has for it."""
+    """Parse the groups of communicating devices, in every notation of XLA."""
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", rest):
         return np.array([[int(x) for x in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
@@ -241,9 +282,9 @@ def _groups(rest: str, devices: int) -> np.ndarray:
 
 
 def trip_count(program: Program, around: dict[str, Instruction], loop: Instruction) -> int | None:
-    """How often a loop runs: noted by the compiler, or from a counter that is compared with a constant.
+    """Return how often a loop runs: noted by the compiler, or from a counter that is compared with a constant.
 
-    None for data.
+    None if the data decides.
     """
     if noted := re.search(r"known_trip_count[^\d]*(\d+)", loop.rest):
         return int(noted[1])
@@ -268,7 +309,7 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def _first_value(around: dict[str, Instruction], loop: Instruction, index: int) -> int:
-    """What the counter begins with: 0, unless the operands say otherwise."""
+    """Return the counter's initial value: 0, unless the operands give another constant."""
     given = around.get(loop.operands[0])
     if given is None or given.operation != "tuple":
         return 0
@@ -279,7 +320,7 @@ def _first_value(around: dict[str, Instruction], loop: Instruction, index: int) 
 
 
 def _stride(body: dict[str, Instruction], index: int) -> int:
-    """By how much the counter grows in one run of the body: 1, unless it adds another constant."""
+    """Return the counter's increment per run of the body: 1, unless the body adds another constant."""
     root = next(i for i in body.values() if i.root)
     name = root.operands[index] if root.operation == "tuple" else ""
     while name in body and body[name].operation in ("copy", "bitcast"):

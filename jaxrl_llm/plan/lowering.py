@@ -1,49 +1,71 @@
-"""The run's own programs, compiled for the machine from shapes alone."""
+"""The programs of a run, compiled for a machine from shapes alone, and the architectures of its models."""
 
 import dataclasses
 import functools
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl_llm.config import Configuration
+from jaxrl_llm.config import Configuration, Run, split_step, without_step
+from jaxrl_llm.config.origin import SAVED_RUNS
+from jaxrl_llm.engine.prefix_cache import bucket
+from jaxrl_llm.engine.sampling import asked
+from jaxrl_llm.engine.scheduler import idle
+from jaxrl_llm.engine.slots import as_rules, extend_prompts, fill_slots, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.forward import score
+from jaxrl_llm.models.cache import Cache, empty_cache
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.logprobs import CHUNK
+from jaxrl_llm.models.heads import CHUNK
+from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.lora import policy_model
-from jaxrl_llm.plan import hlo, sampler
-from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, abstract_model, arrays, meshes
+from jaxrl_llm.models.pretrained import architecture
+from jaxrl_llm.plan import hlo
+from jaxrl_llm.plan.machines import Machine, without_compilation_cache
 from jaxrl_llm.plan.movement import Loop, loops
-from jaxrl_llm.plan.topology import without_compilation_cache
+from jaxrl_llm.plan.shapes import (
+    Arrays,
+    PlannedPass,
+    PlannedRole,
+    SamplingArrays,
+    abstract_mesh,
+    abstract_model,
+    arrays,
+    meshes,
+    prompt_calls,
+)
+from jaxrl_llm.runs.load import config_of, find_run
+from jaxrl_llm.sharding import abstract, batch_parts
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.critic import Architectures
-from jaxrl_llm.stages.outline import Outline
-from jaxrl_llm.trained import config_of
+from jaxrl_llm.stages.outline import Architectures, Outline
+from jaxrl_llm.stages.rl.ingredients import ingredients_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program and what one device needs to run it.
+    """A compiled program and its needs on one device.
 
     Attributes:
       name: "weights", "prompts", "refill", "decode", "update", or that of another role or of a pass.
-      arguments: bytes of what it is given.
-      outputs: bytes of what it returns in new memory.
-      temporary: bytes that exist while it runs.
-      collectives: what it sends in one call; loops multiplied out.
-      loops: what it and each of its loops move in memory.
-      products: of matrices, by who computes them; a GPU's compiler chooses.
-      seconds: that its compilation took.
-      refused: bytes that it would need, where that is more than the device has; the other numbers are 0 then.
+      arguments: bytes of its arguments.
+      outputs: bytes of its results in new memory.
+      temporary: bytes of temporaries while it runs.
+      collectives: transfers of one call; loops multiplied out.
+      loops: memory traffic of the program and each of its loops.
+      products: number of matrix products by implementation, which a GPU's compiler chooses.
+      seconds: duration of the compilation.
+      refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
     """
 
     name: str
@@ -59,41 +81,52 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is compiled: a run on a mesh of described devices.
+    """A run on a mesh of described devices, ready to compile.
 
     Attributes:
-      run: resolved.
-      mesh: learns.
-      where: samples.
+      run: the resolved settings.
+      mesh: mesh that learns; abstract where nothing is compiled.
+      where: mesh that samples.
       outline: the trainer's functions.
       arrays: their arguments.
     """
 
     run: Configuration
-    mesh: Mesh
-    where: Mesh
+    mesh: Any
+    where: Any
     outline: Outline
     arrays: Arrays
 
-    @property
-    def apart(self) -> bool:
-        """Whether other devices sample than learn."""
-        return self.run.mesh.rollout > 0
 
+def subject(
+    run: Configuration,
+    config: ModelConfig,
+    devices: list[Any] | None,
+    find: Architectures = config_of,
+    machine: Machine | None = None,
+) -> Subject:
+    """Return the run's functions and their arguments on these devices.
 
-def subject(run: Configuration, config: ModelConfig, devices: list[Any], find: Architectures = config_of) -> Subject:
-    """The run's functions and their arguments on these devices; ``find``: the architecture of other models."""
-    mesh, where = meshes(run, devices)
+    ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and
+    nothing can be compiled.
+    """
+    mesh, where = meshes(run, devices) if machine is None or devices is not None else abstract_meshes(run, machine)
     model = abstract_model(config, run.learner.dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
     return Subject(run, mesh, where, outline, arrays(outline, model, mesh, where))
 
 
+def abstract_meshes(run: Configuration, machine: Machine) -> tuple[AbstractMesh, AbstractMesh]:
+    """Return the run's meshes for learning and for sampling, abstract, without described devices."""
+    sizes = run.mesh.sizes(machine.devices), run.mesh.sampling_sizes(machine.devices)
+    return abstract_mesh(sizes[0], machine.chip.platform), abstract_mesh(sizes[1], machine.chip.platform)
+
+
 def planned_stage(run: Configuration) -> ModuleType:
-    """The run's kind of training, which says what it computes.
+    """Return the module of the run's kind of training, which outlines its computation.
 
     Raises:
-      InputError: it does not say.
+      InputError: the module has no outline.
     """
     stage = stage_of(run)
     if not hasattr(stage, "outline"):
@@ -101,16 +134,16 @@ def planned_stage(run: Configuration) -> ModuleType:
     return stage
 
 
-def lower_update(one: Subject, learned: Learned) -> jax.stages.Lowered:
-    """An optimiser update of a role."""
+def lower_update(one: Subject, learned: PlannedRole) -> jax.stages.Lowered:
+    """Lower an optimiser update of a role."""
     scalar = jax.ShapeDtypeStruct((), np.float32)
     coefficients = dict.fromkeys(one.outline.coefficients[learned.training.role], scalar)
     with jax.set_mesh(one.mesh):
         return learned.training.update.lower(one.arrays.state, learned.training.reads(one.arrays.packed), coefficients)
 
 
-def lower_reading(reading: Reading) -> jax.stages.Lowered:
-    """A pass over one call's completions."""
+def lower_reading(reading: PlannedPass) -> jax.stages.Lowered:
+    """Lower a pass over one call's completions."""
     temperature = jax.ShapeDtypeStruct((), np.float32)
     forward = reading.forward
     with jax.set_mesh(forward.mesh):
@@ -118,23 +151,43 @@ def lower_reading(reading: Reading) -> jax.stages.Lowered:
 
 
 def lower_decode(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """A chunk of decode steps with all slots and the longest cache."""
-    return sampler.lower_chunk(a.sampled, a.slots, a.rollout, a.sampling, a.slot_shape.group, one.where)
+    """Lower a chunk of decode steps with all slots and the longest cache."""
+    rules = jax.eval_shape(lambda: as_rules(a.sampling))
+    with jax.set_mesh(one.where):
+        return run_chunk.lower(
+            a.sampled, a.slots, rules, a.rollout.chunk, asked(a.sampling), a.slot_shape.group, one.where
+        )
+
+
+def prompts(one: Subject, a: SamplingArrays) -> Cache:
+    """Return the cache of one call with the longest prompts, as shapes with their layout."""
+    rows, piece, calls = prompt_calls(a.rollout.max_prompt_tokens, batch_parts(one.where))
+    dtype = a.slots.cache.k.dtype
+    cache = jax.eval_shape(lambda: empty_cache(a.sampled.config, rows, bucket(calls * piece), dtype))
+    return abstract(cache, slot_shardings(cache, one.where))
 
 
 def lower_prompts(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """Keys and values of some prompts."""
-    return sampler.lower_prompts(a.sampled, a.rollout, a.slots.cache.k.dtype, one.where)
+    """Lower the prefill of the longest prompts; the last call, where there are several."""
+    rows, piece, calls = prompt_calls(a.rollout.max_prompt_tokens, batch_parts(one.where))
+    cache = prompts(one, a)
+    lengths = jax.ShapeDtypeStruct((rows,), np.int32)
+    tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
+    with jax.set_mesh(one.where):
+        return extend_prompts.lower(a.sampled, cache if calls > 1 else None, lengths, tokens, cache.columns, one.where)
 
 
 def lower_refill(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """Slots begun with prompts."""
-    given = sampler.prompts(a.sampled.config, a.rollout, a.slots.cache.k.dtype, one.where)
-    return sampler.lower_refill(a.slots, a.slot_shape, given, a.sampling.repetition, one.where)
+    """Lower the filling of slots and blocks with the prompts of a call."""
+    given = prompts(one, a)
+    lanes = np.zeros(a.slot_shape.rows, np.int32)
+    begun = jax.eval_shape(lambda: idle(a.slot_shape, given.v.shape[1], lanes, a.sampling.repetition))
+    with jax.set_mesh(one.where):
+        return fill_slots.lower(a.slots, given, begun, one.where)
 
 
 def lower_weights(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """The policy cast and laid out for sampling."""
+    """Lower the cast and relayout of the policy for sampling."""
     transfer = a.sampler.transfer(one.mesh, one.where)
     with jax.set_mesh(one.mesh):
         # Of a run whose weights are moved, they are not compiled.
@@ -144,15 +197,15 @@ def lower_weights(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
 SAMPLING: dict[str, Callable[[Subject, SamplingArrays], jax.stages.Lowered]] = {
     "weights": lower_weights, "prompts": lower_prompts, "refill": lower_refill, "decode": lower_decode,
 }  # fmt: skip
-"""The programs that sample, in their order."""
+"""The programs that sample, in order."""
 
 
 def programs(one: Subject) -> dict[str, tuple[Mesh, Callable[[], jax.stages.Lowered]]]:
-    """The programs of this run, in their order, and where they run; weights that go elsewhere are moved by none."""
+    """Return the run's programs in order, each with its mesh; weights that move to other devices need none."""
     found: dict[str, tuple[Mesh, Callable[[], jax.stages.Lowered]]] = {}
     if isinstance(one.arrays, SamplingArrays):
         for name, lower in SAMPLING.items():
-            if name != "weights" or not one.apart:
+            if name != "weights" or not one.run.mesh.rollout:
                 found[name] = one.mesh if name == "weights" else one.where, functools.partial(lower, one, one.arrays)
     for reading in one.arrays.readings:
         found[reading.asked.name] = reading.forward.mesh, functools.partial(lower_reading, reading)
@@ -161,13 +214,8 @@ def programs(one: Subject) -> dict[str, tuple[Mesh, Callable[[], jax.stages.Lowe
     return found
 
 
-def names(one: Subject) -> list[str]:
-    """The programs of this run."""
-    return list(programs(one))
-
-
 def compile_one(one: Subject, name: str) -> Compiled:
-    """Compile one of the programs; one that needs more memory than there is comes back as refused."""
+    """Compile one of the programs; one that needs more memory than the device has is returned as refused."""
     began = time.monotonic()
     where, lower = programs(one)[name]
     with without_compilation_cache():
@@ -192,9 +240,9 @@ def compile_one(one: Subject, name: str) -> Compiled:
 
 
 def _repeats(one: Subject, name: str) -> tuple[float, ...]:
-    """How often loops run whose bound is data, the outermost first: microbatches and chunks of predictions.
+    """Return the trip counts of loops with a bound in the data, the outermost first.
 
-    Decode steps.
+    They are microbatches and chunks of predictions, or decode steps.
     """
     arrays = one.arrays
     chunks = -(-arrays.packed.target.shape[-1] // CHUNK)
@@ -208,12 +256,63 @@ def _repeats(one: Subject, name: str) -> tuple[float, ...]:
 
 
 def needed(text: str) -> float:
-    """Bytes that a program would have needed, from the compiler's refusal.
+    """Return the bytes that a program would have needed, from the compiler's error.
 
     Raises:
-      InputError: it refused for another reason.
+      InputError: the compiler failed for another reason.
     """
     found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
     if "RESOURCE_EXHAUSTED" not in text and not found:
         raise InputError(f"the compiler failed: {text.splitlines()[0]}")
     return float(found[1]) * _UNITS[found[2]] if found else float("inf")
+
+
+def model_config(name: str) -> tuple[ModelConfig, str]:
+    """Return the architecture of a directory, .gguf file, built-in name, hub id or RUN[@STEP], and its source.
+
+    The package holds a copy of config.json for well-known models, so that planning needs no network.
+
+    Raises:
+      InputError: no such model, or an unknown architecture.
+    """
+    if name in published() and not Path(name).is_dir():
+        return read_config(published()[name]), "the published config.json, copied into this package"
+    trained = find_run(name)
+    if trained is None:
+        return architecture(name)
+    config, source = model_config(without_step(trained.run.model))
+    return config, f"of run {name}: {source}"
+
+
+def architectures(run: Configuration, policy: ModelConfig) -> tuple[Architectures, tuple[str, ...]]:
+    """Return a function from names of the run's other models to their architectures, and notes of what was assumed.
+
+    A run that has not been trained yet has no directory: it is planned with the policy's architecture.
+
+    Raises:
+      InputError: a model exists, but cannot be read.
+    """
+    found = {}
+    notes = []
+    named = [name for one in ingredients_of(run) for name in one.loads] if isinstance(run, Run) else []
+    for name in dict.fromkeys(named):
+        directory, _ = split_step(name)
+        # Where there is no folder of runs yet, its name would read as a hub id.
+        there = directory.parent.name != SAVED_RUNS or directory.exists()
+        try:
+            config = model_config(name)[0] if there else None
+        except InputError:
+            if directory.exists():
+                raise
+            config = None
+        if config is None:
+            notes.append(f"{name} is not there: planned as a model of the policy's architecture")
+        found[name] = config or policy
+    return found.__getitem__, tuple(notes)
+
+
+@functools.cache
+def published() -> dict[str, dict[str, Any]]:
+    """Return the config.json of well-known models by hub id; attributes that change no shape are left out."""
+    text = (resources.files("jaxrl_llm.plan") / "published.json").read_text()
+    return {name: entry["config"] for entry in json.loads(text) for name in entry["names"]}

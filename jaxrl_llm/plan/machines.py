@@ -1,18 +1,24 @@
-"""Machines by name: what a chip can do at best, by its maker's data sheet, and how many there are."""
+"""Machines by name: peak numbers of a chip, and descriptions of absent TPUs and GPUs for a compiler."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import math
+import os
 import re
+import sys
+from collections.abc import Generator
+from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import GPU_SHARE
+from jaxrl_llm.system.paths import GPU_SHARE
 
 GB, GIB = 1e9, 2.0**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one device as JAX counts devices.
+    """Peaks of one device, as JAX counts devices.
 
     Attributes:
       name: as in a topology.
@@ -23,8 +29,8 @@ class Chip:
       link: bytes/s one way over one link to a neighbour (TPU), or to all others of its host together (GPU).
       network: bytes/s one way out of its slice (TPU) or host (GPU), for each chip.
       dimensions: of the torus that links make; 0 for a switch.
-      per_host: devices of a host; for a GPU those behind one switch, where a topology does not say.
-      wrap: how long an axis of the torus must be for its ends to be linked; 0 for never.
+      per_host: devices of a host; for a GPU those behind one switch, unless the topology gives another number.
+      wrap: the ends of a torus axis are linked if its length is a multiple of this; 0 for never.
     """
 
     name: str
@@ -54,20 +60,16 @@ CHIPS: dict[str, Chip] = {
         Chip("b200", "gpu", 2250e12, 8000 * GB, GPU_SHARE * 180 * GB, 900 * GB, 50 * GB),
     )
 }
-"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). A TPU's memory is
-what its compiler lets a program use, a GPU's what the trainer lets JAX take."""
+"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). The memory of a
+TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take.
+"""
 
 EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x1",
             "a100": "a100:8", "h100": "h100:8", "h200": "h200:8", "b200": "b200:8"}  # fmt: skip
 
 _OTHER_NAMES = {
-    "v5litepod": "v5e",
-    "v5lite": "v5e",
-    "v5": "v5p",
-    "trillium": "v6e",
-    "ironwood": "tpu7x",
-    "v7x": "tpu7x",
-}
+    "v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +77,9 @@ class Machine:
     """Devices of one kind.
 
     Attributes:
-      chip: each of them.
-      shape: of the torus of one slice; (hosts, devices of each) for GPUs.
-      slices: how many such, linked by the data centre's network.
+      chip: the kind of device.
+      shape: of the torus of one slice; (hosts, devices per host) for GPUs.
+      slices: number of slices, linked by the data centre's network.
     """
 
     chip: Chip
@@ -86,17 +88,17 @@ class Machine:
 
     @property
     def per_slice(self) -> int:
-        """Devices of a slice."""
+        """Return the number of devices of a slice."""
         return math.prod(self.shape) * (2 if self.chip.name == "tpu7x" else 1)
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Return the number of all devices."""
         return self.per_slice * self.slices
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """Return the name as on the command line."""
         if self.chip.platform == "gpu":
             hosts, each = self.shape
             return f"{self.chip.name}:{self.devices if hosts == 1 or each == self.chip.per_host else f'{hosts}x{each}'}"
@@ -106,10 +108,10 @@ class Machine:
 
 
 def parse_topology(text: str, slices: int = 1) -> Machine:
-    """A machine from ``v5p:8x8x4``, ``h100:64`` or, where hosts hold other numbers than 8, ``h100:2x4``.
+    """Parse a machine: ``v5p:8x8x4``, ``h100:64`` or, where hosts do not hold 8 devices, ``h100:2x4``.
 
     Raises:
-      InputError: no such chip, or no such shape; the line says what to write.
+      InputError: no such chip, or no such shape; the message shows the correct form.
     """
     if slices < 1:
         raise InputError(f"--slices must be at least 1, got {slices}")
@@ -124,24 +126,19 @@ def parse_topology(text: str, slices: int = 1) -> Machine:
     if chip.platform == "gpu":
         if slices > 1:
             raise InputError(f"--slices is for TPUs; write hosts x devices of each: {chip.name}:{slices}x{shape[0]}")
-        shape = shape if len(shape) == 2 else _hosts(chip, shape[0])
+        if len(shape) == 1 and shape[0] > chip.per_host:
+            if shape[0] % chip.per_host:
+                raise InputError(
+                    f"{shape[0]} devices are no whole hosts of {chip.per_host}: write hosts x devices of each, as in "
+                    f"{chip.name}:2x{chip.per_host}"
+                )
+            shape = shape[0] // chip.per_host, chip.per_host
+        shape = shape if len(shape) == 2 else (1, *shape)
     return Machine(chip, shape, slices)
 
 
-def _hosts(chip: Chip, devices: int) -> tuple[int, int]:
-    """So many GPUs as whole hosts, or a part of one."""
-    if devices <= chip.per_host:
-        return 1, devices
-    if devices % chip.per_host:
-        raise InputError(
-            f"{devices} devices are no whole hosts of {chip.per_host}: write hosts x devices of each, as in "
-            f"{chip.name}:2x{chip.per_host}"
-        )
-    return devices // chip.per_host, chip.per_host
-
-
 def _hint(text: str) -> str:
-    """What was probably meant: the cloud's own names count chips, or cores on v4 and v5p."""
+    """Suggest a topology for an unknown one: the cloud's own names count chips, or cores on v4 and v5p."""
     match = re.fullmatch(r"([a-z0-9]+?)(?:pod)?[-:](\d+)", text.lower())
     name = match and _OTHER_NAMES.get(match[1], match[1])
     if name not in CHIPS:
@@ -151,16 +148,163 @@ def _hint(text: str) -> str:
     if chip.platform == "gpu":
         return f"write {name}:{count}"
     chips = count // 2 if name in ("v4", "v5p") and "-" in text else count
-    return f"write {name}:{'x'.join(map(str, _near_square(chips, chip.dimensions)))}"
-
-
-def _near_square(count: int, dimensions: int) -> tuple[int, ...]:
-    """``count`` as a product of sizes that differ little, smallest first on two dimensions and last on three."""
-    best = min((sizes for sizes in _products(count, dimensions)), key=lambda sizes: (max(sizes) / min(sizes), sizes))
-    return tuple(sorted(best, reverse=dimensions == 3))
+    # A product of sizes that differ little, smallest first on two dimensions and last on three.
+    best = min(_products(chips, chip.dimensions), key=lambda sizes: (max(sizes) / min(sizes), sizes))
+    return f"write {name}:{'x'.join(map(str, sorted(best, reverse=chip.dimensions == 3)))}"
 
 
 def _products(count: int, dimensions: int) -> list[tuple[int, ...]]:
     if dimensions == 1:
         return [(count,)]
     return [(d, *rest) for d in range(1, count + 1) if count % d == 0 for rest in _products(count // d, dimensions - 1)]
+
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+TARGETS = {
+    "a100": (8, 0, {
+        "core_count": 108, "shared_memory_per_core": 164 * KIB, "l2_cache_size": 40 * MIB, "clock_rate_ghz": 1.41,
+        "fpus_per_core": 64,
+    }),
+    "h100": (9, 0, {
+        "core_count": 132, "shared_memory_per_core": 228 * KIB, "l2_cache_size": 50 * MIB, "clock_rate_ghz": 1.98,
+    }),
+    "b200": (10, 0, {
+        "core_count": 148, "shared_memory_per_core": 228 * KIB, "l2_cache_size": 126 * MIB, "clock_rate_ghz": 1.965,
+    }),
+}  # fmt: skip
+"""Compute capability of a GPU, and further numbers for its compiler: NVIDIA's white papers and guides.
+
+A block may have 1 KiB less than the shared memory of a core; an h200 is an h100 with another memory.
+"""
+
+
+def target_config(chip: Chip) -> str:
+    """Return the text that describes a GPU to XLA."""
+    major, minor, own = TARGETS["h100" if chip.name == "h200" else chip.name]
+    device = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * KIB,
+        "shared_memory_per_block_optin": own["shared_memory_per_core"] - KIB, "threads_per_core_limit": 2048,
+        "fpus_per_core": 128, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1, "memory_bandwidth": int(chip.bandwidth),
+        "device_memory_size": int(chip.memory / GPU_SHARE), "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536, **own,
+    }  # fmt: skip
+    numbers = " ".join(f"{name}: {value}" for name, value in device.items())
+    return (
+        f"gpu_device_info {{ {numbers} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
+        "runtime_version { major: 12 minor: 8 patch: 0 } "
+        f'device_description_str: "{chip.name.upper()}"'
+    )
+
+
+NO_COMPILER = {
+    "tpu": "planning for a TPU needs its compiler: pip install -e '.[tpu]' in the checkout (no TPU is needed)",
+    "gpu": "by formula alone: for the compiler's word pip install -e '.[gpu-plan]' in the checkout (no GPU is needed)",
+}
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+PTX = ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm")
+"""Folders of the CUDA 13 and 12 wheels, under a Python's packages, with the compiler from XLA's code to a GPU's."""
+CUDNN = "nvidia.cudnn"
+
+
+def describe(machine: Machine) -> list[Any]:
+    """Return the machine's devices, for meshes and ahead-of-time compilation only.
+
+    Raises:
+      InputError: the compiler is not installed, is in use by a process that does not share it, or lacks the shape.
+    """
+    prepare_compilers()
+    if machine.chip.platform == "gpu" and not compiles_for_gpus():
+        raise InputError(NO_COMPILER["gpu"])
+    import jax
+    from jax.experimental import topologies
+
+    if machine.chip.platform == "tpu":
+        platform, name = "tpu", f"{machine.chip.name}:{'x'.join(map(str, machine.shape))}"
+        # Hosts hold 2x2 chips; a smaller slice is one host. Both cores of a v4 chip work as one.
+        options: dict[str, Any] = {"chips_per_host_bounds": (*(min(size, 2) for size in machine.shape[:2]), 1)}
+        options |= {"num_slices": machine.slices} if machine.slices > 1 else {}
+        options |= {"chip_config_name": "megacore"} if machine.chip.name == "v4" else {}
+    else:
+        platform, name = "cuda", ""
+        shape = "x".join(map(str, (1, *machine.shape)))
+        options = {"target_config": target_config(machine.chip), "topology": shape}
+    try:
+        with _quiet():
+            return list(topologies.get_topology_desc(platform=platform, topology_name=name, **options).devices)
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ModuleNotFoundError) as error:
+        text = str(error)
+        if "lockfile" in text or "libtpu_lock" in text:
+            raise InputError(
+                "libtpu is in use by another process that does not share it: wait for it to end, then run the same "
+                "command again"
+            ) from None
+        if "TPU support not installed" in text or "No module" in text:
+            raise InputError(NO_COMPILER[machine.chip.platform]) from None
+        line = next(iter(text.splitlines()), "")
+        remedy = "; sizes of 1, 2 or multiples of 4 are known" if machine.chip.platform == "tpu" else ""
+        raise InputError(f"topology {machine.name}: the compiler refuses it ({line}){remedy}") from None
+
+
+def prepare_compilers() -> None:
+    """Set the environment before JAX looks for devices: it finds none, asks no metadata server, and claims no TPU.
+
+    Other processes may compile at the same time.
+    """
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+    }.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+    if "jax" in sys.modules:  # it has read its environment already
+        sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+def compiles_for_gpus() -> bool:
+    """Whether JAX's CUDA plugin and the compiler for GPU code are installed."""
+    folders = (os.path.join(root, folder) for folder in PTX for root in sys.path)
+    return any(_has(name) for name in PLUGINS) and any(map(os.path.isdir, folders))
+
+
+def compiles_cudnn() -> bool:
+    """Whether cuDNN's attention can be compiled."""
+    return _has(CUDNN)
+
+
+def _has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Silence the file descriptor of stderr: compilers report missing devices there, not through Python."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Generator[None]:
+    """Switch off JAX's compilation cache: a cached program of an absent device cannot be loaded."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    on = jax.config.jax_enable_compilation_cache  # ty: ignore[missing-attribute]  made at run time
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""What a compiled program moves through a device's memory: each loop's bytes, copies and transfers."""
+"""Memory traffic of a compiled program on one device: each loop's bytes, copies and transfers."""
 
 import dataclasses
 import re
@@ -11,23 +11,23 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "iota", "broadcast",
 }  # fmt: skip
-"""What reads and writes nothing of its own; a value that is the same everywhere is made where it is used."""
+"""Operations without memory traffic of their own; a broadcast is made where it is used."""
 MOVES = (
     "transpose", "concatenate", "pad", "gather", "reverse", "dynamic-update-slice", "dynamic-slice", "slice", "convert",
     "copy", "reshape",
 )  # fmt: skip
-"""What computes no number; first what says most, where a kernel does several."""
+"""Operations that only move data; the most telling first, for a kernel that does several."""
 WORTH_TELLING = 2**20
-"""Bytes of a copy that is told, at least."""
+"""Least bytes of a copy that is reported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Something that is written only because it has to lie elsewhere or otherwise.
+    """Data that is written only to change its place or layout.
 
     Attributes:
-      kind: of ``MOVES``; the one that says most, where a kernel does several.
-      shape: what is written.
+      kind: one of ``MOVES``; the most telling, where a kernel does several.
+      shape: shape of the written array.
       size: its bytes.
       source: the traced operation that it comes from.
     """
@@ -43,8 +43,8 @@ class Loop:
     """A loop's body, or the program outside of all loops.
 
     Attributes:
-      name: of its computation.
-      depth: of the loop; 0 for the program.
+      name: name of its computation.
+      depth: nesting depth of the loop; 0 for the program.
       times: how often it runs in one call of the program.
       moved: bytes that one round reads and writes in the device's memory, inner loops multiplied out.
       copies: those in its own body, of at least ``WORTH_TELLING`` bytes.
@@ -60,11 +60,11 @@ class Loop:
 
 
 def loops(program: Program, unknown: Sequence[float] = ()) -> list[Loop]:
-    """The program and its loops, outer ones before those in them.
+    """Return the program and its loops, outer loops before inner ones.
 
     Args:
       program: from ``hlo.parse``.
-      unknown: how often loops run whose bounds are data, the outermost first; deeper ones are taken to run once.
+      unknown: trip counts of loops with a bound in the data, the outermost first; deeper loops count once.
     """
     return list(_loops(program, program.entry, 0, 1.0, tuple(unknown)))
 
@@ -77,48 +77,30 @@ def _loops(program: Program, name: str, depth: int, times: float, unknown: tuple
     yield Loop(name, depth, times, moved(program, name, unknown), copies, sent)
     for where, one in own:
         if one.operation == "while":
-            rounds, rest = _rounds(program, where, one, unknown)
+            rounds, rest = hlo.rounds(program, where, one, unknown)
             yield from _loops(program, hlo.calls(one)["body"][0], depth + 1, times * rounds, rest)
 
 
 def _straight(program: Program, name: str) -> Iterator[tuple[str, Instruction]]:
-    """The instructions of a computation, and of those that it calls once, with the computation that each is in."""
+    """Yield the instructions of a computation, and of those that it calls once, each with its computation's name."""
     for one in program.computations[name].values():
         yield name, one
-        for other in _once(one):
+        for other in hlo.called_once(one):
             yield from _straight(program, other)
 
 
-def _once(one: Instruction) -> list[str]:
-    """The computations that an instruction runs itself, where it is no loop and no kernel."""
-    if one.operation not in ("call", "conditional", "async-start"):
-        return []
-    return [name for role, names in hlo.calls(one).items() if role != "condition" for name in names]
-
-
-def _rounds(
-    program: Program, where: str, loop: Instruction, unknown: tuple[float, ...]
-) -> tuple[float, tuple[float, ...]]:
-    """How often a loop runs, and what is left of ``unknown`` for the loops in it."""
-    trips = hlo.trip_count(program, program.computations[where], loop)
-    if trips is not None:
-        return trips, unknown
-    return (unknown[0], unknown[1:]) if unknown else (1.0, ())
-
-
 def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float:
-    """Bytes that a computation reads and writes in memory in one run, its loops multiplied out.
+    """Return the bytes that a computation reads and writes in memory in one run, its loops multiplied out.
 
-    A kernel reads its operands once, of those that it slices only the slices, and writes its results once; what is
-    updated in place costs what is put there. Of branches the dearest counts. What lies in a chip's own fast memory
-    costs nothing.
+    A kernel reads its operands once, but only the slices of those it slices, and writes its results once; an update in
+    place costs the inserted part. Of branches the most expensive counts. Data in a chip's fast memory costs nothing.
     """
     total = 0.0
     for one in program.computations[name].values():
         if one.operation == "while":
-            rounds, rest = _rounds(program, name, one, unknown)
+            rounds, rest = hlo.rounds(program, name, one, unknown)
             total += rounds * moved(program, hlo.calls(one)["body"][0], rest)
-        elif inside := _once(one):
+        elif inside := hlo.called_once(one):
             total += max(moved(program, other, unknown) for other in inside)
         else:
             total += sum(_read(program, name, one)) + _written(program, name, one)
@@ -126,7 +108,7 @@ def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float
 
 
 def _read(program: Program, name: str, one: Instruction) -> Iterator[float]:
-    """Bytes of each operand that an instruction reads."""
+    """Yield the bytes of each operand that an instruction reads."""
     if one.operation in FREE or one.operation.endswith("-done"):
         return
     around = program.computations[name]
@@ -136,7 +118,7 @@ def _read(program: Program, name: str, one: Instruction) -> Iterator[float]:
 
 
 def _used(program: Program, shapes: str, user: Instruction, place: int) -> float:
-    """Bytes that ``user`` reads of its operand at ``place``, which has these shapes."""
+    """Return the bytes that ``user`` reads of its operand at ``place``, which has these shapes."""
     whole = in_memory(shapes)
     if user.operation in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
         parts = hlo.parts_of(user.shapes)
@@ -151,7 +133,7 @@ def _used(program: Program, shapes: str, user: Instruction, place: int) -> float
 
 
 def _used_in(program: Program, kernel: dict[str, Instruction], value: Instruction, shapes: str) -> float:
-    """Bytes that a kernel reads of one of its values."""
+    """Return the bytes that a kernel reads of one of its values."""
     total = 0.0
     for user in kernel.values():
         for place, operand in enumerate(user.operands):
@@ -163,7 +145,7 @@ def _used_in(program: Program, kernel: dict[str, Instruction], value: Instructio
 
 
 def _written(program: Program, name: str, one: Instruction) -> float:
-    """Bytes that an instruction writes."""
+    """Return the bytes that an instruction writes."""
     if one.operation in FREE or one.operation.endswith("-done"):
         return 0.0
     parts = hlo.parts_of(one.shapes)
@@ -171,16 +153,14 @@ def _written(program: Program, name: str, one: Instruction) -> float:
         at = 0 if one.operation == "copy-start" else 1
         return in_memory(parts[at]) if len(parts) > 1 else in_memory(one.shapes)
     around = program.computations[name]
-    return sum(map(_put, parts or [one.shapes], _roots(program, around, one, len(parts) or 1)))
-
-
-def _put(shapes: str, update: str) -> float:
-    """Bytes of a result, or of what is put into it."""
-    return min(in_memory(shapes), hlo.bytes_of(update))
+    updates = _roots(program, around, one, len(parts) or 1)
+    return sum(
+        min(in_memory(x), hlo.bytes_of(update)) for x, update in zip(parts or [one.shapes], updates, strict=False)
+    )
 
 
 def _roots(program: Program, around: dict[str, Instruction], one: Instruction, count: int) -> list[str]:
-    """For each result of an instruction the shapes of what is written: all of it, or what is put into it."""
+    """Return the shapes that are written for each result of an instruction: all of it, or the part updated in place."""
     if one.operation == "dynamic-update-slice":
         update = around.get(one.operands[1])
         return [one.shapes if update is None else update.shapes]
@@ -199,13 +179,13 @@ def _roots(program: Program, around: dict[str, Instruction], one: Instruction, c
 
 
 def in_memory(shapes: str) -> float:
-    """Bytes of the arrays that a shape text names, but of those in fast memory on the chip: ``S(1)`` and up."""
+    """Return the bytes of the arrays in a text of shapes, without those in fast memory on the chip: ``S(1)`` and up."""
     arrays = re.findall(r"\b[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", shapes)
     return sum(hlo.bytes_of(array) for array in arrays if not re.search(r"S\([1-9]\)", array))
 
 
 def _copy(program: Program, name: str, one: Instruction) -> Copy | None:
-    """The instruction as a copy; None if it computes something, or writes nothing to memory."""
+    """Return the instruction as a copy; None if it computes something, or writes nothing to memory."""
     kinds = _kinds(program, one)
     size = _written(program, name, one)
     if not kinds or not size:
@@ -213,11 +193,14 @@ def _copy(program: Program, name: str, one: Instruction) -> Copy | None:
     kind = min(kinds, key=MOVES.index)
     shape = re.sub(r"\{[^}]*\}", "", one.shapes)
     source = re.search(r'op_name="([^"]*)"', one.rest)
-    return Copy(kind, shape, size, _short(source[1]) if source else one.name)
+    # The end of a traced operation's path, without the loops that it is in.
+    around = ("while", "body", "closed_call", "cond", "shard_map")
+    path = [part for part in source[1].split("/") if part not in around] if source else [one.name]
+    return Copy(kind, shape, size, "/".join(path[-3:]))
 
 
 def _kinds(program: Program, one: Instruction) -> set[str]:
-    """What an instruction does, if it only moves: empty if it computes."""
+    """Return the kinds of movement of an instruction; empty if it computes something."""
     if one.operation != "fusion":
         name = one.operation.removesuffix("-start")
         return {name} if name in MOVES else set()
@@ -230,9 +213,3 @@ def _kinds(program: Program, one: Instruction) -> set[str]:
             return set()
         found |= inner
     return found
-
-
-def _short(source: str) -> str:
-    """The end of a traced operation's path, without the loops that it is in."""
-    parts = [part for part in source.split("/") if part not in ("while", "body", "closed_call", "cond", "shard_map")]
-    return "/".join(parts[-3:])

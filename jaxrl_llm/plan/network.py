@@ -1,50 +1,26 @@
-"""How long transfers take: over the links of a slice or host (ICI), and between them (DCN)."""
+"""Duration of transfers: over the links of a slice or host (ICI), and between them (DCN); also by formula."""
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.plan.hlo import Collective
+from jaxrl_llm.config import Configuration
+from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Transfers of one kind.
-
-    Attributes:
-      kind: as in the program.
-      count: how many.
-      ici: bytes that a device sends inside its slice or host.
-      dcn: bytes that it sends out of it.
-      ici_s: seconds that the first take at best.
-      dcn_s: seconds that the second take at best.
-    """
-
-    kind: str
-    count: float = 0.0
-    ici: float = 0.0
-    dcn: float = 0.0
-    ici_s: float = 0.0
-    dcn_s: float = 0.0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        pairs = zip(dataclasses.astuple(self)[1:], dataclasses.astuple(other)[1:], strict=True)
-        return Traffic(self.kind, *(a + b for a, b in pairs))
-
-    def times(self, repeats: float) -> "Traffic":
-        """The same, so often."""
-        return Traffic(self.kind, *(x * repeats for x in dataclasses.astuple(self)[1:]))
+from jaxrl_llm.plan.roofline import REMAT_PASSES, Work
+from jaxrl_llm.plan.shapes import Arrays, PlannedPass, PlannedRole, SamplingArrays, bytes_per_device, width_of
+from jaxrl_llm.sharding import batch_parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where each partition of a program is.
+    """The location of each partition of a program.
 
     Attributes:
-      machine: that they are in.
+      machine: the machine of the partitions.
       slices: int[partitions], the slice or host of each.
       coordinates: int[partitions, dimensions] in the torus; no columns where a switch links all.
     """
@@ -54,8 +30,10 @@ class Places:
     coordinates: np.ndarray
 
 
-def places(machine: Machine, devices: Iterable[Any]) -> Places:
-    """Of described devices, in the order of a program's partitions."""
+def places(machine: Machine, devices: Iterable[Any] | None) -> Places:
+    """Return the places of described devices, in the order of a program's partitions; without them, GPUs by host."""
+    if devices is None:
+        return hosts(machine)
     devices = list(devices)
     if machine.chip.platform == "gpu":
         return Places(machine, np.array([d.process_index for d in devices]), np.zeros((len(devices), 0), int))
@@ -68,14 +46,14 @@ def places(machine: Machine, devices: Iterable[Any]) -> Places:
 
 
 def hosts(machine: Machine) -> Places:
-    """Of GPUs that nothing describes, counted through their hosts."""
+    """Return the places of GPUs without a description, numbered host by host."""
     return Places(machine, np.arange(machine.devices) // machine.shape[1], np.zeros((machine.devices, 0), int))
 
 
 def traffic(collective: Collective, where: Places) -> Traffic:
-    """One collective, all its runs.
+    """Return the traffic of all runs of one collective.
 
-    Between slices it is thought hierarchical: each device of a slice sends its share out, and the rest stays inside.
+    Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
     """
     chip = where.machine.chip
     one = collective.groups[0]
@@ -94,7 +72,7 @@ def traffic(collective: Collective, where: Places) -> Traffic:
 
 
 def _links(collective: Collective, where: Places) -> float:
-    """Links over which a device can send at once: two along each closed axis of the torus of its group."""
+    """Return the number of links that a device can use at once: two along each closed axis of its group's torus."""
     groups = collective.groups if collective.kind == "collective-permute" else collective.groups[:1]
     machine = where.machine
     members = np.unique(groups)
@@ -111,8 +89,72 @@ def _links(collective: Collective, where: Places) -> float:
 
 
 def by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Added up by kind, largest first."""
+    """Add up traffic by kind, largest first."""
     sums: dict[str, Traffic] = {}
     for one in all_of:
         sums[one.kind] = sums[one.kind] + one if one.kind in sums else one
     return tuple(sorted(sums.values(), key=lambda t: -(t.ici + t.dcn)))
+
+
+Groups = Mapping[str, np.ndarray]
+"""Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only."""
+
+
+def traffic_by_formula(
+    run: Configuration, arrays: Arrays, work: Work, sizes: Mapping[str, int], where: Places
+) -> dict[str, tuple[Traffic, ...]]:
+    """Estimate the traffic of one call of each program, without compiling.
+
+    Weights are gathered over fsdp, gradients summed over data, activations over tensor.
+    """
+    partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
+    parts = batch_parts(sizes)
+    rows = work.rows * work.row_tokens / parts / max(work.microbatches, 1)
+    sent: dict[str, list[Collective]] = {}
+    if isinstance(arrays, SamplingArrays):
+        rollout = arrays.rollout
+        config = arrays.sampled.config
+        width = arrays.slots.cache.k.dtype.itemsize
+        summed = Collective(
+            "all-reduce",
+            rollout.slots / parts * config.width * width,
+            axes["tensor"],
+            2 * config.layers * rollout.chunk,
+        )
+        sent = {
+            "weights": [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)],
+            "decode": [summed],
+        }
+    policy = arrays.learned[0]
+    sent["score"] = _passed(policy, work.microbatches, rows, axes)
+    for one in arrays.readings:
+        each = one.forward.layout
+        sent[one.asked.name] = _passed(one, one.microbatches, each.rows * each.row_tokens / each.parts, axes)
+    for one in arrays.learned:
+        sent[one.program] = _updated(one, work.microbatches, rows, axes, 2 + REMAT_PASSES[run.learner.remat])
+    return {
+        name: by_kind(traffic(one, where) for one in several if one.groups.shape[1] > 1)
+        for name, several in sent.items()
+    }
+
+
+def _passed(one: PlannedRole | PlannedPass, microbatches: int, tokens: float, axes: Groups) -> list[Collective]:
+    """Return the collectives of a forward pass: weights gathered per microbatch, activations of ``tokens`` summed."""
+    config = one.model.config
+    size = tokens * config.width * width_of(one)
+    return [
+        Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
+        Collective("all-reduce", size, axes["tensor"], 2 * config.layers * microbatches),
+    ]
+
+
+def _updated(one: PlannedRole, microbatches: int, tokens: float, axes: Groups, passes: float) -> list[Collective]:
+    """Return the collectives of an update: ``passes`` passes after the first one, and the sums of gradients."""
+    weights, activations = _passed(one, microbatches, tokens, axes)
+    return [
+        Collective("all-gather", weights.size, axes["fsdp"], passes * microbatches),
+        Collective("reduce-scatter", weights.size, axes["fsdp"], microbatches),
+        Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], microbatches),
+        Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
+    ]

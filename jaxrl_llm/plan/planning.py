@@ -1,9 +1,9 @@
-"""A plan: what a run needs of a machine, by the compiler's word where there is one, and by formulas elsewhere."""
+"""A plan: the needs of a run on a machine, from the compiler where there is one, and from formulas elsewhere."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,125 +11,121 @@ import jax
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import compute_for, tokens_in_memory
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.plan import collectives, memory
-from jaxrl_llm.plan.arrays import (
-    Arrays,
-    Learned,
-    SamplingArrays,
-    abstract_mesh,
-    abstract_model,
-    arrays,
-    bytes_per_device,
-    meshes,
+from jaxrl_llm.plan import device_memory
+from jaxrl_llm.plan.device_memory import DeviceMemory
+from jaxrl_llm.plan.lowering import (
+    Compiled,
+    Subject,
+    abstract_meshes,
+    architectures,
+    compile_one,
+    planned_stage,
+    programs,
+    subject,
 )
-from jaxrl_llm.plan.formulas import Work, work
-from jaxrl_llm.plan.lowering import Compiled, Subject, compile_one, names, planned_stage, subject
-from jaxrl_llm.plan.machines import Machine
-from jaxrl_llm.plan.memory import Memory
-from jaxrl_llm.plan.network import Places, by_kind, hosts, places, traffic
-from jaxrl_llm.plan.roofline import Phase, phases
-from jaxrl_llm.plan.shapes import architectures
-from jaxrl_llm.plan.topology import compiles_cudnn
-from jaxrl_llm.stages.critic import Architectures
-from jaxrl_llm.stages.outline import Groups, Outline
+from jaxrl_llm.plan.machines import Machine, compiles_cudnn
+from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_formula
+from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
+from jaxrl_llm.plan.shapes import SamplingArrays, abstract_model, bytes_per_device
+from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.stages.outline import Architectures, Groups
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a run on a machine.
+    """The predicted memory and time of a run on a machine.
 
     Attributes:
       run: with its settings resolved.
-      machine: that it is planned for.
+      machine: the machine that it is planned for.
       mesh: sizes of data, fsdp and tensor.
       parameters: of the model.
       work: of a step.
-      groups: what a step learns from.
+      groups: the data that a step learns from.
       learning: memory of one device while it learns.
-      sampling: and while it samples; None where the run's steps sample nothing.
+      sampling: memory of one device while it samples; None where the run's steps do not sample.
       phases: of a step, with their least times.
-      compiled: programs by name; empty where all is by formula.
-      chosen: what computes attention and matrix products, and what was taken for granted, in words.
+      compiled: programs by name; empty where formulas are used.
+      chosen: notes on backends of attention and matrix products, and on assumptions.
       more: bytes that one more of each adds to a device: "groups", "slots", "rows" of a microbatch.
     """
 
     run: Any
     machine: Machine
-    mesh: tuple[int, int, int]
+    mesh: Mapping[str, int]
     parameters: int
     work: Work
     groups: Groups
-    learning: Memory
-    sampling: Memory | None
-    phases: tuple[Phase, ...]
+    learning: DeviceMemory
+    sampling: DeviceMemory | None
+    phases: tuple[StepPart, ...]
     compiled: dict[str, Compiled]
     chosen: tuple[str, ...]
     more: dict[str, float]
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """The programs that need more memory than there is."""
+        """Return the programs that need more memory than the device has."""
         return tuple(name for name, one in self.compiled.items() if one.refused)
 
     @property
-    def halves(self) -> dict[str, Memory]:
-        """The memory of one device, by what it does."""
+    def halves(self) -> dict[str, DeviceMemory]:
+        """Return the memory of one device, by the half of the step."""
         found = {} if self.sampling is None else {"sampling": self.sampling}
         return found | {"learning": self.learning}
 
     @property
     def peak(self) -> float:
-        """Bytes of one device, at the worse of both halves."""
+        """Return the bytes of one device in the larger of the two halves."""
         return max(half.total for half in self.halves.values())
 
     @property
     def fits(self) -> bool:
-        """Whether both halves do."""
+        """Whether both halves fit the device."""
         return self.peak <= self.machine.chip.memory
 
     @property
     def seconds(self) -> float:
-        """Of a step at least: its parts follow each other, or sampling and learning run side by side."""
+        """Return the least seconds of a step: its parts run in sequence, or sampling and learning side by side."""
         sampled = sum(p.seconds for p in self.phases if p.samples)
         learned = sum(p.seconds for p in self.phases if not p.samples)
         return max(sampled, learned) if self.run.mesh.rollout else sampled + learned
 
     @property
-    def slowest(self) -> Phase:
-        """The part that takes longest."""
+    def slowest(self) -> StepPart:
+        """Return the part that takes longest."""
         return max(self.phases, key=lambda p: p.seconds)
 
     def utilisation(self, seconds: float) -> float:
-        """Share of the machine's peak that the training FLOPs would take in that time (MFU)."""
+        """Return the model FLOPs utilisation (MFU): training FLOPs as a share of the machine's peak in that time."""
         return self.work.train_flops / (seconds * self.machine.devices * self.machine.chip.flops)
 
     @property
     def most_groups(self) -> int:
-        """The largest number of groups whose data fits beside the rest."""
-        free = self.machine.chip.memory - self.learning.total
-        unit = self.run.learner.minibatches
-        return max(int((self.groups.count + free / self.more["groups"]) // unit * unit), 0)
+        """Return the largest number of groups with data that fits next to everything else."""
+        return self._most("groups", self.learning, self.groups.count, self.run.learner.minibatches)
 
     @property
     def most_slots(self) -> int:
-        """The largest ``rollout.slots`` that fits, if temporaries grow as the cache does: they grow less.
+        """Return the largest ``rollout.slots`` that fits, if temporaries grow with the cache: they grow less.
 
         0 where nothing is sampled.
         """
         if self.sampling is None:
             return 0
-        free = self.machine.chip.memory - self.sampling.total
-        unit = self.mesh[0] * self.mesh[1]
-        return max(int((self.run.rollout.slots + free / self.more["slots"]) // unit * unit), 0)
+        return self._most("slots", self.sampling, self.run.rollout.slots, batch_parts(self.mesh))
 
     @property
     def most_rows(self) -> int | None:
-        """The largest ``learner.microbatch_rows`` whose activations fit beside the rest; None where it is not known."""
+        """Return the largest ``learner.microbatch_rows`` with activations that fit in memory; None if unknown."""
         if "rows" not in self.more:
             return None
-        free = self.machine.chip.memory - self.learning.total
-        unit = self.mesh[0] * self.mesh[1]
-        return max(int((self.run.learner.microbatch_rows + free / self.more["rows"]) // unit * unit), 0)
+        return self._most("rows", self.learning, self.run.learner.microbatch_rows, batch_parts(self.mesh))
+
+    def _most(self, kind: str, half: DeviceMemory, now: int, unit: int) -> int:
+        """Return how many of a kind fit in the free memory, as a multiple of a unit."""
+        free = self.machine.chip.memory - half.total
+        return max(int((now + free / self.more[kind]) // unit * unit), 0)
 
 
 def plan(
@@ -142,34 +138,29 @@ def plan(
     more: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """A plan for the run.
+    """Plan the run.
 
     Args:
       run: resolved.
       config: the model's.
-      machine: what is planned for.
-      devices: as their compiler describes them; None where all is by formula.
+      machine: the machine to plan for.
+      devices: as their compiler describes them; None to use formulas.
       mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
-      compiling: whether the run's programs are compiled; if not all is by formula.
+      compiling: whether to compile the run's programs; if not, formulas are used.
       more: find out how large microbatches may be, which takes one more compilation.
-      say: told what is being compiled.
+      say: called with a line about each compilation.
     """
     run, lacking = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = architectures(run, config)
     run = with_rows(run, config, machine, find)
     notes = (*lacking, *assumed)
-    if not compiling:
-        outline, held, spots = by_formula(run, config, machine, devices, find)
-        return _assembled(run, machine, held, (outline, work(run, outline, held.learned, mean)), spots, {}, notes)
-    one = subject(run, config, devices or [], find)
+    one = subject(run, config, devices, find, machine)
     done = {}
-    for name in names(one):
+    for name in programs(one) if compiling else ():
         say(f"compiling {name} for {machine.name}")
         done[name] = compile_one(one, name)
-    todo = work(run, one.outline, one.arrays.learned, mean)
-    spots = places(machine, one.mesh.devices.flat)
-    found = _assembled(run, machine, one.arrays, (one.outline, todo), spots, done, notes)
-    if not more:
+    found = _assembled(one, machine, places(machine, devices and one.mesh.devices.flat), mean, done, notes)
+    if not more or not compiling:
         return found
     say(f"compiling update for {machine.name} with other microbatches")
     again = functools.partial(subject, config=config, devices=devices, find=find)
@@ -177,11 +168,10 @@ def plan(
 
 
 def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: Architectures) -> Configuration:
-    """The run with the rows of a microbatch that it would choose on the machine, where it leaves them open."""
+    """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.microbatch_rows:
         return run
-    mesh = abstract_mesh(run.mesh.sizes(machine.devices), machine.chip.platform)
-    where = abstract_mesh(run.mesh.sampling_sizes(machine.devices), machine.chip.platform)
+    mesh, where = abstract_meshes(run, machine)
     found = planned_stage(run).outline(run, abstract_model(config, run.learner.dtype), mesh, where, find).forward
     layout = found.layout
     sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
@@ -190,25 +180,8 @@ def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: A
     return dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=rows))
 
 
-def by_formula(
-    run: Configuration, config: ModelConfig, machine: Machine, devices: list[Any] | None, find: Architectures
-) -> tuple[Outline, Arrays, Places]:
-    """What the run computes and keeps, and where its partitions are, on devices that need not be described."""
-    platform = machine.chip.platform
-    if devices is None:
-        mesh = abstract_mesh(run.mesh.sizes(machine.devices), platform)
-        where = abstract_mesh(run.mesh.sampling_sizes(machine.devices), platform)
-        spots = hosts(machine)
-    else:
-        mesh, where = meshes(run, devices)
-        spots = places(machine, mesh.devices.flat)
-    model = abstract_model(config, run.learner.dtype)
-    outline = planned_stage(run).outline(run, model, mesh, where, find)
-    return outline, arrays(outline, model, mesh, where), spots
-
-
 def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tuple[str, ...]]:
-    """The run with an attention that can be compiled here, and what to know where that is not its own."""
+    """Return the run with an attention that can be compiled here, and a note if that is not its own."""
     if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or compiles_cudnn():
         return run, ()
     learner = dataclasses.replace(run.learner, attention="xla")
@@ -218,12 +191,12 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
 
 
 def row_bytes(run: Any, again: Callable[[Any], Subject], devices: int, update: Compiled) -> dict[str, float]:
-    """What a row of a microbatch adds to an update's memory, from compiling it with twice as many.
+    """Return the memory that one row of a microbatch adds to an update, from compiling it with twice as many.
 
-    Half as many if refused. ``again``: the programs of a run with other settings.
+    Half as many if refused. ``again``: returns the programs of a run with other settings.
     """
     rows = run.learner.microbatch_rows
-    unit = math.prod(run.mesh.sizes(devices)[:2])
+    unit = batch_parts(run.mesh.sizes(devices))
     other = 2 * rows if not update.refused else rows // 2 // unit * unit
     if not other:
         return {}
@@ -234,46 +207,37 @@ def row_bytes(run: Any, again: Callable[[Any], Subject], devices: int, update: C
 
 
 def _assembled(
-    run: Configuration,
-    machine: Machine,
-    held: Arrays,
-    planned: tuple[Outline, Work],
-    spots: Places,
-    done: dict[str, Compiled],
-    notes: Sequence[str],
+    one: Subject, machine: Machine, spots: Places, mean: int | None, done: dict[str, Compiled], notes: Sequence[str]
 ) -> Plan:
-    outline, todo = planned
+    run = one.run
+    outline = one.outline
+    held = one.arrays
+    todo = work(run, outline, held.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
-    base = memory.resident(held)
-    traffics = collectives.by_formula(run, held, todo, sizes, spots)
+    base = device_memory.resident(held)
+    traffics = traffic_by_formula(run, held, todo, sizes, spots)
     traffics |= {
         name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused
     }
-    learn = memory.learning_temporary(run, held, done, base)
+    learn = device_memory.learning_temporary(run, held, done, base)
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
     sampling = None
     if isinstance(held, SamplingArrays):
-        sample = memory.sampling_temporary(held, done, held.slot_shape.parts)
-        sampling = memory.sampling(run, held, base, sample, bool(done))
+        sample = device_memory.sampling_temporary(held, done, held.slot_shape.parts)
+        sampling = device_memory.sampling(run, held, base, sample, bool(done))
         more["slots"] = (sampling.cache + sample) / held.rollout.slots
+    policy = held.learned[0].role
+    whole = policy.params if policy.base is None else policy.base  # an adapter is not counted
     return Plan(
-        run, machine, sizes, parameters(held.learned[0]), todo, outline.groups,
-        memory.learning(run, held, base, learn, bool(done)), sampling,
-        tuple(phases(run, held, todo, machine.chip, sizes[0] * sizes[1], traffics)),
-        done,
-        (f"attention: {outline.forward.compute.attention}", *_products(done), *notes, *outline.notes),
-        more,
+        run, machine, sizes, sum(x.size for x in jax.tree.leaves(whole)), todo, outline.groups,
+        device_memory.learning(run, held, base, learn, bool(done)), sampling,
+        tuple(phases(run, held, todo, machine.chip, batch_parts(sizes), traffics)), done,
+        (f"attention: {outline.forward.compute.attention}", *_products(done), *notes, *outline.notes), more,
     )  # fmt: skip
 
 
-def parameters(policy: Learned) -> int:
-    """Of the model that learns, an adapter left out."""
-    role = policy.role
-    return sum(x.size for x in jax.tree.leaves(role.params if role.base is None else role.base))
-
-
 def _products(done: dict[str, Compiled]) -> list[str]:
-    """Who computes the matrix products of the update and of decoding, where the compiler had a choice."""
+    """Describe the implementations of matrix products in update and decoding, where the compiler had a choice."""
     found = []
     for name in ("update", "decode"):
         products = done[name].products if name in done else {}
@@ -281,3 +245,71 @@ def _products(done: dict[str, Compiled]) -> list[str]:
             shares = ", ".join(f"{count} by {who}" for who, count in products.items())
             found.append(f"matrix products of {name}, as compiled: {shares}")
     return found
+
+
+COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
+"""Number of plans that are compiled; tolerated excess of a formula's memory; candidate rows of a microbatch for each
+part of the batch.
+"""
+
+
+def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
+    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update."""
+    inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
+    groups = planned_stage(run).groups(run)
+    found = []
+
+    for tensor in range(1, inside + 1):
+        if inside % tensor or config.attention.kv_heads % tensor or run.learner.row_tokens % tensor:
+            continue
+        for data in range(1, math.isqrt(inside // tensor) + 1):
+            if inside // tensor % data:
+                continue
+            mesh = dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
+            parts = inside // tensor * run.mesh.slices
+            completions = groups.count * groups.each // run.learner.minibatches
+            rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
+            found += [
+                dataclasses.replace(run, mesh=mesh, learner=dataclasses.replace(run.learner, microbatch_rows=n))
+                for n in rows
+            ]
+    return found
+
+
+def best(
+    run: Configuration,
+    config: ModelConfig,
+    machine: Machine,
+    devices: list[Any] | None,
+    mean: int | None,
+    quick: bool,
+    say: Callable[[str], None],
+) -> list[Plan]:
+    """Return the fastest plans that fit, the best first; compiled where that is possible, until a few fit.
+
+    A formula's memory is rough, so plans that exceed it a little are compiled too.
+    """
+    ranked = []
+    for number, one in enumerate(every := candidates(run, config, machine)):
+        say(f"by formula: {number + 1} of {len(every)}")
+        ranked.append(_with_fewer_slots(plan(one, config, machine, devices, mean, False), config, devices, mean))
+    ranked.sort(key=lambda p: p.seconds)
+    if quick or devices is None:
+        return [p for p in ranked if p.fits][: 2 * COMPILED]
+    found: list[Plan] = []
+    for one in [p for p in ranked if p.peak <= SLACK * machine.chip.memory][: 3 * COMPILED]:
+        tried = plan(one.run, config, machine, devices, mean, True, False, say)
+        found += [tried] if tried.fits else []
+        if len(found) == COMPILED:
+            break
+    return sorted(found, key=lambda p: p.seconds)
+
+
+def _with_fewer_slots(first: Plan, config: ModelConfig, devices: list[Any] | None, mean: int | None) -> Plan:
+    """Return a plan with as many slots as fit; the given plan if its cache fits, it has none, or no slot fits."""
+    limit = first.machine.chip.memory
+    if first.sampling is None or first.sampling.total <= limit or not first.most_slots:
+        return first
+    slots = 1 << (first.most_slots // batch_parts(first.mesh)).bit_length() - 1
+    rollout = dataclasses.replace(first.run.rollout, slots=slots * batch_parts(first.mesh))
+    return plan(dataclasses.replace(first.run, rollout=rollout), config, first.machine, devices, mean, False)

@@ -1,34 +1,189 @@
-"""The least time of a step: for each of its parts the slowest of computing, reading memory and sending."""
+"""The least time of a step, from the sizes of a run alone: nothing is compiled or measured."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import jax
 
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.blocks import power_of_two
-from jaxrl_llm.plan.arrays import Arrays, Learned, Reading, SamplingArrays, bytes_per_device, share_of, width_of
-from jaxrl_llm.plan.formulas import (
-    REMAT_PASSES,
-    Work,
-    counts,
-    forward_flops,
-    packed_flops,
-    update_flops,
-    visible_pairs,
-)
+from jaxrl_llm.learner.packing import packed_shapes
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import parameter_shapes
+from jaxrl_llm.models.layers import BLOCKS, layer_windows, part_columns
+from jaxrl_llm.plan.hlo import Traffic
 from jaxrl_llm.plan.machines import Chip
-from jaxrl_llm.plan.network import Traffic
-from jaxrl_llm.plan.sampler import prompt_calls
+from jaxrl_llm.plan.shapes import (
+    Arrays,
+    PlannedPass,
+    PlannedRole,
+    SamplingArrays,
+    bytes_per_device,
+    prompt_calls,
+    share_of,
+    width_of,
+)
+from jaxrl_llm.stages.outline import Outline
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of weights by their use for a token.
+
+    Attributes:
+      total: all weights, each once.
+      layers: weights in matrix products of the layers; every token passes them.
+      head: weights in the product that makes logits; the embedding, where it is tied.
+    """
+
+    total: int
+    layers: int
+    head: int
+
+
+def counts(config: ModelConfig) -> ParameterCounts:
+    """Count the parameters of the architecture."""
+    shapes = jax.tree.leaves_with_path(parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    sizes = [(jax.tree_util.keystr(path, simple=True, separator="/"), math.prod(shape)) for path, shape in shapes]
+    # Norms and biases are added or scaled with: no products.
+    layers = sum(
+        n for path, n in sizes if path.startswith("blocks/") and "norm" not in path and not path.endswith("_bias")
+    )
+    return ParameterCounts(sum(n for _, n in sizes), layers, config.width * config.vocab_size)
+
+
+def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
+    """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers."""
+
+    def one(window: int) -> float:
+        if not window:
+            return (last * (last + 1) - first * (first + 1)) / 2
+        full = min(max(window - 1, first), last)  # queries before it see all
+        return (full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window
+
+    return sum(one(window) for window in layer_windows(config))
+
+
+def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
+    """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H pairs``.
+
+    Pairs are those of ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
+    """
+    n = counts(config)
+    a = config.attention
+    return 2.0 * n.layers * tokens + 2.0 * n.head * predictions + 4.0 * a.heads * a.head_dim * pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of a step, over all devices; a completion has ``mean`` tokens and a prompt the maximum.
+
+    Attributes:
+      completions: B.
+      mean: tokens of each.
+      prompts_flops: prefill of all prompts, once for each group; 0 where nothing is sampled.
+      decode_flops: all sampled tokens.
+      score_passes: forward passes over the batch that are not differentiated: old policy, reference.
+      update_flops: useful FLOPs of one update of every role, the policy and the others; a role with more passes counts
+        with its share of those.
+      predictions: tokens of one update.
+      rows: of packed tokens that an update computes, padding included.
+      row_tokens: S.
+      microbatches: non-empty microbatches of an update.
+      updates: optimiser steps.
+    """
+
+    completions: int
+    mean: int
+    prompts_flops: float
+    decode_flops: float
+    score_passes: int
+    update_flops: float
+    predictions: int
+    rows: int
+    row_tokens: int
+    microbatches: int
+    updates: int
+
+    @property
+    def sampled(self) -> int:
+        """Return the number of sampled tokens, B * mean."""
+        return self.completions * self.mean
+
+    @property
+    def train_flops(self) -> float:
+        """Return the useful FLOPs of all updates: without recomputation, and without gradients of frozen weights."""
+        return self.update_flops * self.updates
+
+
+def work(run: Configuration, outline: Outline, learned: Sequence[PlannedRole], mean: int | None = None) -> Work:
+    """Return the step's work; ``mean`` tokens of a completion, the longest if not given."""
+    groups = outline.groups
+    layout = outline.forward.layout
+    mean = groups.longest if mean is None else mean
+    samples = outline.samples(mean)
+    prompt = len(samples[0].prompt)
+    tokens = len(samples[0].tokens)
+    completions = groups.count * groups.each
+
+    def flops(config: ModelConfig, predicts: bool) -> tuple[float, float]:
+        own = forward_flops(config, prompt, visible_pairs(config, 0, prompt), 0)
+        after = visible_pairs(config, prompt, prompt + tokens)
+        return groups.count * own, completions * forward_flops(config, tokens, after, tokens if predicts else 0)
+
+    _, microbatches = packed_shapes(samples, layout)
+    policy = outline.training[0]
+    scored = policy.needs | ({"old_logp", "ref_logp"} if run.output.monitor_kl else set())
+    in_reward = outline.state.reference is not None and "ref_logp" not in scored
+    settings = run.learner
+    counted = sum(
+        one.passes * sum(flops(one.model.config, one.predicts)) * one.training.passes(settings) / settings.epochs
+        for one in learned
+    )
+    sampling = (0.0, 0.0) if outline.sampler is None else flops(learned[0].model.config, True)
+    return Work(
+        completions, mean, *sampling, len(scored) + in_reward, counted / settings.minibatches,
+        sum(len(sample.tokens) for sample in samples), microbatches * layout.rows, layout.row_tokens, microbatches,
+        settings.updates,
+    )  # fmt: skip
+
+
+REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
+"""Forward passes that the backward pass recomputes; "dots" repeats no matrix product."""
+
+
+def attention_share(attention: str, columns: int) -> float:
+    """Return the share of a row's pairs of columns that an attention backend computes; some skip future pairs."""
+    if attention == "xla":
+        parts = -(-columns // part_columns(columns))
+        return (parts + 1) / (2 * parts)
+    return 0.5 + BLOCKS[0] / (2 * columns) if attention == "splash" else 1.0
+
+
+def update_flops(one: Work, learned: PlannedRole) -> float:
+    """Return the FLOPs that one update of a role runs on all devices, with padding and recomputation by remat."""
+    config = learned.model.config
+    compute = learned.forward.compute
+    tokens = one.rows * one.row_tokens
+    body = packed_flops(config, compute.attention, one.rows, one.row_tokens)
+    # Nobody asks for what the last product of a layer returned, so that one is not repeated.
+    repeated = body - 2.0 * config.layers * config.width * config.mlp_width * tokens
+    # The head's logits are always computed again in the backward pass.
+    head = forward_flops(config, 0, 0, one.predictions) if learned.predicts else 0.0
+    return learned.passes * body + REMAT_PASSES[compute.remat] * repeated + (learned.passes + 1) * head
+
+
+def packed_flops(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
+    """Return the FLOPs of the layers in a forward pass over packed rows, padding included."""
+    pairs = config.layers * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
+    return forward_flops(config, rows * row_tokens, pairs, 0)
 
 
 class Cost(NamedTuple):
-    """What one call of a program costs one device.
+    """The FLOPs that one call of a program runs on one device, and the bytes that it reads and writes.
 
-    Attributes:
-      flops: that it runs.
-      bytes: that it reads and writes.
-      samples: whether it belongs to the half that samples.
-      learns: whether it updates a role.
+    ``samples``: it is part of the sampling half. ``learns``: it updates a role.
     """
 
     flops: float
@@ -38,7 +193,7 @@ class Cost(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class StepPart:
     """A part of the step on one device; computing, reading and sending may overlap, so the slowest decides.
 
     Attributes:
@@ -50,8 +205,8 @@ class Phase:
       compute_s: at the peak of matrix products.
       memory_s: at the peak of its memory.
       ici_s: inside a slice or host.
-      dcn_s: between them.
-      samples: whether it belongs to the half that samples.
+      dcn_s: between slices or hosts.
+      samples: whether it is part of the sampling half.
       learns: whether it updates a role.
     """
 
@@ -69,40 +224,29 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """At least."""
+        """Return the least seconds of the part."""
         return max(self.compute_s, self.memory_s, self.ici_s + self.dcn_s)
 
     @property
     def binds(self) -> str:
-        """What decides."""
+        """Return the limiting resource: compute, memory, ICI or DCN."""
         times = {"compute": self.compute_s, "memory": self.memory_s, "ICI": self.ici_s, "DCN": self.dcn_s}
         network = max(("ICI", "DCN"), key=times.__getitem__)
         return network if self.seconds == self.ici_s + self.dcn_s else max(("compute", "memory"), key=times.__getitem__)
 
 
-def phase(name: str, chip: Chip, calls: float, cost: Cost, traffic: tuple[Traffic, ...]) -> Phase:
-    """A phase with its times; ``cost`` and ``traffic`` are of one call."""
-    sent = tuple(t.times(calls) for t in traffic)
-    flops = cost.flops * calls
-    moved = cost.bytes * calls
-    return Phase(
-        name, calls, flops, moved, sent, flops / chip.flops, moved / chip.bandwidth, sum(t.ici_s for t in sent),
-        sum(t.dcn_s for t in sent), cost.samples, cost.learns,
-    )  # fmt: skip
-
-
 def phases(
     run: Configuration, arrays: Arrays, work: Work, chip: Chip, parts: int, sent: dict[str, tuple[Traffic, ...]]
-) -> list[Phase]:
-    """The parts of a step on one device; those that a step never calls are left out.
+) -> list[StepPart]:
+    """Return the parts of a step on one device; those that a step never calls are left out.
 
     Args:
       run: resolved.
-      arrays: its.
+      arrays: the run's arrays.
       work: of a step.
       chip: its peaks.
-      parts: into which rows of a batch are divided.
-      sent: what one call of each program sends.
+      parts: number of parts into which rows of a batch are divided.
+      sent: traffic of one call of each program.
     """
     updates = {
         held.program: (
@@ -113,84 +257,71 @@ def phases(
     scores = work.score_passes * run.learner.minibatches
     found = sampling_phases(arrays, work) if isinstance(arrays, SamplingArrays) else {}
     for reading in arrays.readings:
-        found[reading.asked.name] = reading.asked.calls, reading_cost(reading)
-    found["score"] = scores, score_cost(arrays.learned[0], work, parts)
-    return [
-        phase(name, chip, calls, cost, sent.get(name, ())) for name, (calls, cost) in (found | updates).items() if calls
-    ]
+        asked = reading.asked
+        predictions = sum(len(sample.tokens) for sample in asked.samples) if reading.predicts else 0
+        found[asked.name] = asked.calls, pass_cost(reading, reading.microbatches, predictions, asked.copies > 0)
+    found["score"] = scores, pass_cost(arrays.learned[0], work.microbatches, work.predictions)
+    parts_of_step = []
+    for name, (calls, cost) in (found | updates).items():
+        if calls:
+            sends = tuple(one.times(calls) for one in sent.get(name, ()))
+            flops = cost.flops * calls
+            moved = cost.bytes * calls
+            parts_of_step.append(StepPart(
+                name, calls, flops, moved, sends, flops / chip.flops, moved / chip.bandwidth,
+                sum(one.ici_s for one in sends), sum(one.dcn_s for one in sends), cost.samples, cost.learns,
+            ))  # fmt: skip
+    return parts_of_step
 
 
 def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
-    """The calls and cost of the programs that sample; slots are always full, and wait for the longest only at the
-    end."""
+    """Return the calls and cost of the sampling programs; slots are assumed full until the last completions end."""
     rollout = arrays.rollout
     parts = arrays.slot_shape.parts
-    rows, _, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    config = arrays.sampled.config
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    pairs = visible_pairs(config, 0, piece * calls) / calls
+    flops = forward_flops(config, piece, pairs, 0) * rows / parts * share_of(arrays.sampled)
     waves = max(work.completions / rollout.slots, 1.0)
     policy = arrays.state.policy
     moved = bytes_per_device((policy.params, policy.base)) + bytes_per_device(arrays.sampled)
     return {
         "weights": (1.0, Cost(0.0, moved, True)),
-        "prompts": (math.ceil(rollout.prompts / rows) * calls, prompts_cost(arrays)),
+        "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(flops, bytes_per_device(arrays.sampled), True)),
         "decode": (math.ceil(waves * work.mean / rollout.chunk), decode_cost(arrays, work)),
     }
 
 
-def prompts_cost(arrays: SamplingArrays) -> Cost:
-    """Of one call."""
-    config = arrays.sampled.config
-    parts = arrays.slot_shape.parts
-    rows, piece, calls = prompt_calls(arrays.rollout.max_prompt_tokens, parts)
-    pairs = visible_pairs(config, 0, piece * calls) / calls
-    flops = forward_flops(config, piece, pairs, 0) * rows / parts * share_of(arrays.sampled)
-    return Cost(flops, bytes_per_device(arrays.sampled), True)
-
-
 def decode_cost(arrays: SamplingArrays, work: Work) -> Cost:
-    """Of one chunk, averaged over the lengths of the cache as it grows."""
+    """Return the cost of one decode chunk, averaged over the lengths of the cache as it grows."""
     rollout = arrays.rollout
     config = arrays.sampled.config
     shape = arrays.slot_shape
     slots = rollout.slots / shape.parts
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
     flops = forward_flops(config, 1, pairs, 1) * slots * share_of(arrays.sampled)
-    columns = mean_columns(work.mean, rollout.chunk, shape.columns)
+    # A chunk reads the next power of two of the columns that are there while all slots grow together.
+    steps = range(0, work.mean, rollout.chunk)
+    columns = sum(min(power_of_two(at + rollout.chunk), shape.columns) for at in steps) / len(steps)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
     moved = bytes_per_device(arrays.sampled) + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
     return Cost(flops * rollout.chunk, moved * rollout.chunk, True)
 
 
-def mean_columns(length: int, chunk: int, most: int) -> float:
-    """Columns that a chunk reads, on average while all slots grow together: the next power of two of what is there."""
-    steps = range(0, length, chunk)
-    return sum(min(power_of_two(at + chunk), most) for at in steps) / len(steps)
-
-
-def score_cost(policy: Learned, work: Work, parts: int) -> Cost:
-    """One forward pass over one update's data."""
-    compute = policy.forward.compute
-    flops = packed_flops(policy.config, compute.attention, work.rows, work.row_tokens)
-    flops += forward_flops(policy.config, 0, 0, work.predictions)
-    size = bytes_per_device(policy.gathered)
-    return Cost(flops * share_of(policy.gathered) / parts, work.microbatches * 2 * size)
-
-
-def reading_cost(one: Reading) -> Cost:
-    """One call of a pass."""
+def pass_cost(one: PlannedRole | PlannedPass, microbatches: int, predictions: int, samples: bool = False) -> Cost:
+    """Return the cost of one call of a pass over ``microbatches`` that predicts ``predictions`` tokens."""
     layout = one.forward.layout
     config = one.model.config
-    flops = packed_flops(config, one.forward.compute.attention, one.microbatches * layout.rows, layout.row_tokens)
-    if one.predicts:
-        flops += forward_flops(config, 0, 0, sum(len(sample.tokens) for sample in one.asked.samples))
-    moved = one.microbatches * 2 * bytes_per_device(one.gathered)
-    return Cost(flops * share_of(one.gathered) / layout.parts, moved, one.asked.copies > 0)
+    flops = packed_flops(config, one.forward.compute.attention, microbatches * layout.rows, layout.row_tokens)
+    flops += forward_flops(config, 0, 0, predictions)
+    moved = microbatches * 2 * bytes_per_device(one.gathered)
+    return Cost(flops * share_of(one.gathered) / layout.parts, moved, samples)
 
 
-def update_cost(arrays: Arrays, held: Learned, work: Work, parts: int) -> Cost:
-    """One optimiser update of a role: for each microbatch weights are written and read in each pass, and activations
-    moved."""
-    config = held.config
+def update_cost(arrays: Arrays, held: PlannedRole, work: Work, parts: int) -> Cost:
+    """Return the cost of an update of a role: each microbatch's passes read and write weights and move activations."""
+    config = held.model.config
     compute = held.forward.compute
     share = share_of(held.gathered)
     width = width_of(held)

@@ -1,76 +1,255 @@
-"""What a model is, without its weights and mostly without a network."""
+"""Shapes and placement of every array that a run keeps on its devices; no array is made."""
 
-import functools
-import json
-from importlib import resources
-from pathlib import Path
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.config import Configuration, Run, split_step, without_step
-from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.architecture import architecture
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from jaxrl_llm.config import Configuration
+from jaxrl_llm.engine.backend import for_sampling
+from jaxrl_llm.engine.blocks import SlotShape
+from jaxrl_llm.engine.prefix_cache import LONGEST_CALL, PIECE, bucket, rows_of_call
+from jaxrl_llm.engine.requests import Request
+from jaxrl_llm.engine.scheduler import Build, wanted
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.engine.slots import (
+    Slots,
+    empty_slots,
+    slot_shardings,
+)
+from jaxrl_llm.learner import Forward, Training
+from jaxrl_llm.learner.batch import Packed
+from jaxrl_llm.learner.forward import batch_shardings
+from jaxrl_llm.learner.objectives import names_of
+from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.hf_config import read_config
-from jaxrl_llm.stages.critic import Architectures
-from jaxrl_llm.stages.judges import paths_of
-from jaxrl_llm.trained import find_run
+from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
+from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.models.lora import base_of, model_of
+from jaxrl_llm.rollout.settings import Rollout
+from jaxrl_llm.sharding import abstract, make_mesh, platform_of, rollout_mesh, sampling_shardings, shardings
+from jaxrl_llm.stages.outline import Outline, Pass, PlannedSampler
+from jaxrl_llm.types import Prompt, Role, TrainState
 
 
-def model_config(name: str) -> tuple[ModelConfig, str]:
-    """The architecture of a directory, a .gguf file, a built-in name, a hub id or RUN[@STEP], and where that was read.
+@dataclasses.dataclass(frozen=True)
+class PlannedRole:
+    """One role on the devices.
 
-    Of well-known models a copy of config.json is in this package, so that planning needs no network.
-
-    Raises:
-      InputError: nothing of that name, or an architecture that is not known here.
+    Attributes:
+      training: its training functions.
+      forward: options of its forward pass.
+      role: its weights and optimiser.
+      model: the model of its weights.
+      gathered: that model as its layers read it: in the compute type, whole over fsdp.
     """
-    if name in published() and not Path(name).is_dir():
-        return read_config(published()[name]), "the published config.json, copied into this package"
-    trained = find_run(name)
-    if trained is None:
-        return architecture(name)
-    config, source = model_config(without_step(trained.run.model))
-    return config, f"of run {name}: {source}"
+
+    training: Training
+    forward: Forward
+    role: Role
+    model: Any
+    gathered: Any
+
+    @property
+    def program(self) -> str:
+        """Return the name of its update program."""
+        return "update" if self.training.role == "policy" else self.training.role
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts tokens; a scalar model does not."""
+        return not isinstance(self.model, ScalarModel)
+
+    @property
+    def passes(self) -> int:
+        """Return the cost of learning in forward passes: gradients of frozen weights do not count."""
+        return 2 if isinstance(self.role.params, Adapter) else 3
 
 
-def architectures(run: Configuration, policy: ModelConfig) -> tuple[Architectures, tuple[str, ...]]:
-    """From the names of the models that a run has beside its policy to what they are, and what was assumed.
+@dataclasses.dataclass(frozen=True)
+class PlannedPass:
+    """A pass on the devices.
 
-    A run that is yet to be trained has no directory: it is planned as if it were of the policy's architecture.
-
-    Raises:
-      InputError: a model that is there, and cannot be read.
+    Attributes:
+      asked: the pass to run.
+      model: the model that reads.
+      gathered: as in ``PlannedRole``.
+      packed: the data of one call.
+      microbatches: non-empty microbatches of the data.
     """
-    found = {}
-    notes = []
-    for name in beside(run):
-        directory, _ = split_step(name)
-        # Where there is no folder of runs yet, its name would read as a hub id.
-        there = directory.parent.name != SAVED_RUNS or directory.exists()
-        try:
-            config = model_config(name)[0] if there else None
-        except InputError:
-            if directory.exists():
-                raise
-            config = None
-        if config is None:
-            notes.append(f"{name} is not there: planned as a model of the policy's architecture")
-        found[name] = config or policy
-    return found.__getitem__, tuple(notes)
+
+    asked: Pass
+    model: Any
+    gathered: Any
+    packed: Packed
+    microbatches: int
+
+    @property
+    def forward(self) -> Forward:
+        """Return the options of the model's forward pass."""
+        return self.asked.forward
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts tokens."""
+        return self.asked.output != "values"
 
 
-def beside(run: Configuration) -> list[str]:
-    """The models that a run names beside its policy: a critic's, reward models, each once."""
-    if not isinstance(run, Run):
-        return []
-    critic = run.recipe.critic
-    named = [] if critic is None or critic.model is None else [critic.model]
-    return list(dict.fromkeys((*named, *paths_of(run))))
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """All arrays on the devices; every leaf is a ``ShapeDtypeStruct`` with its sharding.
+
+    Attributes:
+      state: weights, optimiser, reference.
+      packed: one optimiser update's data, for all roles.
+      microbatches: non-empty microbatches of the data.
+      learned: one for each role, the policy first.
+      readings: the passes.
+    """
+
+    state: TrainState
+    packed: Packed
+    microbatches: int
+    learned: tuple[PlannedRole, ...]
+    readings: tuple[PlannedPass, ...]
 
 
-@functools.cache
-def published() -> dict[str, dict[str, Any]]:
-    """config.json of well-known models by hub id; attributes that change no shape are left out."""
-    text = (resources.files("jaxrl_llm.plan") / "published.json").read_text()
-    return {name: entry["config"] for entry in json.loads(text) for name in entry["names"]}
+@dataclasses.dataclass(frozen=True)
+class SamplingArrays(Arrays):
+    """All arrays of a run that samples.
+
+    Attributes:
+      sampler: the planned sampler.
+      sampled: weights to sample from.
+      slots: the engine's slots, at their largest.
+      slot_shape: the shape of the slots.
+    """
+
+    sampler: PlannedSampler
+    sampled: Decoder
+    slots: Slots
+    slot_shape: SlotShape
+
+    @property
+    def rollout(self) -> Rollout:
+        """Return the lengths and slots."""
+        return self.sampler.rollout
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the engine's sampling rules."""
+        return self.sampler.rules
+
+
+def abstract_mesh(sizes: Mapping[str, int], platform: str = "") -> AbstractMesh:
+    """Return a mesh without devices, for arrays on a platform: enough to compute the size of each device's part."""
+    device = AbstractDevice(platform, None, platform) if platform else None
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
+
+
+def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
+    """Return the model as shapes."""
+    return jax.eval_shape(lambda key: initialise(config, key, jnp.dtype(dtype)), jax.random.key(0))
+
+
+def arrays(outline: Outline, model: Decoder, mesh: Any, where: Any) -> Arrays:
+    """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract).
+
+    ``model``: the initial model, as shapes.
+    """
+    state = abstract(outline.state, shardings(outline.state, mesh))
+    names = names_of(objective for one in outline.training for objective in one.objectives)
+    samples = outline.samples(outline.groups.longest)
+    packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
+    computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
+    needed = set().union(*(one.needs for one in outline.training)) - set(packed.by_token)
+    packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
+    learned = tuple(_learned(outline, state, one) for one in outline.training)
+    held = Arrays(
+        state, abstract(packed, batch_shardings(packed, mesh)), microbatches, learned,
+        tuple(_reading(one, state) for one in outline.passes),
+    )  # fmt: skip
+    if outline.sampler is None:
+        return held
+    return _sampling(held, outline.sampler, model, outline.forward.compute.dtype, where)
+
+
+def _learned(outline: Outline, state: TrainState, one: Training) -> PlannedRole:
+    role = state.roles[one.role]
+    forward = outline.forwards[one.role]
+    model = model_of(state, one.role)
+    whole = role._replace(base=base_of(state, one.role))
+    return PlannedRole(one, forward, whole, model, gathered(model, forward))
+
+
+def _reading(asked: Pass, state: TrainState) -> PlannedPass:
+    forward = asked.forward
+    model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, forward.mesh))
+    packed, microbatches = packed_shapes(asked.samples, forward.layout)
+    packed = abstract(packed, batch_shardings(packed, forward.mesh))
+    return PlannedPass(asked, model, gathered(model, forward), packed, microbatches)
+
+
+def gathered(model: Any, forward: Forward) -> Any:
+    """Return the model as its layers read it: in the compute type, divided over the tensor axis alone."""
+    narrow = jax.eval_shape(lambda m: cast(m, forward.compute.dtype), model)
+    return abstract(narrow, sampling_shardings(narrow, forward.mesh))
+
+
+def _sampling(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
+    dtype = jnp.dtype(dtype)
+    sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(where)), model)
+    shape = largest_shape(model.config, sampler.rollout, dtype, where, sampler.rules)
+    slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
+    return SamplingArrays(
+        **vars(held),
+        sampler=sampler,
+        sampled=abstract(sampled, sampling_shardings(sampled, where)),
+        slots=abstract(slots, slot_shardings(slots, where)),
+        slot_shape=shape,
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of these arrays on one device, without padding of their layout."""
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def width_of(one: PlannedRole | PlannedPass) -> int:
+    """Return the bytes of a number in the compute type of a model's layers."""
+    return jnp.dtype(one.forward.compute.dtype).itemsize
+
+
+def share_of(tree: Any) -> float:
+    """Return one device's share of arrays by bytes, which is also its share of their matrix products."""
+    return bytes_per_device(tree) / sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def meshes(run: Configuration, devices: list[Any]) -> tuple[Mesh, Mesh]:
+    """Return the run's meshes for learning and for sampling, made of these devices."""
+    return make_mesh(run.mesh, devices), rollout_mesh(run.mesh, devices)
+
+
+def largest_shape(config: Any, rollout: Rollout, dtype: Any, mesh: Any, sampling: Sampling) -> SlotShape:
+    """Return the largest shape of the slots: all slots, the longest prompts and completions, the most prompt blocks."""
+    group = 1 if rollout.strict else min(rollout.group, rollout.slots)
+    build = Build(config, dtype, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict, group)
+    prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
+    sampled = rollout.max_new_tokens
+    at_their_end = [Request(i, prompt, 0, sampled, count=sampled - 1, block_key=i) for i in range(rollout.slots)]
+    shape = wanted(build, sampling, at_their_end, None, False)
+    return shape._replace(blocks=shape.rows)
+
+
+def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
+    """Return how prompts of ``tokens`` tokens are prefilled: sequences per call, tokens per call, calls per prompt.
+
+    ``parts``: number of parts into which the mesh divides the sequences.
+    """
+    piece = bucket(tokens) if bucket(tokens) <= LONGEST_CALL else PIECE
+    calls = -(-tokens // piece)
+    return rows_of_call(piece if calls == 1 else piece * calls, parts), piece, calls

@@ -1,22 +1,20 @@
 """Rewards: verifiers, shaping, and the scorer that runs them."""
 
-from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, Threshold
-from jaxrl_llm.rewards.failures import Failures
-from jaxrl_llm.rewards.functions import Function, Local
-from jaxrl_llm.rewards.judge import Judge, Panel
+from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, TaskReward, Threshold
+from jaxrl_llm.rewards.functions import Function, Local, StepFunction
+from jaxrl_llm.rewards.judge import Failures, Judge, Panel, Scores
 from jaxrl_llm.rewards.models import ModelReward, StepReward
-from jaxrl_llm.rewards.refusals import Refusals
-from jaxrl_llm.rewards.scorer import Scorer, Scores
+from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.shaping import (
     Accuracy,
     CosineLength,
     Format,
     LengthPenalty,
+    Refusals,
     RepetitionPenalty,
     Reward,
     SoftOverlong,
 )  # fmt: skip
-from jaxrl_llm.rewards.steps import StepFunction
 from jaxrl_llm.rewards.verify import accuracy
 
 __all__ = [
@@ -41,6 +39,7 @@ __all__ = [
     "Scores",
     "SoftOverlong",
     "StepFunction",
+    "TaskReward",
     "Threshold",
     "accuracy",
 ]

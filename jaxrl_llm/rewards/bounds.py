@@ -1,28 +1,27 @@
-"""Rewards made of others, and what a run keeps within bounds: hinges, thresholds, constraints, a gate.
+"""Rewards made of others: hinges, thresholds, constraints, a gate, and rewards of some of a mixture's tasks.
 
-What is bounded is scored as any reward is, by whatever scores such rewards; its values are changed afterwards. Its own
-weight is 1: the weight belongs to what goes into the sum.
+The inner reward is scored like any other; its values are changed afterwards. Its own weight is 1: the weight belongs to
+the value that goes into the sum.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.by_task import OfTasks
-from jaxrl_llm.rewards.functions import as_reward
+from jaxrl_llm.rewards.functions import Item, as_reward
 from jaxrl_llm.rewards.models import OF_STEPS
 
 REJECTED = "gate/rejected"
-"""The part of a group that says which completions its gate rejects."""
+"""Name of the part of a group that marks the completions that its gate rejects."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A value made of another reward's.
+    """Base of rewards made of another reward's value.
 
     Attributes:
       of: that reward, or a function.
@@ -33,35 +32,34 @@ class Bound:
     def __post_init__(self):
         object.__setattr__(self, "of", as_reward(self.of))
 
+    @property
+    def name(self) -> str:
+        """Name of the inner reward."""
+        return self.of.name
+
     def shaped(self, values: np.ndarray) -> np.ndarray:
-        """float64[n] of the inner reward's values, float64[n]."""
+        """Return the bound's values, float64[n], from those of the inner reward, float64[n]."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Hinge(Bound):
-    """``-max(0, x - limit)`` of another reward's value x: what lies above the limit is punished, completion by
-    completion.
+    """``-max(0, x - limit)`` of another reward's value x: each completion is punished by its excess over the limit.
 
-    In the sum, ``r_help + weight * hinge = r_help - weight * max(0, x - limit)``. No dual of a limit on the mean: that
-    is ``Constraint``.
+    In the sum, ``r_help + weight * hinge = r_help - weight * max(0, x - limit)``. It does not limit the mean;
+    ``Constraint`` does.
 
     Attributes:
       of: a reward, or a function; NaN stays NaN.
-      limit: up to which x costs nothing.
-      weight: what each unit above costs.
+      limit: largest x that costs nothing.
+      weight: cost of each unit above.
     """
 
     limit: float
     weight: float = 1.0
 
-    @property
-    def name(self) -> str:
-        """That of the inner reward."""
-        return self.of.name
-
     def shaped(self, values: np.ndarray) -> np.ndarray:
-        """See ``Bound``."""
+        """Return the bound's values; see ``Bound``."""
         return -np.maximum(0.0, values - self.limit)
 
 
@@ -72,22 +70,17 @@ class Threshold(Bound):
     at: float
     weight: float = 1.0
 
-    @property
-    def name(self) -> str:
-        """That of the inner reward."""
-        return self.of.name
-
     def shaped(self, values: np.ndarray) -> np.ndarray:
-        """See ``Bound``."""
+        """Return the bound's values; see ``Bound``."""
         return np.where(np.isnan(values), np.nan, values >= self.at)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gate(Bound):
-    """What a completion must pass to be reinforced: where the value is below ``at`` its advantages are at most 0.
+    """Gate that a completion must pass to be reinforced: if the value is below ``at`` its advantages are at most 0.
 
-    ``A <- min(A, 0)`` for each of its tokens, after estimation: the others are compared with it as before. A completion
-    that cannot be scored does not pass.
+    ``A <- min(A, 0)`` for each of its tokens, after estimation: other completions are still compared with it. A
+    completion that cannot be scored does not pass.
 
     Attributes:
       of: a reward, or a function.
@@ -98,21 +91,21 @@ class Gate(Bound):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return f"gate of {self.of.name}"
 
     def shaped(self, values: np.ndarray) -> np.ndarray:
-        """1 where the completion is rejected, else 0."""
+        """Return 1 where the completion is rejected, else 0."""
         return np.where(values >= self.at, 0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """Holds the mean of a cost to a limit: ``R = r - lam * (cost - limit)``, the Lagrangian of E[cost] <= limit.
+    """Limit on the mean of a cost: ``R = r - lam * (cost - limit)``, the Lagrangian of E[cost] <= limit.
 
     After each step ``lam <- max(0, lam + rate * (mean cost - limit))``, over all groups finished in it. A completion
-    whose cost is NaN, or could not be had, is left out of the mean and has no advantage. What reads rewards before
-    advantages are made (filters of groups, ``reward/mean``, shaping) sees r alone.
+    with a NaN or failed cost is left out of the mean and has no advantage. Readers of rewards before the advantages
+    (filters of groups, ``reward/mean``, shaping) see r alone.
 
     Attributes:
       cost: a reward, or a function, to be kept low.
@@ -133,42 +126,81 @@ class Constraint:
 
     @property
     def part(self) -> str:
-        """Its column in groups, metrics and samples."""
+        """Name of its column in groups, metrics and samples."""
         return f"constraint/{self.label}/cost"
 
     @property
     def coefficient(self) -> str:
-        """What lam is called."""
+        """Name of lam in metrics."""
         return f"constraint/{self.label}/multiplier"
 
     @property
     def label(self) -> str:
-        """The name, or the cost's."""
+        """Name, or the cost's."""
         return self.cost.name if self.name is None else self.name
 
 
+@dataclasses.dataclass(frozen=True)
+class TaskReward:
+    """Reward of the completions of some of a mixture's tasks only; other completions are scored without it.
+
+    Attributes:
+      of: the reward.
+      tasks: their labels.
+    """
+
+    of: Any
+    tasks: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the reward, with those of its tasks."""
+        return f"{self.of.name}/{'+'.join(self.tasks)}"
+
+    @property
+    def weight(self) -> float:
+        """Weight of the reward."""
+        return self.of.weight
+
+
+def places_of(reward: Any, items: Sequence[Item]) -> list[int] | None:
+    """Return the indices of the completions that a reward scores; None if it scores all."""
+    if not isinstance(reward, TaskReward):
+        return None
+    return [place for place, (problem, _) in enumerate(items) if problem.task in reward.tasks]
+
+
+def spread(values: np.ndarray, places: Sequence[int] | None, count: int) -> np.ndarray:
+    """Return one or several columns of ``count`` completions from the values of the scored ones; NaN for the others."""
+    if places is None:
+        return values
+    column = np.full((count, *values.shape[1:]), np.nan)
+    column[list(places)] = values
+    return column
+
+
 def base_of(reward: Any) -> Any:
-    """What is scored for a reward: the innermost one that it is made of."""
-    return base_of(reward.of) if isinstance(reward, (Bound, OfTasks)) else reward
+    """Return the innermost reward, which is scored for this one."""
+    return base_of(reward.of) if isinstance(reward, (Bound, TaskReward)) else reward
 
 
 def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
-    """The reward's values float64[n] from those of ``base_of(reward)``."""
-    if isinstance(reward, OfTasks):
+    """Return the reward's values, float64[n], from those of ``base_of(reward)``."""
+    if isinstance(reward, TaskReward):
         return shaped(reward.of, values)
     return reward.shaped(shaped(reward.of, values)) if isinstance(reward, Bound) else values
 
 
 def check_bound(bound: Bound | Constraint, check: Callable[[Any], None]) -> None:
-    """Refuses a bound that cannot work.
+    """Refuse a bound that cannot work.
 
     Args:
       bound: one of those above.
-      check: does it for the reward that it is made of.
+      check: refuses the inner reward if that cannot work.
 
     Raises:
       InputError: a number out of its range, a name that metrics cannot have, a reward of steps, an inner reward with a
-        weight of its own, or what ``check`` raises.
+        weight of its own, or an error of ``check``.
     """
     kind = type(bound).__name__
     for field in ("limit", "at", "rate", "multiplier"):

@@ -1,5 +1,6 @@
-"""One call of a function and what became of it, wherever it runs."""
+"""Calls of reward functions and their outcomes, in any process."""
 
+import asyncio
 import functools
 import inspect
 import math
@@ -13,52 +14,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import forms
-from jaxrl_llm.rewards.forms import PLAIN, Form, bind
+from jaxrl_llm.rewards import functions
+from jaxrl_llm.rewards.functions import PLAIN, Form, bind
 
 AT_ONCE = 64
-"""Calls of one ``async`` function that wait at one time."""
+"""Maximum number of calls of one ``async`` function that wait at one time."""
 LARGEST = 1e15
-"""A reward's size at most: the squares of a million differences of such rewards have a sum in float32, in which
-advantages are made. Beyond, all of them would be 0."""
+"""Maximum size of a reward: the squares of a million differences of such rewards have a sum in float32, in which
+advantages are computed. Beyond it, all advantages would be 0.
+"""
 
 _LONGEST_TRACE = 20_000
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parents[1])
-
-
-class Runner:
-    """Owner of an event loop for the thread that uses it; there is none until it is needed."""
-
-    def __init__(self):
-        self._runner: Any = None
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine returns; one after the other on the same loop, whose connections stay open."""
-        if self._runner is None:
-            import asyncio  # slow, and few rewards need it
-
-            self._runner = asyncio.Runner()
-        return self._runner.run(coroutine)
-
-    def __enter__(self) -> "Runner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._runner is not None:
-            self._runner.close()
+_FOLDERS = {str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
+_LIBRARIES = ("<frozen ", *(folder + os.sep for folder in _FOLDERS))
+"""Prefixes of the file names of library code, as opposed to the user's own."""
 
 
 class Call(NamedTuple):
-    """A function's call for some items, which must pickle where it goes to another process.
+    """Call of a function for some items; it must pickle if it goes to another process.
 
     Attributes:
-      path: ``module:function``, or what else names the function.
-      items: what is scored; one, unless the form is a batch or waits.
-      form: how the function is called.
+      path: ``module:function``, or another name of the function.
+      items: pairs to score; one, unless the form is a batch or waits.
+      form: calling convention of the function.
       timeout_s: for one item, or for the whole of a batch.
-      positions: of a function that values steps, what its positions count (``StepFunction``); empty where it returns
-        numbers.
+      positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
     """
 
     path: str
@@ -69,21 +49,21 @@ class Call(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """Seconds for all of the call."""
+        """Seconds allowed for the whole call."""
         if self.form.batch or not self.form.waits:
             return self.timeout_s
         return self.timeout_s * (math.ceil(len(self.items) / AT_ONCE) + 1)  # its own limits end it before
 
 
 class Outcome(NamedTuple):
-    """What became of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
+    """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
 
     Attributes:
-      status: which of these.
+      status: one of these.
       value: the score, or the steps as pairs of a position and a value.
-      message: what went wrong, in one line.
-      place: ``file:line`` of the function's own code, where it is known.
-      trace: the whole traceback, told once for each call.
+      message: the error, in one line.
+      place: ``file:line`` of the function's own code, if known.
+      trace: the whole traceback, given once for each call.
     """
 
     status: str
@@ -94,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[Outcome]:
-    """The outcome of each item, whatever the function raises; ``run`` waits for what is ``async``."""
+    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results."""
     try:
         if call.form.waits and not call.form.batch:
             return run(_all(function, call))
@@ -113,15 +93,11 @@ async def _awaited(result: Any) -> Any:
 
 
 async def _all(function: Callable[..., Any], call: Call) -> list[Outcome]:
-    import asyncio
-
     free = asyncio.Semaphore(AT_ONCE)
     return list(await asyncio.gather(*(_one(function, call, item, free) for item in call.items)))
 
 
 async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], free: Any) -> Outcome:
-    import asyncio
-
     async with free:
         limit = asyncio.timeout(call.timeout_s)
         try:
@@ -135,16 +111,16 @@ async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], 
 
 
 def overdue(seconds: float) -> str:
-    """What is said of a call that took too long."""
+    """Return the message about a call that took too long."""
     return f"call not finished after {seconds:g} s"
 
 
 def number(result: Any) -> float:
-    """The score as a float; NaN is allowed and means that the completion cannot be scored.
+    """Return the score as a float; NaN is allowed and means that the completion cannot be scored.
 
     Raises:
-      TypeError: no number.
-      ValueError: an infinite one, or one beyond ``LARGEST``.
+      TypeError: the result is not a number.
+      ValueError: it is infinite, or beyond ``LARGEST``.
     """
     if isinstance(result, Mapping) and "score" in result:  # verl's functions may say more than the score
         result = result["score"]
@@ -159,11 +135,11 @@ def number(result: Any) -> float:
 
 
 def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float]]:
-    """What a function says of a completion's steps, as ``StepFunction`` describes it.
+    """Return a function's values of a completion's steps, in the form that ``StepFunction`` describes.
 
     Raises:
-      TypeError: no pairs of a whole number and a number.
-      ValueError: a position outside the completion, or a value that is not finite.
+      TypeError: the result is not a list of pairs of a whole number and a number.
+      ValueError: a position is outside the completion, or a value is not finite.
     """
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
         raise TypeError(f"returned {result!r:.80}, which is no list of pairs (position, value)")
@@ -188,7 +164,7 @@ def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
 
 
 def _scores(result: Any, function: Callable[..., Any], call: Call) -> list[Outcome]:
-    """Those of a batch: None is NaN; a score that is none fails alone."""
+    """Return the outcomes of a batch: None is NaN; an invalid score fails alone."""
     count = len(call.items)
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
         raise TypeError(f"returned {result!r:.80}, which is no list of scores")
@@ -205,49 +181,42 @@ def _scores(result: Any, function: Callable[..., Any], call: Call) -> list[Outco
 
 def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
-    complaint = frames[-1].filename in (
-        __file__,
-        forms.__file__,
-    )  # of what the function wants or returned: no trace shows it
+    # A complaint of what the function wants or returned: no trace shows it.
+    complaint = frames[-1].filename in (__file__, functions.__file__)
     trace = "" if complaint else _in_utf_8("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
     place = place_in(frames, function)
     return Outcome("error", message=in_one_line(error), place=place, trace=trace)
 
 
 def in_one_line(error: BaseException) -> str:
-    """``ZeroDivisionError: division by zero``."""
+    """Format an error, as in ``ZeroDivisionError: division by zero``."""
     text = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
     return _in_utf_8(" ".join(text.split()).removesuffix(":")[:500])
 
 
 def _in_utf_8(text: str) -> str:
-    """What a person's function says may quote what no file can hold, such as half of a surrogate pair."""
+    """Escape characters that no file can hold, such as half a surrogate pair, which a message may quote."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def place_in(frames: Sequence[traceback.FrameSummary], function: Callable[..., Any]) -> str:
-    """Where a person's own code stands: the innermost frame of no library, or else the function's definition."""
-    own = getattr(code_of(function), "co_filename", None)
+    """Return the place in the user's own code: the innermost frame outside libraries, or the function's definition."""
+    own = getattr(_code_of(function), "co_filename", None)
     for frame in reversed(frames):
-        if frame.filename == own or _is_own(frame.filename):
-            return shown(frame.filename, frame.lineno)
+        library = frame.filename.startswith(_LIBRARIES) or "-packages" + os.sep in frame.filename
+        if frame.filename == own or not library:
+            return _shown(frame.filename, frame.lineno)
     return defined(function)
 
 
-def _is_own(file: str) -> bool:
-    folders = (*_LIBRARIES, _OURS)
-    library = any(file.startswith(folder + os.sep) for folder in folders) or "-packages" + os.sep in file
-    return not library and not file.startswith("<frozen ")
-
-
 def defined(function: Callable[..., Any]) -> str:
-    """``file:line`` of a function's definition; empty where it has none."""
-    code = code_of(function)
-    return "" if code is None else shown(code.co_filename, code.co_firstlineno)
+    """Return ``file:line`` of a function's definition; empty if unknown."""
+    code = _code_of(function)
+    return "" if code is None else _shown(code.co_filename, code.co_firstlineno)
 
 
-def code_of(function: Callable[..., Any]) -> Any:
-    """A function's code, or that of the call of an object; None where it is written in C."""
+def _code_of(function: Callable[..., Any]) -> Any:
+    """Return the code of a function or of an object's ``__call__``; None if it is written in C."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -255,8 +224,8 @@ def code_of(function: Callable[..., Any]) -> Any:
     return found if found is not None else getattr(type(function).__call__, "__code__", None)
 
 
-def shown(file: str, line: int | None) -> str:
-    """``file:line`` for people: from the current folder where it lies below it."""
+def _shown(file: str, line: int | None) -> str:
+    """Format ``file:line`` for people, relative to the current folder if the file is below it."""
     if "ipykernel_" in file or file.startswith("<ipython-input"):
         return f"notebook cell, line {line}"
     inside = file.startswith(os.getcwd() + os.sep)

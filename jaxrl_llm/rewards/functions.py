@@ -1,28 +1,175 @@
-"""Functions of your own as rewards: by their name, or as they are."""
+"""Rewards from your own functions, given by name or as objects. The names of a function's parameters set how it is
+called.
+
+One completion at a time, which returns a number:
+
+- ``f(problem, completion)``: in this order, called as you like. ``f(completion)`` if its parameter has that name.
+- ``f(data_source, solution_str, ground_truth, extra_info)``, verl's: the task's label, the text, the reference, and the
+  row's column ``extra_info`` (all columns if that is missing).
+
+A batch, which returns a list with one number for each completion; its arguments are lists too:
+
+- ``f(problems, completions)``. With ``batch=True`` they may be called as you like. - ``f(prompts, completions,
+completion_ids)`` or some of them, TRL's. Prompts and completions are texts, or chats if the rows' prompts are chats. -
+``f(data_sources, solution_strs, ground_truths, extra_infos)``, verl's.
+
+Every further parameter is a column of the problem's row, by its name; if the row has none its default stays.
+``**kwargs`` takes all columns. ``answer`` is the reference, unless a column has that name. Each form may be ``async``.
+"""
 
 import dataclasses
+import functools
 import importlib.machinery
+import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.forms import Form, form_of, name_of
-from jaxrl_llm.tasks.resolve import resolve
+from jaxrl_llm.tasks.filters import resolve
+from jaxrl_llm.tasks.prompts import CHAT
+from jaxrl_llm.types import Completion, Problem
+
+Item = tuple[Problem, Completion]
+
+PLURAL = ("problems", "completions", "solution_strs")
+"""Parameters that ask for a batch."""
+
+_OWN = {"problem": lambda p, c: p, "completion": lambda p, c: c}
+_VERL = {
+    "data_source": lambda p, c: p.metadata.get("data_source", p.task),
+    "solution_str": lambda p, c: c.text,
+    "ground_truth": lambda p, c: p.answer,
+    "extra_info": lambda p, c: p.metadata.get("extra_info", p.metadata),
+}
+_TRL = {
+    "prompts": lambda p, c: [dict(m) for m in p.prompt] if is_chat(p) else p.prompt[-1]["content"],
+    "completions": lambda p, c: [{"role": "assistant", "content": c.text}] if is_chat(p) else c.text,
+    "completion_ids": lambda p, c: c.tokens.tolist(),
+}
+_OFFERS = {("own", False): _OWN, ("verl", False): _VERL, ("trl", True): _TRL}
+_OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False].items()} for style in ("own", "verl")}
+"""Arguments offered by name in addition to the row's columns, for a style of names, one at a time or in a batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Calling convention of a function.
+
+    Attributes:
+      style: convention of its parameter names: ``own``, ``trl`` or ``verl``; ``plain`` if an item is its arguments.
+      batch: all items in one call.
+      waits: it is ``async``: many of its calls may wait at one time.
+      first: parameters that are problem and completion by position, with any names.
+      names: parameters given by name.
+      optional: those with a default.
+      rest: it takes all other arguments.
+    """
+
+    style: str = "own"
+    batch: bool = False
+    waits: bool = False
+    first: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    rest: bool = False
+
+
+PLAIN = Form("plain")
+
+
+def form_of(function: Callable[..., Any], batch: bool | None = None) -> Form:
+    """Return the form of a function; ``batch`` sets it if the names do not.
+
+    Raises:
+      InputError: the function cannot take a problem and a completion.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # written in C, it does not say
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("problem", "completion")]
+    given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in given]
+    batch = any(name in names for name in PLURAL) if batch is None else batch
+    style = "trl" if batch and "completions" in names and "problems" not in names else "own"
+    if "solution_str" in names or "solution_strs" in names:
+        style = "verl"
+    first: tuple[str, ...] = ()
+    if style == "own" and names[:1] not in (["completion"], ["completions"]):
+        places = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            places += ["problem", "completion"]
+        if len(places) < 2:
+            raise InputError(
+                f"{name_of(function)}({', '.join(places)}) cannot be a reward: write it as f(problem, completion), "
+                f"f(problems, completions) or f(prompts, completions, **columns)"
+            )
+        first = tuple(places[:2])
+    return Form(
+        style,
+        batch,
+        inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)),
+        first,
+        tuple(name for name in names if name not in first),
+        tuple(p.name for p in given if p.default is not p.empty),
+        any(p.kind == p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, a lambda, a partial or a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
+
+
+def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch.
+
+    Raises:
+      LookupError: the function wants a column that the row lacks.
+    """
+    if form.style == "plain":
+        return items[0], {}
+    offers = _OFFERS.get((form.style, form.batch), {})
+    held = dict.fromkeys(name for problem, _ in items for name in columns(problem))
+    wanted = [name for name in form.names if name in offers or name in held or name not in form.optional]
+    if form.rest:
+        others = held if form.style == "own" else [*offers, *held]
+        wanted += [name for name in others if name not in (*wanted, *form.first)]
+    lacking = [name for name in wanted if name not in offers and name not in held]
+    if lacking:
+        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(held)}")
+    by_name = {}
+    for name in wanted:  # a column is None where other rows have it and this one has not
+        values = [offers[name](*item) if name in offers else columns(item[0]).get(name) for item in items]
+        by_name[name] = values if form.batch else values[0]
+    by_place = [[offer(*item) for item in items] for offer in _OWN.values()] if form.first else []
+    return tuple(by_place if form.batch else (values[0] for values in by_place)), by_name
+
+
+def columns(problem: Problem) -> dict[str, Any]:
+    """Return the row that a problem came from, by column; ``answer`` is always included."""
+    return {"answer": problem.answer} | {name: value for name, value in problem.metadata.items() if name != CHAT}
+
+
+def is_chat(problem: Problem) -> bool:
+    """Whether its row's prompt was chat messages; a prompt of several messages always is."""
+    return CHAT in problem.metadata or len(problem.prompt) > 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of your own that can be imported, called in a worker process, which is killed where it hangs.
+    """A function of your own that can be imported, called in a worker process, which is killed if it hangs.
 
-    ``jaxrl_llm.rewards.forms`` says what it may be: of one completion or of a batch, ``async`` or not, with the row's
-    columns; TRL's and verl's too. It returns numbers; NaN (in a batch None too) is a completion that cannot be scored.
-    It sees completions without ``extras``.
+    The module's docstring lists the forms: of one completion or of a batch, ``async`` or not, with the row's columns;
+    TRL's and verl's too. It returns numbers; NaN (in a batch None too) is a completion that cannot be scored. It sees
+    completions without ``extras``.
 
     Attributes:
       path: ``module:function``; or the function, which a configuration turns into that, or into a ``Local``.
       weight: in the sum.
-      batch: whether it takes lists, where the names of its parameters do not say it.
+      batch: whether it takes lists, if the names of its parameters do not show it.
       timeout_s: seconds for one completion, in place of ``scoring.timeout_s``; of a batch for all of it, in place of
         60 times that.
     """
@@ -34,27 +181,23 @@ class Function:
 
     @property
     def name(self) -> str:
-        """Names its column in metrics and samples."""
+        """Name of its column in metrics and samples."""
         return self.path.rpartition(":")[2]
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What ``path`` names, imported."""
+        """The function that ``path`` names, imported."""
         return resolve(self.path)
-
-    @property
-    def form(self) -> Form:
-        """How it is called."""
-        return form_of(self.function, self.batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
     """A function of your own that another process cannot import: a closure, a lambda, a notebook's cell, an object.
 
-    It is called as ``Function``'s is, in this process, one call after the other in a thread of their own. One that
-    hangs is given up after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a main
-    thread and so a module. A config.json cannot hold it: such a run is trained from where the function is.
+    It is called like that of a ``Function``, but in this process, one call after the other in a separate thread. A call
+    that hangs is abandoned after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a
+    main thread and so a module. A config.json cannot hold it: such a run is trained from the program that holds the
+    function.
     """
 
     function: Callable[..., Any]
@@ -64,24 +207,70 @@ class Local:
 
     @property
     def name(self) -> str:
-        """Names its column in metrics and samples."""
+        """Name of its column in metrics and samples."""
         return name_of(self.function)
 
-    @property
-    def form(self) -> Form:
-        """How it is called."""
-        return form_of(self.function, self.batch)
-
     def to_save(self) -> "Local | Lost":
-        """What config.json holds in its place; an object that is a value is held itself."""
+        """Return the value that replaces it in config.json; a function object that is a dataclass is kept."""
         if dataclasses.is_dataclass(self.function):
             return self
         return Lost(self.name, self.weight, importable(self.function)[1])
 
 
 @dataclasses.dataclass(frozen=True)
+class StepFunction:
+    """A function of your own that values each step of a completion: it returns ``[(position, value), ...]``.
+
+    It is called like a ``Function`` (in a batch it returns a list of such lists), or like a ``Local`` if another
+    process cannot import it. A position is the end of a step: in ``characters`` of ``completion.text`` the one after
+    its last character, 1 to ``len(text)``; in ``tokens`` the index of its last token, 0 to T - 1. Their order does not
+    matter; values of steps that end in one token are added up. Anything else (a position outside, a value that is not
+    finite) is a failure: the completion then has no steps from this function, and is unscorable if ``scoring.on_error``
+    is NaN.
+
+    Steps do not count in the sum of the rewards: estimators that read ``step_rewards`` see them. Of several step
+    rewards each token gets the weighted sum.
+
+    Attributes:
+      path: ``module:function``, or the function.
+      weight: in that sum.
+      positions: unit of the positions.
+      batch: whether it takes lists, if the names of its parameters do not show it.
+      timeout_s: as that of ``Function``.
+      name: of its column in metrics and samples, the mean over a completion's steps, NaN if it has none.
+    """
+
+    path: str | Callable[..., Any]
+    weight: float = 1.0
+    positions: Literal["characters", "tokens"] = "characters"
+    batch: bool | None = None
+    timeout_s: float | None = None
+    name: str = "steps"
+
+    def __post_init__(self):
+        function = of_this_program(self.path) if isinstance(self.path, str) else self.path
+        if callable(function):
+            object.__setattr__(self, "path", importable(function)[0] or function)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function to call, imported."""
+        return resolve(self.path) if isinstance(self.path, str) else self.path
+
+    def to_save(self) -> "StepFunction | Lost":
+        """Return the value that replaces it in config.json if no other process can import it."""
+        if isinstance(self.path, str) or dataclasses.is_dataclass(self.path):
+            return self
+        return Lost(self.name, self.weight, importable(self.path)[1])
+
+
+OWN = (Function, Local, StepFunction)
+"""Rewards that call the user's own function."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Lost:
-    """What config.json holds of a function that it cannot: that there was one, and why it is not there."""
+    """Record in config.json of a function that it cannot hold, with the reason."""
 
     name: str
     weight: float
@@ -89,7 +278,7 @@ class Lost:
 
 
 def importable(function: Callable[..., Any]) -> tuple[str | None, str]:
-    """The ``module:function`` by which another process finds it; or None, and the reason."""
+    """Return the ``module:function`` by which another process finds it; or None, and the reason."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", "")
     if not name or not module:
@@ -110,7 +299,7 @@ def importable(function: Callable[..., Any]) -> tuple[str | None, str]:
 
 
 def _found(package: str) -> bool:
-    """Whether a new interpreter finds it: what was loaded from a file, as configurations are, has no name there."""
+    """Whether a new interpreter finds a package; modules loaded from a file, such as configurations, are unknown."""
     if package in sys.builtin_module_names:
         return True
     finders = (getattr(finder, "find_spec", None) for finder in (*sys.meta_path, importlib.machinery.PathFinder))
@@ -118,31 +307,31 @@ def _found(package: str) -> bool:
 
 
 def as_reward(given: Any) -> Any:
-    """A reward as it is; a plain callable as ``Function`` or ``Local``.
+    """Return a reward unchanged; turn a plain callable into a ``Function`` or ``Local``.
 
     Raises:
-      InputError: neither.
+      InputError: the value is neither.
     """
+    value = not isinstance(given, type)
     if isinstance(given, Function):
         function = given.path if callable(given.path) else of_this_program(given.path)
-        return given if function is None else _as_function(function, given.weight, given.batch, given.timeout_s)
-    value = not isinstance(given, type)
-    if value and hasattr(given, "name") and hasattr(given, "weight"):
+        settings = given.weight, given.batch, given.timeout_s
+        if function is None:
+            return given
+    elif value and hasattr(given, "name") and hasattr(given, "weight"):
         return given
-    if not (value and callable(given)):
+    elif value and callable(given):
+        weight = getattr(given, "weight", 1.0)
+        function, settings = given, (weight if isinstance(weight, (int, float)) else 1.0, None, None)
+    else:
         raise InputError(
             f"scoring.rewards holds {given!r:.80}, which is no reward: give a function, or one such as Accuracy()"
         )
-    weight = getattr(given, "weight", 1.0)
-    return _as_function(given, weight if isinstance(weight, (int, float)) else 1.0, None, None)
+    path, _ = importable(function)
+    return Local(function, *settings) if path is None else Function(path, *settings)
 
 
 def of_this_program(path: str) -> Callable[..., Any] | None:
-    """What ``__main__:f`` names: no other process has it."""
+    """Return the function that ``__main__:f`` names, which only this process has; None for other paths."""
     module, _, name = path.partition(":")
     return getattr(sys.modules[module], name, None) if module == "__main__" else None
-
-
-def _as_function(function: Callable[..., Any], *settings: Any) -> Function | Local:
-    path, _ = importable(function)
-    return Local(function, *settings) if path is None else Function(path, *settings)

@@ -1,8 +1,8 @@
-"""Changes of a group's rewards that need more than one completion: the others of its group, or how far the run is.
+"""Changes of a group's rewards that need more than one completion: the others of its group, or the run's progress.
 
-Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` are
-the optimiser updates so far, ``budget`` is the run's longest completion in tokens. Accuracy, which group filters read,
-stays.
+Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` is
+the number of optimiser updates so far, ``budget`` the run's longest completion in tokens. Accuracy, which group filters
+read, stays.
 """
 
 import dataclasses
@@ -17,16 +17,17 @@ from jaxrl_llm.types import Group
 
 @dataclasses.dataclass(frozen=True)
 class StopProperly:
-    """A completion that was cut off gets ``min(reward, scale * reward)``: ProRL v2's "stop properly", whose scale is 0.
+    """Penalty on truncation: a truncated completion gets ``min(reward, scale * reward)``; ProRL v2's "stop properly"
+    has scale 0.
 
     Its recipes multiply, for rewards that are never below 0. Below 0 that would be a gain, -1 becoming 0: such a reward
-    stays. With any scale, being cut off never gains.
+    stays. With any scale, truncation never gains.
     """
 
     scale: float = 0.0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
-        """See the module."""
+        """Return the group with shaped rewards; see the module."""
         cut = np.array([c.finish_reason == "length" for c in group.completions])
         least = np.minimum(group.rewards, self.scale * group.rewards)
         return dataclasses.replace(group, rewards=np.where(cut, least, group.rewards))
@@ -37,14 +38,14 @@ class RelativeLength:
     """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), added with ``weight`` after ``warmup`` updates.
 
     ``lam = 0.5 - (length - shortest) / (longest - shortest)`` within the group; a right answer gets lam, a wrong one
-    min(0, lam), and all get 0 where the lengths are equal. The paper publishes neither weight nor warm-up.
+    min(0, lam), and all get 0 if the lengths are equal. The paper publishes neither weight nor warm-up.
     """
 
     weight: float = 1.0
     warmup: int = 0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
-        """See the module."""
+        """Return the group with shaped rewards; see the module."""
         lengths = np.array([len(c.tokens) for c in group.completions], np.float64)
         spread = lengths.max() - lengths.min()
         lam = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros_like(lengths)
@@ -54,10 +55,10 @@ class RelativeLength:
 
 @dataclasses.dataclass(frozen=True)
 class LengthCycle:
-    """ProRL v2's scheduled cosine of the length: ``CosineLength`` up to the budget, for ``on`` of every ``on + off``
+    """Schedule of ProRL v2's cosine of the length: ``CosineLength`` up to the budget, in ``on`` of every ``on + off``
     updates.
 
-    The weight is ours: the recipes publish none.
+    The weight is our choice: the recipes do not publish it.
     """
 
     low: float = -1.0
@@ -67,7 +68,7 @@ class LengthCycle:
     off: int = 500
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
-        """See the module."""
+        """Return the group with shaped rewards; see the module."""
         cosine = CosineLength(budget, self.low, self.high)
         part = np.array([cosine(group.problem, c) for c in group.completions])
         return _added(group, "cosine_length", part, self.weight if updates % (self.on + self.off) < self.on else 0.0)
@@ -77,10 +78,10 @@ GroupShaping = StopProperly | RelativeLength | LengthCycle
 
 
 def check(shaping: GroupShaping) -> None:
-    """Refuses a shaping that cannot work.
+    """Refuse a shaping that cannot work.
 
     Raises:
-      InputError: a number out of its range.
+      InputError: a number is out of its range.
     """
     for name in ("warmup", "on", "off"):
         if getattr(shaping, name, 0) < 0:

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scoring. For the pool: some of its data sets evaluate the expression that the model wrote."""
+"""Scoring by reasoning-gym itself. For the pool: some of its data sets evaluate the expression that the model wrote."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from jaxrl_llm.types import Problem
 
 
 def score(answer: str, problem: Problem) -> float:
-    """What the problem's data set gives the answer: 1 is right, less is partial credit."""
+    """Score an answer by the problem's data set: 1 is right, less is partial credit."""
     metadata = problem.metadata
     dataset = _dataset(metadata["generator"], json.dumps(metadata["options"], sort_keys=True))
     return float(dataset.score_answer(normalised(answer), metadata["entry"]))

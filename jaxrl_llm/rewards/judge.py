@@ -1,35 +1,137 @@
-"""What scores completions: functions on the host's processors, or models on the devices, behind one call."""
+"""Judges, which score completions by functions on the host or models on the devices, and their scores."""
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.failures import Failures
-from jaxrl_llm.rewards.forms import Item
-from jaxrl_llm.rewards.scorer import Scores
-from jaxrl_llm.rewards.steps import added
+from jaxrl_llm.rewards.functions import Item
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """Record of the completions that rewards failed to score.
+
+    Attributes:
+      errors: number that raised, or lost their process.
+      timeouts: number that ran past their deadline.
+      of: by reward, the number of completions it was called for, and of those that it failed to score.
+      messages: by reward that failed, its first failure, in one line: ``my_rewards.py:7: ZeroDivisionError: division by
+        zero``. The verifier's is included even without an ``Accuracy``, under the empty name.
+      trace: those messages with their tracebacks, where they have one.
+    """
+
+    errors: int = 0
+    timeouts: int = 0
+    of: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    messages: dict[str, str] = dataclasses.field(default_factory=dict)
+    trace: str = ""
+
+    @property
+    def message(self) -> str:
+        """Message of the reward that failed most often; empty without failures."""
+        return self.messages[max(self.messages, key=self.fraction)] if self.messages else ""
+
+    def fraction(self, name: str) -> float:
+        """Return the share of completions that a reward failed to score."""
+        asked, failed = self.of.get(name, (0, 0))
+        return failed / asked if failed else 0.0
+
+    def __add__(self, other: "Failures") -> "Failures":
+        """Add up two records; the earlier messages are kept."""
+        of = {name: (0, 0) for name in self.of | other.of}
+        for name in of:
+            (asked, failed) = self.of.get(name, (0, 0))
+            (more_asked, more_failed) = other.of.get(name, (0, 0))
+            of[name] = asked + more_asked, failed + more_failed
+        messages = self.messages | {name: line for name, line in other.messages.items() if name not in self.messages}
+        return Failures(
+            self.errors + other.errors, self.timeouts + other.timeouts, of, messages, self.trace or other.trace
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of a step; a reward that never failed has no entry."""
+        found: dict[str, Any] = {"reward/errors": self.errors, "reward/timeouts": self.timeouts}
+        found |= {
+            f"reward/{name}/failed_fraction": self.fraction(name) for name, (_, failed) in self.of.items() if failed
+        }
+        return found | ({"event/reward_failed": self.message} if self.messages else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of n completions.
+
+    Attributes:
+      reward: float64[n], the weighted sum of the parts that are rewards of whole completions; NaN where one of them is.
+      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN without a
+        verifier.
+      parts: float64[n] for each reward by name, unweighted, and for watched rewards; for a step reward the mean over
+        the steps. An ensemble of reward models also has ``<name>/disagreement``.
+      failures: record of the completions that could not be scored.
+      steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
+        elsewhere; empty without step rewards.
+    """
+
+    reward: np.ndarray
+    accuracy: np.ndarray
+    parts: dict[str, np.ndarray]
+    failures: Failures
+    steps: tuple[np.ndarray, ...] = ()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return exact JSON values."""
+        parts = {name: part.tolist() for name, part in self.parts.items()}
+        arrays = {"reward": self.reward.tolist(), "accuracy": self.accuracy.tolist(), "parts": parts}
+        return arrays | {"failures": vars(self.failures), "steps": [codec.pack(steps) for steps in self.steps]}
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> "Scores":
+        """Invert ``to_plain``."""
+        parts = {name: np.asarray(part, np.float64) for name, part in data["parts"].items()}
+        reward, accuracy = (np.asarray(data[name], np.float64) for name in ("reward", "accuracy"))
+        steps = tuple(codec.unpack(packed) for packed in data["steps"])
+        return cls(reward, accuracy, parts, Failures(**data["failures"]), steps)
+
+
+def interleaved(shares: Sequence[Scores], count: int) -> Scores:
+    """Merge the scores of ``count`` completions; share i of s has the completions i, i + s, i + 2 s, ..."""
+    parts = {name: np.zeros(count) for name in shares[0].parts}
+    whole = Scores(np.zeros(count), np.zeros(count), parts, sum((share.failures for share in shares), Failures()))
+    for start, share in enumerate(shares):
+        at = slice(start, None, len(shares))
+        whole.reward[at], whole.accuracy[at] = share.reward, share.accuracy
+        for name, column in parts.items():
+            column[at] = share.parts[name]
+    stepped = any(share.steps for share in shares)  # one without items has none
+    if not stepped:
+        return whole
+    steps = tuple(shares[at % len(shares)].steps[at // len(shares)] for at in range(count))
+    return dataclasses.replace(whole, steps=steps)
 
 
 class Judge(Protocol):
-    """Scores completions, in order.
+    """Protocol of a scorer of completions, in order.
 
-    Every process of a run calls it with the same items and gets the same scores. How the work is divided is its own
-    affair: a ``Scorer`` gives each process a share and gathers; a model on the devices sees all items on all of them.
+    Every process of a run calls it with the same items and gets the same scores. The division of the work is an
+    implementation detail: a ``Scorer`` gives each process a share and gathers; a model on the devices sees all items on
+    all of them.
     """
 
     def score(self, items: Sequence[Item]) -> Scores:
-        """The scores of these completions."""
+        """Return the scores of these completions."""
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """Release the resources that it holds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Several judges as one: rewards are added up, parts stand beside each other.
+    """Several judges as one: rewards are added up, parts are collected.
 
     Attributes:
       judges: at least one; the first one's accuracy is the panel's.
@@ -38,7 +140,7 @@ class Panel:
     judges: tuple[Judge, ...]
 
     def score(self, items: Sequence[Item]) -> Scores:
-        """The sum of all judges' rewards, NaN where one of them is, and that of their step rewards at each token.
+        """Add up all judges' rewards, NaN where one of them is, and their step rewards at each token.
 
         Raises:
           InputError: two judges have a part of the same name.
@@ -56,6 +158,59 @@ class Panel:
         return Scores(np.sum([scores.reward for scores in found], axis=0), found[0].accuracy, parts, failures, steps)
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Close all judges."""
         for judge in self.judges:
             judge.close()
+
+
+def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
+    """Return the index of the token in which the first ``end`` characters of a completion are complete.
+
+    Bisects over its prefixes, decoded as the whole was, without special tokens: a character of several tokens appears
+    with the last of them.
+
+    Args:
+      text: of the whole completion.
+      tokens: of it.
+      end: 1 to ``len(text)``.
+      tokenizer: that wrote the text.
+    """
+    return bisect.bisect_left(
+        range(1, len(tokens)),
+        True,
+        key=lambda count: tokenizer.decode(tokens[:count], skip_special_tokens=True).startswith(text[:end]),
+    )
+
+
+def added(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Add up several rewards of one completion's steps, float32[t]; NaN where none has a value."""
+    stacked = np.stack(columns)
+    return np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0))
+
+
+def at_tokens(
+    items: Sequence[Any], said: Sequence[tuple[Any, Sequence[Any]]], tokenizer: Any
+) -> tuple[np.ndarray, ...]:
+    """Place the step rewards of completions at their tokens, float32[t] each; empty without any, or without a
+    tokenizer.
+
+    Args:
+      items: problems with completions.
+      said: step rewards, each with its steps of each completion.
+      tokenizer: that wrote the texts.
+    """
+    if not said or tokenizer is None:
+        return ()
+    found = []
+    for at, (_, completion) in enumerate(items):
+        tokens = completion.tokens.tolist()
+        columns = []
+        for reward, steps in said:
+            values = np.full(len(tokens), np.nan, np.float32)
+            for position, value in steps[at]:
+                if reward.positions == "characters":
+                    position = last_token(completion.text, tokens, position, tokenizer)
+                values[position] = np.nansum([values[position], reward.weight * value])
+            columns.append(values)
+        found.append(added(columns))
+    return tuple(found)

@@ -15,10 +15,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 
 def score(answer: str, problem: Problem) -> float:
-    """1 where the answer is equivalent to the reference, else 0.
+    """Return 1 if the answer is equivalent to the reference, else 0.
 
-    What an extractor has cut out is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is
-    searched in the text.
+    An extracted answer is read as LaTeX; with the extractor ``whole`` or ``after:TAG`` the expression is searched in
+    the text.
     """
     reference = math_verify.parse(_latex(normalised(problem.answer)), parsing_timeout=None)
     answer = normalised(answer)

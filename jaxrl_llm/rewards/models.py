@@ -1,31 +1,31 @@
-"""Rewards that models on the devices give: values; ``stages.judges`` loads the models and runs them."""
+"""Settings of rewards from models on the devices; ``stages.rl.judges`` loads the models and runs them."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.steps import StepFunction
+from jaxrl_llm.rewards.functions import StepFunction
+from jaxrl_llm.system.setting import MODEL
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelReward:
-    """The score that a reward model gives a completion: the value of its scalar head at the last token.
+    """Score of a completion by a reward model: the value of its scalar head at the last token.
 
-    Of several models (an ensemble) it is their mean, the lowest, or the mean minus ``spread`` standard deviations: what
-    they disagree about is mistrusted. How much that is, ``reward/<name>/disagreement``, is measured of any ensemble.
+    With several models (an ensemble) it is their mean, the lowest, or the mean minus ``spread`` standard deviations,
+    which mistrusts disagreement. Every ensemble reports that as ``reward/<name>/disagreement``.
 
     Attributes:
       path: RUN[@STEP] or a Hugging Face directory of a sequence classifier with one label; or several of them. Each
         must have the policy's tokenizer.
       weight: in the sum of the rewards.
-      of: "mean", "minimum" or "conservative", where there are several.
+      of: "mean", "minimum" or "conservative", for several models.
       spread: k of "conservative"; deviations are those of the models at hand (ddof 0).
       name: of its column in metrics and samples.
     """
 
-    path: str | tuple[str, ...]
+    path: Annotated[str | tuple[str, ...], MODEL]
     weight: float = 1.0
     of: Literal["mean", "minimum", "conservative"] = "mean"
     spread: float = 1.0
@@ -37,11 +37,11 @@ class ModelReward:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All of them."""
+        """Paths of all models."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
     def combined(self, scores: np.ndarray) -> np.ndarray:
-        """One score of each completion, float64[n], of those that the models give it, float64[n, m]; n of one model."""
+        """Combine the models' scores float64[n, m] into one of each completion, float64[n]; [n] of one model stays."""
         if scores.ndim == 1:
             return scores
         if self.of == "minimum":
@@ -52,10 +52,10 @@ class ModelReward:
 
 @dataclasses.dataclass(frozen=True)
 class StepReward:
-    """The value that a process reward model gives each step of a completion: ``sigmoid`` of its scalar head behind it.
+    """Value of each step of a completion by a process reward model: ``sigmoid`` of its scalar head at the step's end.
 
-    Steps are cut as ``tasks.Steps`` cuts those that such a model learns from. Like those of a ``StepFunction`` they are
-    no part of the sum of the rewards: estimators that read ``step_rewards`` see them.
+    Steps are cut as ``data.Steps`` cuts the model's training data. Like those of a ``StepFunction`` they do not count
+    in the sum of the rewards: estimators that read ``step_rewards`` see them.
 
     Attributes:
       path: RUN[@STEP] or a Hugging Face directory, with the policy's tokenizer.
@@ -68,7 +68,7 @@ class StepReward:
       name: of its column in metrics and samples: the mean over a completion's steps.
     """
 
-    path: str
+    path: Annotated[str, MODEL]
     weight: float = 1.0
     differences: bool = False
     start: float = 0.0
@@ -82,22 +82,4 @@ ON_DEVICE = (ModelReward, StepReward)
 OF_STEPS = (StepFunction, StepReward)
 """Rewards of steps."""
 DISAGREEMENT = "disagreement"
-"""``<reward>/disagreement`` is a part of its own: by how much the models of an ensemble differ."""
-
-
-def check_model(reward: ModelReward | StepReward) -> None:
-    """Refuse what cannot work, before anything is loaded; whether the models are there is seen later.
-
-    Raises:
-      InputError: names the field and its value.
-    """
-    if isinstance(reward, StepReward):
-        if not reward.separator:
-            raise InputError(f"reward {reward.name} has an empty separator; give what ends a step, such as a line end")
-        return
-    if not reward.paths:
-        raise InputError(f"reward {reward.name} names no model; give RUN, or a directory")
-    if reward.of not in ("mean", "minimum", "conservative"):
-        raise InputError(f"reward {reward.name} is of {reward.of!r}; give mean, minimum or conservative")
-    if not reward.spread >= 0:
-        raise InputError(f"reward {reward.name} has the spread {reward.spread}; give 0 or more")
+"""Suffix of the part ``<reward>/disagreement``: the standard deviation over the models of an ensemble."""

@@ -1,23 +1,45 @@
-"""Killable worker processes for code that may hang, crash or leak: one item is lost, never the run."""
+"""Isolated calls of functions that may hang, crash or leak: one item is lost, never the run.
 
+``Pool`` calls them in worker processes, which can be killed. ``Inside`` calls those that only this process has in a
+thread, which can be abandoned.
+
+The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
+``Call``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
+``["started"]`` once the function is imported, and ``["done", outcomes]``, one for each item, or one for all if it could
+not be called. The parent therefore never unpickles a worker's messages.
+"""
+
+import asyncio
 import collections
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
+import queue
 import signal
 import subprocess
+import sys
+import threading
 import time
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
-from jaxrl_llm.rewards.calls import Call, Outcome, overdue
-from jaxrl_llm.signals import interpreter
+from jaxrl_llm.rewards.calls import Call, Outcome, in_one_line, overdue, perform, place_in
+from jaxrl_llm.system.signals import interpreter, while_read
+from jaxrl_llm.tasks.filters import resolve
 
 START_TIMEOUT_S = 60.0
-"""Time to start a worker, and to import the function of a call; it does not count against the item."""
+"""Seconds allowed to start a worker, and to import the function of a call; they do not count against the item."""
 
+MOST_STUCK = 4
+"""Number of threads still in abandoned calls at which no further call starts."""
+GRACE_S = 1.0
 _MAX_FAILED_STARTS = 3
 
 
@@ -37,7 +59,7 @@ class Pool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
     def map(self, calls: Sequence[Call]) -> list[list[Outcome]]:
-        """The outcomes of each call's items, in order.
+        """Make the calls and return the outcomes of each one's items, in order.
 
         Raises:
           RuntimeError: three workers in a row did not start.
@@ -47,8 +69,13 @@ class Pool:
         self._handed_over_again.clear()
         try:
             while len(outcomes) < len(calls):
-                self._grow(len(calls) - len(outcomes))
-                self._dispatch(pending, calls)
+                while len(self._workers) < min(self._size, len(calls) - len(outcomes)):
+                    self._workers.append(_Worker())
+                for worker in [worker for worker in self._workers if worker.state == "idle"]:
+                    index = pending.popleft() if pending else None
+                    if index is not None and not worker.send(index, calls[index]):
+                        pending.appendleft(index)  # it died while idle: the item is not to blame
+                        self._drop(worker)
                 outcomes.update(self._wait(pending))
         except BaseException:  # an interrupt: answers still on their way would be taken for those of the next calls
             self.close()
@@ -56,25 +83,13 @@ class Pool:
         return [outcomes[index] for index in range(len(calls))]
 
     def close(self) -> None:
-        """Kills the workers; a later ``map`` starts new ones."""
+        """Kill the workers; a later ``map`` starts new ones."""
         _kill_all(self._workers, os.getpid())
 
-    def _grow(self, unfinished: int) -> None:
-        while len(self._workers) < min(self._size, unfinished):
-            self._workers.append(_Worker())
-
-    def _dispatch(self, pending: collections.deque[int], calls: Sequence[Call]) -> None:
-        for worker in list(self._workers):
-            if pending and worker.state == "idle":
-                index = pending.popleft()
-                if not worker.send(index, calls[index]):  # it died while idle: the item is not to blame
-                    pending.appendleft(index)
-                    self._drop(worker)
-
     def _wait(self, pending: collections.deque[int]) -> dict[int, list[Outcome]]:
-        """Waits for the next message, death or deadline; returns the calls that it ended.
+        """Wait for the next message, death or deadline; return the outcomes of the calls that ended.
 
-        A call that a dead worker had not read yet is pending again, once: the item is not to blame.
+        A call that a dead worker had not read yet becomes pending again, once: the item is not to blame.
         """
         now = time.monotonic()
         limits = [worker.deadline - now for worker in self._workers if worker.deadline is not None]
@@ -108,13 +123,13 @@ class Pool:
 
 
 class _Worker:
-    """The parent's side of one process: its connection, what it is doing, and until when it may."""
+    """The parent's side of one process: its connection, its state, its call and its deadline."""
 
     def __init__(self):
         self.connection, theirs = multiprocessing.Pipe()
         # Not multiprocessing's own start methods: fork hangs under JAX's threads, and spawn and forkserver run the
         # user's main script again in every worker (JAX included).
-        command = interpreter("jaxrl_llm.rewards.worker", str(theirs.fileno()))
+        command = interpreter("jaxrl_llm.rewards.pool", str(theirs.fileno()))
         with contextlib.closing(theirs):
             self.process = subprocess.Popen(
                 command,
@@ -131,7 +146,7 @@ class _Worker:
         self.deadline: float | None = time.monotonic() + START_TIMEOUT_S
 
     def send(self, index: int, call: Call) -> bool:
-        """Hands a call over; False where the process is gone."""
+        """Send a call to the process; return False if the process is gone."""
         if self.process.poll() is not None:  # its end of the pipe may stay open for a moment longer
             return False
         try:
@@ -145,7 +160,7 @@ class _Worker:
         return True
 
     def hear(self) -> list[Outcome]:
-        """Reads one message; returns the outcomes where it ends the call, the process's death included."""
+        """Read one message; return the outcomes if it ends the call, as the process's death also does."""
         try:
             word, *rest = json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -168,7 +183,7 @@ class _Worker:
         return outcomes if len(outcomes) == len(self.call.items) else self._all(outcomes[0])
 
     def overdue(self) -> list[Outcome]:
-        """The timeout where the deadline has passed, else nothing."""
+        """Return the timeout if the deadline has passed, else an empty list."""
         if self.deadline is None or time.monotonic() < self.deadline:
             return []
         loading = self.state in ("sent", "loading")
@@ -184,7 +199,7 @@ class _Worker:
         return [outcome] * len(self.call.items) if self.call else []
 
     def kill(self) -> int:
-        """Kills the process with its children, waits for it, and returns its exit code."""
+        """Kill the process with its children, wait for it, and return its exit code."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -196,3 +211,80 @@ def _kill_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() == owner:  # a forked child that exits must leave its parent's workers alone
         while workers:
             workers.pop().kill()
+
+
+def main(handle: str) -> None:
+    """Serve calls until the parent closes the connection.
+
+    A call that is still running ``GRACE_S`` after its deadline ends the process from a thread that needs no
+    interpreter lock: a parent that was killed itself cannot do it.
+    """
+    connection = Connection(int(handle))
+    sys.stdout, sys.stderr = while_read(sys.stdout), while_read(sys.stderr)  # no reward fails for what it prints
+    with contextlib.suppress(EOFError, ConnectionError), open(os.devnull, "w") as nowhere, asyncio.Runner() as runner:
+        _say(connection, "ready")
+        while True:
+            said = connection.recv_bytes()
+            _say(connection, "received")
+            try:
+                call: Call = pickle.loads(said)  # from the parent that started this process
+                function = resolve(call.path)
+            except BaseException as error:  # whatever a person's module raises at import, SystemExit too
+                _say(connection, "done", [Outcome("error", message=in_one_line(error))])
+                continue
+            _say(connection, "started")
+            faulthandler.dump_traceback_later(call.limit_s + GRACE_S, exit=True, file=nowhere)
+            outcomes = perform(function, call, runner.run)
+            faulthandler.cancel_dump_traceback_later()
+            _say(connection, "done", outcomes)
+
+
+def _say(connection: Connection, *words: Any) -> None:
+    connection.send_bytes(json.dumps(words).encode())
+
+
+class Inside:
+    """Owner of a thread, started at the first call, that makes one call after the other on one event loop.
+
+    It is not the main thread: a notebook's event loop runs there, and a call that hangs there would stop the run. A
+    call that ran out of time keeps its thread, and the next ones get another. No thread blocks the interpreter's exit.
+    """
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._stuck: list[threading.Thread] = []
+
+    def run(self, function: Callable[..., Any], call: Call) -> list[Outcome]:
+        """Make the call and return the outcomes of its items."""
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if len(self._stuck) >= MOST_STUCK:
+            ended = f"not called, since {MOST_STUCK} earlier calls have not ended"
+            said = f"{ended}; in a module of its own it could be killed"
+            return [Outcome("timeout", message=said)] * len(call.items)
+        if self._thread is None:
+            self._asked: queue.SimpleQueue[tuple[Callable[..., Any], Call] | None] = queue.SimpleQueue()
+            self._answered: queue.SimpleQueue[list[Outcome]] = queue.SimpleQueue()
+            ends = self._asked, self._answered
+            self._thread = threading.Thread(target=_serve, args=ends, name="rewards", daemon=True)
+            self._thread.start()
+        self._asked.put((function, call))
+        try:
+            return self._answered.get(timeout=call.limit_s)
+        except queue.Empty:
+            frame = sys._current_frames().get(self._thread.ident)
+            place = place_in(traceback.extract_stack(frame) if frame else [], function)
+            self._stuck.append(self._thread)
+            self.close()
+            return [Outcome("timeout", message=overdue(call.limit_s), place=place)] * len(call.items)
+
+    def close(self) -> None:
+        """Let the thread end once its call is over; a later ``run`` starts another."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread = None
+
+
+def _serve(asked: queue.SimpleQueue, answered: queue.SimpleQueue) -> None:
+    with asyncio.Runner() as runner:
+        while (job := asked.get()) is not None:
+            answered.put(perform(*job, runner.run))

@@ -1,89 +1,76 @@
-"""Scores completions with several rewards; what may hang or crash runs in killable processes."""
+"""Scorer of completions with several rewards; calls that may hang or crash run in killable processes."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import new_file
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, shaped
-from jaxrl_llm.rewards.by_task import places_of, spread
-from jaxrl_llm.rewards.calls import LARGEST, Outcome
-from jaxrl_llm.rewards.failures import Failures
-from jaxrl_llm.rewards.forms import Item
-from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.inside import Inside
-from jaxrl_llm.rewards.jobs import VERIFIED, Job, form_of_reward, jobs_of, told, verified
+from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, places_of, shaped, spread
+from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
+from jaxrl_llm.rewards.functions import OWN, Form, Function, Item, StepFunction, as_reward, form_of
+from jaxrl_llm.rewards.judge import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.models import DISAGREEMENT, OF_STEPS, ON_DEVICE, ModelReward
-from jaxrl_llm.rewards.pool import Pool
-from jaxrl_llm.rewards.rehearsal import invented
+from jaxrl_llm.rewards.pool import Inside, Pool
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
-from jaxrl_llm.rewards.steps import StepFunction, at_tokens, mean_value
+from jaxrl_llm.rewards.verify import Pooled, dry_run_completion, verdict
+from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.types import Problem
 
 if TYPE_CHECKING:  # a scorer by itself needs no JAX
     from jaxrl_llm.sharding.distributed import Peers
 
 REWARD_ERROR = "reward_error.txt"
-"""In the run's directory: the traceback of a reward that failed."""
+"""File in the run's directory with the traceback of a reward that failed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """The scores of n completions.
+BATCH_TIMES = 60
+"""Factor by which the time limit of a call of a whole batch exceeds that of one completion."""
+VERIFIED = ""
+"""Name of the verifier's own column, which exists without an ``Accuracy`` reward too; no reward has this name."""
 
-    Attributes:
-      reward: float64[n], the weighted sum of the parts that are rewards of whole completions; NaN where one is.
-      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN where there is
-        none.
-      parts: float64[n] for each reward by name, unweighted, and for what is only watched; of a step reward the mean
-        over the steps. Of an ensemble of reward models also ``<name>/disagreement``.
-      failures: what could not be scored.
-      steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
-        elsewhere; empty where there is no step reward.
-    """
 
-    reward: np.ndarray
-    accuracy: np.ndarray
-    parts: dict[str, np.ndarray]
-    failures: Failures
-    steps: tuple[np.ndarray, ...] = ()
+class Job(NamedTuple):
+    """A call, the column and places that it fills, and the function if no other process has it."""
+
+    column: str
+    places: Sequence[int]
+    call: Call
+    function: Callable[..., Any] | None = None
 
 
 class Scorer:
     """Rewards with their workers; close it, or use it in a ``with`` block.
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes, started when
-    first needed, each completion for at most ``timeout_s`` seconds. What other processes cannot import runs in this
-    one. A part whose call fails is ``on_error`` (NaN where that completion counts as unscorable), and its traceback
-    goes to ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the
-    scores of all.
+    first needed, each completion for at most ``timeout_s`` seconds. Functions that other processes cannot import run in
+    this one. A part with a failed call is ``on_error`` (NaN makes the completion unscorable), and its traceback goes to
+    ``folder``. With ``peers`` each process scores its share, in worker processes of its own, and all get the scores of
+    all.
 
-    ``watched``: rewards by the names of their parts that are no part of the sum (``Gate``, costs of constraints). Where
-    their call fails they are NaN: a placeholder could pass for harmless. ``asked``: such that ``score`` passes over.
+    ``watched``: rewards by the names of their parts that do not count in the sum (``Gate``, costs of constraints). If
+    their call fails they are NaN, since a placeholder could look harmless. ``on_request``: others like these that
+    ``score`` skips.
 
     Attributes:
       folder: the run's; None for none.
       tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
-        empty, which is enough where nothing is learned.
-      models: what gives the scores of ``ModelReward``, float64[n, m] by its m models, and of ``StepReward``, by those
-        rewards: they see all completions on every process.
+        empty, which is enough without training.
+      models: functions, by reward, that return the scores of a ``ModelReward``, float64[n, m] by its m models, or of a
+        ``StepReward``: they see all completions on every process.
 
     Raises:
-      InputError: a reward that cannot work, or numbers out of range.
+      InputError: a reward cannot work, or a number is out of range.
     """
 
     def __init__(
         self, rewards: Sequence[Reward | Callable[..., Any]], workers: int = 2, timeout_s: float = 5.0,
         on_error: float = 0.0, peers: "Peers | None" = None, folder: Path | None = None,
-        watched: Mapping[str, Any] | None = None, asked: Mapping[str, Any] | None = None,
+        watched: Mapping[str, Any] | None = None, on_request: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         if workers < 1 or not 0 < timeout_s < math.inf or math.isinf(on_error):
             raise InputError(
@@ -93,16 +80,21 @@ class Scorer:
         if not rewards:
             raise InputError("there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
-        given = dict(watched or {}) | dict(asked or {})
+        given = dict(watched or {}) | dict(on_request or {})
         beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
-        self._watched = {name: one for name, one in beside.items() if name not in (asked or {})}
+        self._watched = {name: one for name, one in beside.items() if name not in (on_request or {})}
         self._beside = beside
         for reward in self._rewards.values():
             shaping.check(reward)
         for reward in beside.values():
             check_bound(reward, shaping.check) if isinstance(reward, Gate) else shaping.check(reward)
         self._bases = {name: base_of(reward) for name, reward in (self._rewards | beside).items()}
-        self._forms = {name: form_of_reward(base) for name, base in self._bases.items()}
+        known = (Accuracy, *BUILT_IN, *ON_DEVICE)
+        self._forms = {
+            name: form_of(_callable(base), base.batch if isinstance(base, OWN) else None)
+            for name, base in self._bases.items()
+            if not isinstance(base, known)
+        }
         self.tokenizer: Any = None
         self.models: Mapping[Any, Callable[[Sequence[Item]], Any]] = {}
         self._timeout_s = timeout_s
@@ -121,12 +113,12 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         self._pool.close()
         self._inside.close()
 
     def score(self, items: Sequence[Item]) -> Scores:
-        """Scores each completion; the order is kept, and a failing call costs its own part only.
+        """Score each completion; the order is kept, and a failing call costs its own part only.
 
         Raises:
           InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
@@ -135,34 +127,37 @@ class Scorer:
         return self._divided(items, self._rewards | self._watched)
 
     def only(self, items: Sequence[Item], names: Collection[str]) -> Scores:
-        """``Scores.accuracy``, and of what is watched or asked the parts of these names, as far as they are there.
+        """Score only the accuracy, and the watched or requested parts of these names, as far as they exist.
 
-        It raises what ``score`` does.
+        Raises the errors of ``score``.
         """
         return self._divided(items, {name: one for name, one in self._beside.items() if name in names})
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
-        """``Scores.accuracy`` alone: no reward is called. It raises what ``score`` does."""
+        """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""
         return self.only(items, ()).accuracy
 
-    def rehearse(self, problem: Problem, tokenizer: Any) -> None:
-        """Calls every function once, in each process, on an invented completion: what always fails should do so early.
+    def dry_run(self, problem: Problem, tokenizer: Any) -> None:
+        """Call every function once, in each process, on an invented completion, so that one that always fails does so
+        early.
 
         Raises:
-          InputError: a reward raises, runs out of time, or returns no number; the line says where, and where to read
-            on.
+          InputError: a reward raises, runs out of time, or returns something other than a number; the message names the
+            place, and the file with the traceback.
         """
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
         called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
-        failures = self._divided([(problem, invented(problem, tokenizer))] * count, called).failures
+        failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called).failures
         if failures.message:
             raise InputError(failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
     def _divided(self, items: Sequence[Item], rewards: dict[str, Any]) -> Scores:
-        """The scores of these rewards: of models on the device first, of all items; the others are shared out."""
+        """Compute the scores of these rewards: by models on the device for all items first; the rest is divided among
+        processes.
+        """
         bases = {name: self._bases[name] for name in rewards}
         given = {
             name: _where(places_of(rewards[name], items), items, self.models[base])
@@ -175,28 +170,37 @@ class Scorer:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
             own = slice(self._peers.index, None, self._peers.count)
             share = self._score(items[own], rewards, {name: column[own] for name, column in given.items()})
-            scores = _interleaved([_from_plain(part) for part in self._peers.gather(_plain(share))], len(items))
-        _check_sums(scores.reward)
+            gathered = self._peers.gather(share.to_plain())
+            scores = interleaved([Scores.from_plain(part) for part in gathered], len(items))
+        largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
+        if largest > LARGEST:  # for all processes alike
+            raise InputError(
+                f"rewards with their weights add up to {largest:g} in size, and advantages are made of {LARGEST:g} at "
+                "most: give them smaller weights"
+            )
         failures = scores.failures
         if self._errors is None or not failures.trace:
             return scores
         if self._writes:
             with new_file(self._errors) as part:
                 part.write_text(failures.trace, encoding="utf-8", errors="backslashreplace")
-        return dataclasses.replace(scores, failures=failures.explained_in(self._errors))
+        messages = {name: f"{line} (traceback in {self._errors})" for name, line in failures.messages.items()}
+        return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
     def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
-        columns, jobs = verified(items, self._timeout_s)
+        columns, jobs = _verified(items, self._timeout_s)
         bases = {name: self._bases[name] for name in rewards}
         places = {name: places_of(reward, items) for name, reward in rewards.items()}
         for name, base in bases.items():
             if name in given:
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
-                columns[name] = _where(places[name], items, functools.partial(_called, base))
+                columns[name] = _where(
+                    places[name], items, lambda some, base=base: np.array([base(*item) for item in some], np.float64)
+                )
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
-                jobs += jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
+                jobs += _jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
         pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
         said = [next(pooled) if job.function is None else self._inside.run(job.function, job.call) for job in jobs]
         failed = _fill(columns, jobs, said, self._on_error, self._bases)
@@ -215,7 +219,10 @@ class Scorer:
             whole[name] = spread(whole[name][at], places[name], len(items))
         if math.isnan(self._on_error):
             reward[[place for column, place in failed if column in stepped]] = np.nan
-        means = {name: np.array([mean_value(steps) for steps in column]) for name, column in stepped.items()}
+        means = {
+            name: np.array([sum(value for _, value in steps) / len(steps) if steps else math.nan for steps in column])
+            for name, column in stepped.items()
+        }
         return Scores(
             reward=reward,
             accuracy=accuracy,
@@ -228,34 +235,20 @@ class Scorer:
 
 
 def _disagreements(rewards: Mapping[str, Reward], given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By how much the models of each ensemble among the rewards differ about each completion: their deviations.
+    """Return the standard deviation of each ensemble's scores for each completion.
 
-    ``given``: what the models give the completions, by the reward's name.
+    ``given``: scores by the models, by the reward's name.
     """
     of_models = {name: given[name] for name in given if isinstance(base_of(rewards.get(name)), ModelReward)}
     several = {name: scores for name, scores in of_models.items() if scores.shape[1:] > (1,)}
     return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
 
 
-def _check_sums(rewards: np.ndarray) -> None:
-    """Refuse sums of which no advantages could be made; all processes see the same ones."""
-    largest = np.abs(rewards[~np.isnan(rewards)]).max(initial=0.0)
-    if largest > LARGEST:
-        raise InputError(
-            f"rewards with their weights add up to {largest:g} in size, and advantages are made of {LARGEST:g} at "
-            "most: give them smaller weights"
-        )
-
-
 def _where(
     places: Sequence[int] | None, items: Sequence[Item], score: Callable[[Sequence[Item]], np.ndarray]
 ) -> np.ndarray:
-    """The scores of the completions in these places; NaN elsewhere."""
+    """Return the scores of the completions in these places; NaN elsewhere."""
     return score(items) if places is None else spread(score([items[at] for at in places]), places, len(items))
-
-
-def _called(reward: Any, items: Sequence[Item]) -> np.ndarray:
-    return np.array([reward(*item) for item in items], np.float64)
 
 
 def _fill(
@@ -265,22 +258,23 @@ def _fill(
     on_error: float,
     rewards: Mapping[str, Any],
 ) -> dict[tuple[str, int], Outcome]:
-    """Fills the places of calls with what came of them; returns those that failed, with what is said of them."""
+    """Fill the places of calls with their outcomes; return the failed ones with their messages."""
     failed: dict[tuple[str, int], Outcome] = {}
     for job, outcomes in zip(jobs, said, strict=True):
         for place, outcome in zip(job.places, outcomes, strict=True):
             instead = () if job.call.positions else on_error
             columns[job.column][place] = outcome.value if outcome.status == "ok" else instead
             if outcome.status != "ok":
-                message = told(job, rewards.get(job.column), outcome)
-                failed[job.column, place] = outcome._replace(message=message)
+                reward = rewards.get(job.column)  # None for the verifier
+                at = outcome.place or (defined(_callable(reward)) if reward is not None else "") or job.call.path
+                failed[job.column, place] = outcome._replace(message=f"{at}: {outcome.message}")
     return failed
 
 
 def _failures(
     failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
 ) -> Failures:
-    """What went wrong, of rewards that score the completions in their ``places``."""
+    """Collect the failures of rewards that score the completions in their ``places``."""
     lost = [column for column, _ in failed]
     first = {column: outcome for (column, _), outcome in reversed(failed.items())}
     names = {column: name for name, column in reversed(source.items())}
@@ -291,42 +285,45 @@ def _failures(
             name: (len(places[name]), sum((column, at) in failed for at in places[name]))
             for name, column in source.items()
         },
-        told={names.get(column, ""): first[column].message for column in dict.fromkeys(lost)},
+        messages={names.get(column, ""): first[column].message for column in dict.fromkeys(lost)},
         trace="\n".join(
             f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace
         ),
     )
 
 
-def _plain(scores: Scores) -> dict[str, Any]:
-    """As JSON values; exact."""
-    parts = {name: part.tolist() for name, part in scores.parts.items()}
-    arrays = {"reward": scores.reward.tolist(), "accuracy": scores.accuracy.tolist(), "parts": parts}
-    return arrays | {"failures": vars(scores.failures), "steps": [codec.pack(steps) for steps in scores.steps]}
+def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndarray], list[Job]]:
+    """Return the verifier's column, float64[n], as far as it can be computed here, and the calls that fill the rest."""
+    column = np.zeros(len(items))
+    jobs = []
+    for place, (problem, completion) in enumerate(items):
+        found = verdict(problem, completion)
+        if isinstance(found, Pooled):
+            jobs.append(Job(VERIFIED, [place], Call(found.path, [(found.answer, problem)], timeout_s=timeout_s)))
+        else:
+            column[place] = found
+    return {VERIFIED: column}, jobs
 
 
-def _from_plain(data: dict[str, Any]) -> Scores:
-    """The inverse of ``_plain``."""
-    parts = {name: np.asarray(part, np.float64) for name, part in data["parts"].items()}
-    reward, accuracy = (np.asarray(data[name], np.float64) for name in ("reward", "accuracy"))
-    steps = tuple(codec.unpack(packed) for packed in data["steps"])
-    return Scores(reward, accuracy, parts, Failures(**data["failures"]), steps)
+def _jobs_of(
+    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int] | None = None
+) -> list[Job]:
+    """Return the calls of a function, of one completion each or of all; ``timeout_s`` is for one completion.
+
+    ``places``: indices of the completions that it scores; None for all.
+    """
+    named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
+    function = None if named else _callable(reward)
+    seconds = getattr(reward, "timeout_s", None) or timeout_s * (BATCH_TIMES if form.batch else 1)
+    path = reward.path if named else name
+    positions = reward.positions if isinstance(reward, StepFunction) else ""
+    bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
+    every = range(len(items)) if places is None else places
+    shares = [every] if every and (form.batch or form.waits) else [[place] for place in every]
+    return [
+        Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
+    ]
 
 
-def _interleaved(shares: Sequence[Scores], count: int) -> Scores:
-    """The scores of ``count`` completions, of which share i has those from i on in steps of the number of shares."""
-
-    def whole(columns: Sequence[np.ndarray]) -> np.ndarray:
-        out = np.zeros(count)
-        for start, column in enumerate(columns):
-            out[start :: len(columns)] = column
-        return out
-
-    stepped = any(share.steps for share in shares)  # one without items has none
-    return Scores(
-        reward=whole([share.reward for share in shares]),
-        accuracy=whole([share.accuracy for share in shares]),
-        parts={name: whole([share.parts[name] for share in shares]) for name in shares[0].parts},
-        failures=sum((share.failures for share in shares), Failures()),
-        steps=tuple(shares[at % len(shares)].steps[at // len(shares)] for at in range(count if stepped else 0)),
-    )
+def _callable(reward: Any) -> Callable[..., Any]:
+    return reward.function if isinstance(reward, OWN) else reward

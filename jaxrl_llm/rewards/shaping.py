@@ -5,17 +5,30 @@ import functools
 import math
 import re
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.bounds import Bound, Hinge, Threshold, check_bound
-from jaxrl_llm.rewards.by_task import OfTasks
-from jaxrl_llm.rewards.forms import form_of
-from jaxrl_llm.rewards.functions import Function, Local, Lost
-from jaxrl_llm.rewards.models import ModelReward, StepReward, check_model
-from jaxrl_llm.rewards.refusals import Refusals, check_refusals
-from jaxrl_llm.rewards.steps import StepFunction
+from jaxrl_llm.rewards.bounds import Bound, Hinge, TaskReward, Threshold, check_bound
+from jaxrl_llm.rewards.functions import Function, Local, Lost, StepFunction, form_of
+from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
+
+REFUSED = "completions/refusal"
+"""Name of the part of a group that marks the completions that refuse."""
+REFUSES_FROM = 0.5
+"""Minimum value, of the reward that detects refusals, at which a completion counts as a refusal."""
+ENGLISH = (
+    r"\bsorry,? but (?:i|we|that)\b",
+    r"\b(?:i|we) (?:can't|cannot|can not|could not|couldn't|won't|will not|would rather not) "
+    r"(?:\w+ )?(?:help|assist|comply|do|provide|answer|fulfil|fulfill|write|create|share|give|support|engage|continue|"
+    r"discuss|generate|participate|complete|offer|recommend)\b",
+    r"\b(?:i'm|i am|we're|we are) (?:unable|not (?:able|allowed|permitted|comfortable|willing)) (?:to|with)\b",
+    r"\bi (?:must|have to|need to|will have to|respectfully) (?:respectfully )?(?:decline|refuse)\b",
+    r"\bas an? (?:ai|artificial intelligence|language model)\b.{0,60}\bi (?:can't|cannot|don't|do not|am not|won't)\b",
+    r"\b(?:against|violates?) (?:my|our) (?:guidelines|policy|policies|programming|principles)\b",
+)
+"""Patterns of common refusals by assistants in English; the list is incomplete and covers no other language."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +36,7 @@ class Accuracy:
     """The verifier's score: 1 for a right answer."""
 
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return "accuracy"
+    name: ClassVar[str] = "accuracy"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         return accuracy(problem, completion)
@@ -44,11 +53,7 @@ class SoftOverlong:
     max_length: int = 20480
     cache: int = 4096
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return "soft_overlong"
+    name: ClassVar[str] = "soft_overlong"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         left = self.max_length - self.cache - len(completion.tokens)
@@ -61,11 +66,7 @@ class LengthPenalty:
 
     per_token: float
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return "length_penalty"
+    name: ClassVar[str] = "length_penalty"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         return -self.per_token * len(completion.tokens)
@@ -83,11 +84,7 @@ class CosineLength:
     low: float = -1.0
     high: float = 0.0
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return "cosine_length"
+    name: ClassVar[str] = "cosine_length"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         share = min(len(completion.tokens), self.max_length) / self.max_length
@@ -96,17 +93,13 @@ class CosineLength:
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """-1 where the completion was ended since it only repeated itself, else 0.
+    """-1 if the completion was ended because it only repeated itself, else 0.
 
-    ``rollout.repetition`` says when that is.
+    ``rollout.repetition`` sets when that happens.
     """
 
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return "repetition_penalty"
+    name: ClassVar[str] = "repetition_penalty"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         return -1.0 if completion.finish_reason == "repetition" else 0.0
@@ -114,25 +107,47 @@ class RepetitionPenalty:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """1 where the regular expression matches the whole text, else 0; ``.`` matches line breaks too.
+    """1 if the regular expression matches the whole text, else 0; ``.`` matches line breaks too.
 
-    It runs in the trainer's own process: a pattern of nested repetitions, ``(a+)+``, can take for ever.
+    It runs in the trainer's own process: a pattern of nested repetitions, ``(a+)+``, can take forever.
     """
 
     pattern: str
     weight: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Names its column in metrics and samples."""
-        return "format"
+    name: ClassVar[str] = "format"
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
-        return float(_compiled(self.pattern).fullmatch(completion.text) is not None)
+        return float(_compiled("format", self.pattern).fullmatch(completion.text) is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusals:
+    """1 if a regular expression is found near the beginning of the text, else 0.
+
+    Case is ignored, typographic apostrophes count as plain ones, and ``.`` matches line breaks too.
+
+    Attributes:
+      patterns: regular expressions, for any language; the default is a short list for English.
+      within: characters at the beginning that are searched: later words may quote, or be about something else.
+      weight: in the sum of the rewards, if it is one of them.
+    """
+
+    patterns: tuple[str, ...] = ENGLISH
+    within: int = 300
+    weight: float = 1.0
+    name: ClassVar[str] = "refusal"
+
+    def __post_init__(self):
+        given = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
+        object.__setattr__(self, "patterns", given)
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        text = completion.text[: self.within].replace("\u2019", "'")
+        return float(any(_compiled("Refusals", pattern, re.IGNORECASE).search(text) for pattern in self.patterns))
 
 
 BUILT_IN = (SoftOverlong, LengthPenalty, CosineLength, RepetitionPenalty, Format, Refusals)
-"""Rewards that neither hang nor raise: the scorer calls them where it is."""
+"""Rewards that neither hang nor raise: the scorer calls them in its own process."""
 
 Reward = (
     Accuracy
@@ -153,13 +168,13 @@ Reward = (
 )
 
 TAKEN = ("mean", "std", "zero_std_fraction", "errors", "timeouts")
-"""``reward/<name>`` that is the sum's; no part is called so."""
+"""Names that ``reward/<name>`` uses for the sum; no part may have them."""
 
 
 def named(rewards: Sequence[Reward]) -> dict[str, Reward]:
-    """The rewards by the names of their columns, in order; the second of a name is called ``name_2``.
+    """Return the rewards by the names of their columns, in order; the second of a name becomes ``name_2``.
 
-    ``accuracy`` is the verifier's: another reward that is called so gets a number too.
+    ``accuracy`` is the verifier's: another reward of that name gets a number too.
     """
     found: dict[str, Reward] = {}
     for reward in rewards:
@@ -169,7 +184,7 @@ def named(rewards: Sequence[Reward]) -> dict[str, Reward]:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, with a number where it is taken."""
+    """Return the name, with a number if it is taken."""
     free = name
     number = 2
     while free in taken:
@@ -179,12 +194,12 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def check(reward: Reward) -> None:
-    """Refuses a reward that cannot work.
+    """Refuse a reward that cannot work.
 
     Raises:
-      InputError: a weight or a time that is no finite number, a length below 1, a bad pattern or none, a path that
-        names no function, a function that cannot take a problem and a completion, one that a config.json could not
-        hold, or a bound that cannot work.
+      InputError: a weight or a time that is not a finite number, a length below 1, a bad or missing pattern, a path
+        that does not name a function, a function that cannot take a problem and a completion, one that a config.json
+        could not hold, or a bound that cannot work.
     """
     if not isinstance(reward.weight, (int, float)) or not math.isfinite(reward.weight):
         raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
@@ -197,15 +212,28 @@ def check(reward: Reward) -> None:
         case CosineLength() if reward.max_length < 1:
             raise InputError(f"cosine_length has max_length {reward.max_length}; give 1 or more")
         case Format():
-            _compiled(reward.pattern)
+            _compiled("format", reward.pattern)
+        case Refusals() if not reward.patterns or not all(reward.patterns):
+            raise InputError(
+                "Refusals has no pattern, or an empty one, which is found in every text: give regular expressions"
+            )
+        case Refusals() if reward.within < 1:
+            raise InputError(f"Refusals.within must be at least 1 character, got {reward.within}")
         case Refusals():
-            check_refusals(reward)
+            for pattern in reward.patterns:
+                _compiled("Refusals", pattern, re.IGNORECASE)
         case Bound():
             check_bound(reward, check)
-        case OfTasks():
+        case TaskReward():
             check(reward.of)
-        case ModelReward() | StepReward():
-            check_model(reward)
+        case StepReward() if not reward.separator:
+            raise InputError(f"reward {reward.name} has an empty separator; give what ends a step, such as a line end")
+        case ModelReward() if not reward.paths:
+            raise InputError(f"reward {reward.name} names no model; give RUN, or a directory")
+        case ModelReward() if reward.of not in ("mean", "minimum", "conservative"):
+            raise InputError(f"reward {reward.name} is of {reward.of!r}; give mean, minimum or conservative")
+        case ModelReward() if not reward.spread >= 0:
+            raise InputError(f"reward {reward.name} has the spread {reward.spread}; give 0 or more")
         case Function() | Local() | StepFunction():
             _check_function(reward)
         case Lost():
@@ -229,9 +257,9 @@ def _check_function(reward: Function | Local | StepFunction) -> None:
     form_of(reward.function, reward.batch)
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(pattern: str) -> re.Pattern[str]:
+@functools.lru_cache(maxsize=256)
+def _compiled(what: str, pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     try:
-        return re.compile(pattern, re.DOTALL)
+        return re.compile(pattern, re.DOTALL | flags)
     except re.error as error:
-        raise InputError(f"format pattern {pattern!r} is no regular expression ({error}); correct it") from error
+        raise InputError(f"{what} pattern {pattern!r} is no regular expression ({error}); correct it") from error

@@ -1,17 +1,19 @@
-"""Whether a completion answers its problem: the extracted answer against the reference."""
+"""Verification of completions: compare the extracted answer with the reference; and an invented answer for dry runs."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks.extract import extract, integer, normalised, number
+from jaxrl_llm.tasks.extract import extract, integer, marker, normalised, number
+from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
-from jaxrl_llm.tasks.resolve import resolve
 from jaxrl_llm.types import Completion, Problem
 
 
 def match(answer: str, problem: Problem) -> float:
-    """1 for equal numbers, or for texts that are equal but for case, width, white space and a final full stop."""
+    """Return 1 for equal numbers, or for texts equal apart from case, width, white space and a final full stop."""
     value = number(answer)
     if value is not None and value == number(problem.answer):
         return 1.0
@@ -19,15 +21,15 @@ def match(answer: str, problem: Problem) -> float:
 
 
 def same_integer(answer: str, problem: Problem) -> float:
-    """1 for the same integer, however it is written: ``"3.0"``, ``"+3"``, ``"1,000"``."""
+    """Return 1 for equal integers in any notation: ``"3.0"``, ``"+3"``, ``"1,000"``."""
     value = integer(answer)
     return float(value is not None and value == integer(problem.answer))
 
 
 def instructed(text: str, problem: Problem) -> float:
-    """The share of the problem's instructions that the text follows; 1 is IFEval's strict accuracy of a prompt.
+    """Return the share of the problem's instructions that the text follows; 1 is IFEval's strict accuracy of a prompt.
 
-    Characters count as they are written: a full-width comma is none, as in IFEval.
+    Characters count as written: a full-width comma does not count as a comma, as in IFEval.
     """
     found = followed(text, problem.metadata)
     return sum(found) / len(found)
@@ -41,11 +43,11 @@ POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl
 
 
 class Pooled(NamedTuple):
-    """A verifier's call that belongs into the pool.
+    """A verifier's call that must run in the pool.
 
     Attributes:
       path: of the function, ``module:function``.
-      answer: what it is called with, beside the problem.
+      answer: argument of the call, before the problem.
     """
 
     path: str
@@ -53,10 +55,9 @@ class Pooled(NamedTuple):
 
 
 def accuracy(problem: Problem, completion: Completion) -> float:
-    """The verifier's score of the extracted answer, 0 where there is none; accurate means 1 or more. NaN without a
-    verifier.
+    """Score the extracted answer by the verifier: 1 or more is accurate, 0 without an answer, NaN without a verifier.
 
-    It runs here, however long that takes; ``Scorer`` runs the pooled verifiers where they can be killed.
+    It runs here without a time limit; ``Scorer`` runs the pooled verifiers in processes that can be killed.
 
     Raises:
       InputError: the problem names an unknown extractor or verifier.
@@ -66,7 +67,9 @@ def accuracy(problem: Problem, completion: Completion) -> float:
 
 
 def verdict(problem: Problem, completion: Completion) -> float | Pooled:
-    """The accuracy where the verifier cannot hang; else the call that computes it. It raises what ``accuracy`` does."""
+    """Return the accuracy if the verifier cannot hang; else the call that computes it. Raises the errors of
+    ``accuracy``.
+    """
     if problem.verifier == "none":
         return math.nan
     answer = extract(completion.text, problem.extractor)
@@ -84,3 +87,26 @@ def verdict(problem: Problem, completion: Completion) -> float | Pooled:
 
 def _normal(text: str) -> str:
     return " ".join(normalised(text).split()).rstrip(".。").casefold()
+
+
+def dry_run_completion(problem: Problem, tokenizer: Any) -> Completion:
+    """Return a plausible right answer: some words, and the reference in the form in which it is extracted.
+
+    It ends with the stop token, if the tokenizer has one. The version of its tokens is -1: no policy sampled them.
+    """
+    answer = problem.answer or "42"
+    kind, _, tag = problem.extractor.partition(":")
+    thought = "Let me think about it step by step."
+    if kind == "whole":
+        text = answer
+    elif kind == "after":
+        text = f"{thought}{marker(problem.extractor)}{answer}"
+    else:
+        form = {"boxed": rf"\boxed{{{answer}}}", "tag": f"<{tag}>{answer}</{tag}>"}.get(kind, answer)
+        text = f"{thought} The answer is {form}"
+    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens = np.asarray([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop], np.int32)
+    size = len(tokens)
+    return Completion(
+        tokens, np.full(size, -1.0, np.float32), "stop", np.ones(size, bool), np.full(size, -1, np.int32), text=text
+    )

@@ -1,8 +1,10 @@
-"""Groups from prompts: admission, collection, what is carried over. The engine's names are here too."""
+"""Rollouts: admission and collection of groups from prompts, and carryover between steps. Exports the engine's names
+too.
+"""
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.lazy import attach
 from jaxrl_llm.rollout.settings import Collect, Ptx, Replay, Rollout
+from jaxrl_llm.system.lazy import attach
 
 __all__ = ["Collect", "Engine", "Ptx", "Repetition", "Replay", "Rollout", "Sampling", "first_tokens", "with_tokens"]
 

@@ -1,34 +1,36 @@
-"""Groups from their number in the stream of prompts: what is asked, what is left unfinished, what it scores."""
+"""Groups by their number in the stream of prompts: requests, unfinished groups, scores, and the admission of new ones.
+
+Admission is a pure decision from counts, so that all processes of a run decide alike.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.rewards import Failures, Judge
-from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.group_shaping import GroupShaping
-from jaxrl_llm.rewards.refusals import REFUSED
-from jaxrl_llm.rollout.loops import loops, written
 from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
-from jaxrl_llm.tasks import Prompts, PromptStream, answer_of
+from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
+from jaxrl_llm.rollout.settings import Collect
+from jaxrl_llm.tasks import Prompts, PromptStream
 from jaxrl_llm.tasks.stream import Memory
 from jaxrl_llm.types import Completion, Group, Problem
 
 STEP_REWARDS = "step_rewards"
-"""The extra of a completion that holds the rewards of its steps (``Scores.steps``)."""
+"""Name of the extra of a completion that holds the rewards of its steps (``Scores.steps``)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialGroup:
-    """A group under way.
+    """A group that is not finished.
 
     Attributes:
-      number: of its prompt in the stream, which decides its random numbers.
-      completions: G of them; None where no token has been sampled yet.
-      problem: what was asked; None where nothing was asked yet, and in checkpoints of old.
+      number: of its prompt in the stream, which determines its random numbers.
+      completions: G entries; None where no token has been sampled yet.
+      problem: the problem asked.
       prompt: int32 token ids that the completions follow, kept from the moment they are asked: templates may read the
         clock, and data may change.
       age: steps since the one that sampled its first token.
@@ -48,16 +50,16 @@ class PartialGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Carryover:
-    """What one step leaves to the next.
+    """State that one step passes to the next.
 
     Attributes:
       cursor: prompts consumed.
       carried: surplus groups, scored, in the order in which they are learned from.
-      unfinished: groups to go on with, by number.
+      unfinished: groups to resume, by number.
       good: informative groups among the last ones scored.
-      seen: how many those are; both fade (see ``remember``).
-      stream: what the stream of prompts remembers.
-      texts: texts drawn beside the groups.
+      seen: number of groups last scored; both fade (see ``remember``).
+      stream: memory of the stream of prompts.
+      texts: texts drawn in addition to the groups.
       successes: stored for replay.
     """
 
@@ -76,12 +78,12 @@ class RolloutBatch:
     """One step's groups.
 
     Attributes:
-      groups: what the step learns from; each token knows the version of the policy that sampled it.
+      groups: the step learns from them; each token is marked with the version of the policy that sampled it.
       sampled: every group finished in this step, kept or not, by number.
-      left: what is left to the next step.
+      left: carryover for the next step.
       tokens: sampled in this step.
       version: of the policy that sampled them.
-      metrics: seconds and counts, and what the groups sampled were like.
+      metrics: seconds, counts, and statistics of the sampled groups.
     """
 
     groups: list[Group]
@@ -92,17 +94,17 @@ class RolloutBatch:
     metrics: dict[str, float]
 
     def __len__(self) -> int:
-        """Groups to learn from."""
+        """Return the number of groups to learn from."""
         return len(self.groups)
 
     @property
     def examples(self) -> list[Group]:
-        """What people may want to look at."""
+        """Groups to show to people."""
         return self.groups
 
     @property
     def common(self) -> Iterator[np.ndarray]:
-        """What must be the same on every process: rewards, those of steps too, and tokens."""
+        """Arrays that must be equal on every process: rewards, also those of steps, and tokens."""
         for group in self.groups:
             yield group.rewards
             for completion in group.completions:
@@ -111,12 +113,12 @@ class RolloutBatch:
 
 
 RECORDS = (RolloutBatch, Carryover, PartialGroup, Group, Completion, Problem, Solved, Success)
-"""What checkpoints hold of groups."""
+"""Types that checkpoints hold to save groups."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSource:
-    """What it takes to ask for a group and to score it.
+    """Prompts and scoring of groups.
 
     Attributes:
       tokenizer: decodes completions.
@@ -124,7 +126,7 @@ class GroupSource:
       stream: the training prompts, in their order.
       judge: of the completions.
       group: G.
-      seed: the run's; with a prompt's number in the stream it decides every random number.
+      seed: the run's; with a prompt's number in the stream it determines every random number.
       shaping: changes of a group's rewards, in order.
     """
 
@@ -138,35 +140,32 @@ class GroupSource:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of the tasks of a mixture; of a single one none, since it is all there is."""
+        """Labels of the tasks of a mixture; empty for a single task, since it holds all groups."""
         tasks = self.prompts.tasks
         return tuple(task.label for task in tasks) if len(tasks) > 1 else ()
 
     def ask(self, number: int, memory: Memory) -> tuple[PartialGroup, Memory]:
-        """The group of this number, not begun yet, and what the stream remembers then."""
+        """Return the group of this number, not begun yet, and the new memory of the stream."""
         problem, memory = self.stream.next(number, memory)
         return PartialGroup(number, (None,) * self.group, problem, self.prompts[problem]), memory
 
     def seeds(self, number: int) -> list[int]:
-        """The seeds of the G completions of a prompt."""
-        return [request_seed(self.seed, number * self.group + g) for g in range(self.group)]
+        """Return the seeds of the G completions of a prompt."""
+        first = SeedSpace.TRAINING + number * self.group
+        return [request_seed(self.seed, first + g) for g in range(self.group)]
 
     def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
-        """What the stream remembers once these groups are scored."""
-        return self.stream.told(memory, groups)
+        """Return the stream's memory after these groups are scored."""
+        return self.stream.observe(memory, groups)
 
     def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
-        """What the stream measures of a step, from what it remembered before and after it."""
-        return self.stream.measured(before, after)
+        """Return the stream's metrics of a step, from its memory before and after it."""
+        return self.stream.metrics(before, after)
 
     def score(self, whole: Sequence[PartialGroup]) -> tuple[dict[int, Group], Failures]:
-        """Groups whose completions are all there, by number, with texts and scores of what was asked; and what
-        failed.
-        """
-        done = [c for group in whole for c in group.completions]
-        texts = self.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
-        done = [dataclasses.replace(c, text=text) for c, text in zip(done, texts, strict=True)]
-        scores = self.judge.score([(whole[i // self.group].problem, c) for i, c in enumerate(done)])
+        """Score finished groups; return them by number, with texts and scores, and the failures of rewards."""
+        done = with_texts(dict(enumerate(c for group in whole for c in group.completions)), self.tokenizer)
+        scores = self.judge.score([(whole[i // self.group].problem, c) for i, c in done.items()])
         for i, steps in enumerate(scores.steps):
             done[i] = dataclasses.replace(done[i], extras=done[i].extras | {STEP_REWARDS: steps})
         groups = {}
@@ -174,12 +173,12 @@ class GroupSource:
             at = slice(index * self.group, (index + 1) * self.group)
             parts = {name: values[at] for name, values in scores.parts.items()}
             groups[asked.number] = Group(
-                asked.problem, asked.prompt, tuple(done[at]), scores.reward[at], scores.accuracy[at], parts
+                asked.problem, asked.prompt, tuple(done.values())[at], scores.reward[at], scores.accuracy[at], parts
             )
         return groups, scores.failures
 
     def shaped(self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]) -> dict[int, Group]:
-        """The groups with their rewards shaped.
+        """Return the groups with their rewards shaped.
 
         ``version``: optimiser updates so far; ``budget``: the longest completion of a task, by its label. Schedules of
         rewards read both.
@@ -190,25 +189,20 @@ class GroupSource:
         return found
 
 
-def request_seed(run_seed: int, number: int) -> int:
-    """The 64-bit seed of one completion: no two requests of a run share one."""
-    return (run_seed & 0xFFFFFF) << 40 | number
-
-
 def informative(group: Group, reads: str = "accuracy") -> bool:
-    """Whether a group can teach: what a filter reads of the members that could be scored is not the same for all.
+    """Whether a group can teach: the values that a filter reads differ among the members that could be scored.
 
-    "accuracy": where each is right or wrong, some but not all are right (DAPO, arXiv 2503.14476, eq. 11); where a
-    verifier tells the share that is right, the shares differ (verl's ``acc``). "reward": their rewards.
+    "accuracy": of answers that are right or wrong, some but not all are right (DAPO, arXiv 2503.14476, eq. 11); if a
+    verifier returns the share that is right, the shares differ (verl's ``acc``). "reward": the rewards differ.
     """
     values = group.rewards if reads == "reward" else group.accuracy
     return varied(values[~np.isnan(group.rewards)])
 
 
 def whole(completion: Completion | None, longest: int) -> bool:
-    """Whether sampling it came to its end.
+    """Whether a completion is finished.
 
-    If not it was interrupted, or reached the budget of a step below ``longest``.
+    If not, it was interrupted, or reached the budget of a step below ``longest``.
     """
     if completion is None or completion.finish_reason == "aborted":
         return False
@@ -216,105 +210,117 @@ def whole(completion: Completion | None, longest: int) -> bool:
 
 
 def tokens_in(groups: Sequence[Group | PartialGroup]) -> int:
-    """Tokens of all their completions."""
+    """Count the tokens of all their completions."""
     return sum(len(c.tokens) for g in groups for c in g.completions if c is not None)
 
 
-QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-"""Of rewards and lengths, by what their metrics' names end with."""
-MEASURED = (
-    "reward/mean", "reward/std", "reward/zero_std_fraction", "reward/accuracy",
-    "completions/mean_length", "completions/truncated_fraction", "completions/repetition_fraction",
-    "completions/distinct_fraction",
-    *(f"reward/{name}" for name in QUANTILES), *(f"completions/length_{name}" for name in QUANTILES),
-)  # fmt: skip
-"""What ``describe`` says of any groups; where there is none it is NaN."""
+MEMORY = 256
+"""Number of groups over which the share of informative ones is estimated."""
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of the groups finished in a step, before any filter."""
-    if not groups:
-        return dict.fromkeys(MEASURED, math.nan)
-    scores = np.stack([g.rewards for g in groups])
-    completions = [c for g in groups for c in g.completions]
-    ended = [c.finish_reason for c in completions]
-    lengths = np.array([len(c.tokens) for c in completions])
-    looping = loops([written(c) for c in completions]) | (np.array(ended) == "repetition")
-    shared = [name for name in groups[0].parts if all(name in g.parts for g in groups)]  # older ones may lack some
-    parts = {_metric(name): _known(np.nanmean, np.stack([g.parts[name] for g in groups])) for name in shared}
-    return parts | {
-        "reward/mean": _known(np.nanmean, scores),
-        "reward/std": _known(np.nanstd, scores),
-        "reward/zero_std_fraction": _share_without_differences(groups),
-        "reward/accuracy": share_correct(groups),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/truncated_fraction": ended.count("length") / len(ended),
-        "completions/repetition_fraction": float(looping.mean()),
-        "completions/distinct_fraction": _known(np.nanmean, np.array([_distinct(group) for group in groups])),
-        **_quantiles("reward/", scores[~np.isnan(scores)]),
-        **_quantiles("completions/length_", lengths),
-    }
+class Underway(NamedTuple):
+    """Progress of a step.
 
-
-def _distinct(group: Group) -> float:
-    """How many different answers a group has, over its completions; what holds no answer counts as one. NaN of one
-    completion. Where nothing is verified the answers are the texts."""
-    extractor = "whole" if group.problem.verifier == "none" else group.problem.extractor
-    answers = [answer_of(completion.text, extractor) for completion in group.completions]
-    return len(set(answers)) / len(answers) if len(answers) > 1 else math.nan
-
-
-OF_A_TASK = {
-    "reward": "reward/mean",
-    "accuracy": "reward/accuracy",
-    "zero_std_fraction": "reward/zero_std_fraction",
-    "mean_length": "completions/mean_length",
-    "truncated_fraction": "completions/truncated_fraction",
-}
-"""What is said of each task of a mixture, ``task/<label>/<name>``, and as which metric of all groups."""
-
-
-def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Sequence[Group]) -> dict[str, float]:
-    """Metrics of each task of a mixture: its groups that were finished in the step, before any filter, and how many of
-    those that are learned from are its own."""
-    found = {}
-    for label in labels:
-        own = describe([group for group in sampled if group.problem.task == label])
-        found |= {f"task/{label}/{name}": own[metric] for name, metric in OF_A_TASK.items()}
-        found[f"task/{label}/groups"] = sum(group.problem.task == label for group in learned)
-    return found
-
-
-def _quantiles(prefix: str, values: np.ndarray) -> dict[str, float]:
-    """Each of ``QUANTILES``, between two values where it falls between them; NaN where there is none."""
-    found = np.quantile(values, list(QUANTILES.values())) if values.size else [math.nan] * len(QUANTILES)
-    return {prefix + name: float(value) for name, value in zip(QUANTILES, found, strict=True)}
-
-
-def _metric(part: str) -> str:
-    """What a part's mean is called."""
-    if part in (REJECTED, REFUSED):
-        return f"{part}_fraction"
-    return part if part.startswith("constraint/") else f"reward/{part}"
-
-
-def _share_without_differences(groups: Sequence[Group]) -> float:
-    """The share of groups whose rewards are all equal, of those that have any: a single one is like itself.
-
-    NaN where there is one completion of each prompt, or no reward at all.
+    Attributes:
+      kept: groups to learn from.
+      running: groups with some completion being sampled.
+      held: groups that have used up their budget for this step.
+      waiting: completions that the engine has not returned.
+      started: prompts begun in this step.
     """
-    scored = [g for g in groups if not np.isnan(g.rewards).all()]
-    if not scored or len(groups[0].completions) == 1:
-        return math.nan
-    return float(np.mean([not informative(g, "reward") for g in scored]))
+
+    kept: int
+    running: int
+    held: int
+    waiting: int
+    started: int
 
 
-def share_correct(groups: Sequence[Group]) -> float:
-    """The share of completions that the verifier calls correct; NaN where nothing is verified."""
-    accuracy = np.stack([g.accuracy for g in groups])
-    return _known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1))
+@dataclasses.dataclass(frozen=True)
+class AdmissionPolicy:
+    """Rules that decide which groups a step starts.
+
+    Attributes:
+      needed: P, groups to learn from.
+      slots: the engine's.
+      longest: maximum number of tokens of a completion, of any task.
+      filter_groups: values that make a group informative, "accuracy" or "reward"; False if all groups count.
+      collect: the run's settings.
+      limits: maximum number of tokens of a completion, by the label of its task; ``longest`` for others.
+      left_out: finish reasons of completions that the loss does not count.
+    """
+
+    needed: int
+    slots: int
+    longest: int
+    filter_groups: str | bool
+    collect: Collect
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def reach(self) -> int:
+        """Number of groups that a step may expect to find among those under way.
+
+        If the last ones are interrupted, it is larger, so that no slot idles while they run, as far as the next step
+        needs them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
+        """
+        return 2 * self.needed if self.collect.interrupt else self.needed
+
+    @property
+    def partial(self) -> bool:
+        """Whether a group may be resumed in the next step."""
+        return self.collect.interrupt or self.collect.token_budget > 0
+
+    @property
+    def segments(self) -> int:
+        """Number of steps that the longest completion takes under the token budget."""
+        return -(-self.longest // self.collect.token_budget) if self.collect.token_budget else 1
+
+    @property
+    def oldest(self) -> float:
+        """Maximum number of steps that a group may take after its first one, with those of a token budget."""
+        return self.collect.max_age + self.segments - 1 if self.collect.max_age else math.inf
+
+    def longest_of(self, task: str) -> int:
+        """Return the maximum number of tokens of a completion to a problem of this task."""
+        return self.limits.get(task, self.longest)
+
+    def limit(self, begun: int, task: str) -> int:
+        """Return the maximum length, at the end of this step, of a completion that has ``begun`` tokens."""
+        budget = self.collect.token_budget
+        longest = self.longest_of(task)
+        return min(begun + budget, longest) if budget else longest
+
+    def wants(self, now: Underway, share: float) -> bool:
+        """Whether to begin one more group, if ``share`` of them are informative.
+
+        Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
+        those under way are not expected to cover ``reach``: as many as keep every slot busy, and as many again waiting,
+        so that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps
+        to come.
+        """
+        if now.kept >= self.needed or now.started >= self.collect.max_rounds * self.needed:
+            return False
+        found = now.kept + share * now.running
+        if found + share * now.held >= self.segments * self.reach:
+            return False
+        certain = not self.filter_groups and now.kept + now.running < self.needed
+        return certain or (now.waiting < 2 * self.slots and found < self.reach)
 
 
-def _known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
-    """A statistic of the numbers that are there; NaN where none is, which NumPy would warn of."""
-    return math.nan if np.isnan(values).all() else float(statistic(values))
+def share_of(good: float, seen: float) -> float:
+    """Estimate the share of informative groups; the prior is four of five, with the weight of two groups.
+
+    A first step that expects less samples more than it needs, and the surplus is learned from in the second, when the
+    policy has moved furthest from the one that sampled it.
+    """
+    return (good + 1.6) / (seen + 2)
+
+
+def remember(good: float, seen: float, new_good: int, new: int) -> tuple[float, float]:
+    """Return the counts with ``new`` groups added; old ones fade once there are more than ``MEMORY``."""
+    good = good + new_good
+    seen = seen + new
+    fade = min(1.0, MEMORY / max(seen, 1.0))
+    return good * fade, seen * fade

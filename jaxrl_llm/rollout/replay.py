@@ -1,4 +1,4 @@
-"""Replay of successes: where a whole group has failed, one of its members gives way to an answer that once was right.
+"""Replay of successes: in a group that failed as a whole, one member is replaced by an answer that once was right.
 
 GUI-ARPO (arXiv 2505.16282). A stored answer keeps the log-probabilities of the policy that sampled it, so that its
 importance ratio is the true one; the paper's code computes them anew, so that its ratio is 1.
@@ -14,18 +14,18 @@ from jaxrl_llm.rollout.settings import Replay
 from jaxrl_llm.types import Completion, Group, Problem
 
 PLACE = 0
-"""The member of a group that gives way: the first, as in the paper."""
+"""Index of the member of a group that is replaced: the first, as in the paper."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Success:
-    """A completion that was right, with what it scored then, before any shaping of its group.
+    """A completion that was right, with its scores before any shaping of its group.
 
     Attributes:
       completion: as it was sampled.
       reward: the weighted sum.
       accuracy: the verifier's, at least 1.
-      parts: each reward by name, unweighted, and what was watched.
+      parts: each reward by name, unweighted, and the watched scores.
     """
 
     completion: Completion
@@ -36,12 +36,12 @@ class Success:
 
 @dataclasses.dataclass(frozen=True)
 class Solved:
-    """What is stored of one problem.
+    """Stored successes of one problem.
 
     Attributes:
       prompt: int32 token ids that its completions follow.
       successes: the oldest first.
-      number: the prompt, in the stream, that was last answered right.
+      number: number, in the stream, of the prompt that was last answered right.
       share: mean credit of the answers to the latest prompt.
     """
 
@@ -52,25 +52,25 @@ class Solved:
 
 
 Store = dict[str, Solved]
-"""By task and id of the problem. It is never changed, only replaced."""
+"""Stored successes by task and id of the problem. A store is never changed, only replaced."""
 
 
 def place_of(problem: Problem) -> str:
-    """Where a problem's successes are stored."""
+    """Return the key of a problem's successes in the store."""
     return f"{problem.task}/{problem.id}"
 
 
 def replay(
     settings: Replay, store: Store, scored: Mapping[int, Group], seed: int, left_out: Collection[str]
 ) -> tuple[Store, dict[int, Group]]:
-    """The store with the successes of these groups, and those of the groups that failed, with a member replaced.
+    """Return the store with the successes of these groups added, and the failed groups with a member replaced.
 
     Args:
-      settings: how much is stored.
-      store: so far; a group is replaced from what was there before it.
+      settings: limits of the store.
+      store: so far; a group is replaced from the successes stored before it.
       scored: groups by their number in the stream, before shaping.
-      seed: with the number it decides which success is taken.
-      left_out: finish reasons of completions that the loss does not count: none of them is stored.
+      seed: with the number it determines which success is taken.
+      left_out: finish reasons of completions that the loss does not count; they are not stored.
     """
     store = dict(store)
     replaced = {}
@@ -78,7 +78,9 @@ def replay(
         group = scored[number]
         place = place_of(group.problem)
         known = store.get(place)
-        if known is not None and not _fits(known, group):
+        if known is not None and not (  # what is stored follows this very prompt, and was scored by the same rewards
+            np.array_equal(known.prompt, group.prompt) and known.successes[0].parts.keys() == group.parts.keys()
+        ):
             del store[place]
             known = None
         if known is not None and failed(group):
@@ -92,7 +94,7 @@ def replay(
 
 
 def failed(group: Group) -> bool:
-    """Whether no answer was right, nor any more so than another, and one that stays was found wrong."""
+    """Whether no answer was right or better than another, and a member that stays was found wrong."""
     scored = ~np.isnan(group.rewards)
     wrong = (group.accuracy < 1) & scored
     teaches = (group.accuracy >= 1).any() or varied(group.accuracy[scored])
@@ -100,28 +102,26 @@ def failed(group: Group) -> bool:
 
 
 def varied(values: np.ndarray) -> bool:
-    """Whether those that are known differ, in the precision that advantages are computed in."""
+    """Whether the values that are not NaN differ, in the precision that advantages are computed in."""
     return len(np.unique(values[~np.isnan(values)].astype(np.float32))) > 1
 
 
 def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
-    """One of them, each as likely, a function of seed and number."""
+    """Choose one success uniformly, as a function of seed and number."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, number, 1))).random_raw()
     return successes[int(bits % len(successes))]
 
 
 def with_success(group: Group, success: Success) -> Group:
-    """The group with the success in the place of one member, scores and all."""
+    """Return the group with the success, scores and all, in place of one member."""
 
     def put(values: np.ndarray, value: float) -> np.ndarray:
         values = values.copy()
         values[PLACE] = value
         return values
 
-    # Arrays of its own: completions of one step are told apart by them.
-    taken = dataclasses.replace(success.completion, tokens=success.completion.tokens.copy())
     completions = list(group.completions)
-    completions[PLACE] = taken
+    completions[PLACE] = success.completion
     return dataclasses.replace(
         group,
         completions=tuple(completions),
@@ -132,13 +132,14 @@ def with_success(group: Group, success: Success) -> Group:
 
 
 def stored(store: Store) -> int:
-    """Completions in all."""
+    """Count all stored completions."""
     return sum(len(solved.successes) for solved in store.values())
 
 
 def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, str]) -> Store:
-    """What is stored of these tasks, by label, in completions of at most so many tokens; stored by the names that the
-    tasks have from here on."""
+    """Return the store's successes of these tasks, by label, in completions of at most so many tokens; stored by the
+    names that the tasks have from here on.
+    """
     kept = {}
     for place, solved in store.items():
         label, _, problem = place.rpartition("/")
@@ -148,28 +149,18 @@ def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, 
     return kept
 
 
-def _fits(solved: Solved, group: Group) -> bool:
-    """Whether what is stored follows this very prompt, and was scored by the same rewards."""
-    return np.array_equal(solved.prompt, group.prompt) and solved.successes[0].parts.keys() == group.parts.keys()
-
-
 def _updated(known: Solved | None, number: int, group: Group, most: int, left_out: Collection[str]) -> Solved | None:
-    """What is stored of a problem after one more group; None where it was never solved."""
-    new = tuple(
-        Success(c, float(group.rewards[i]), float(group.accuracy[i]), {n: float(x[i]) for n, x in group.parts.items()})
-        for i, c in enumerate(group.completions)
-        if group.accuracy[i] >= 1 and _teaches(group, i, left_out)
-    )
+    """Return the stored successes of a problem after one more group; None if it was never solved."""
+    new = []
+    for i, completion in enumerate(group.completions):
+        # It could be learned from: it has a reward and tokens that count, and no gate rejects it.
+        counts = completion.finish_reason not in left_out and bool(completion.mask.any())
+        rejected = REJECTED in group.parts and bool(group.parts[REJECTED][i])
+        if group.accuracy[i] >= 1 and counts and not rejected and not np.isnan(group.rewards[i]):
+            parts = {name: float(part[i]) for name, part in group.parts.items()}
+            new.append(Success(completion, float(group.rewards[i]), float(group.accuracy[i]), parts))
     earlier = () if known is None else known.successes
     if not new and not earlier:
         return None
     last = known.number if known is not None and not new else number
     return Solved(group.prompt, (*earlier, *new)[-most:], last, float(np.mean(np.nan_to_num(group.credit))))
-
-
-def _teaches(group: Group, i: int, left_out: Collection[str]) -> bool:
-    """Whether a member could be learned from: it has a reward and tokens that count, and no gate rejects it."""
-    completion = group.completions[i]
-    rejected = REJECTED in group.parts and bool(group.parts[REJECTED][i])
-    counts = completion.finish_reason not in left_out and bool(completion.mask.any())
-    return counts and not rejected and not np.isnan(group.rewards[i])

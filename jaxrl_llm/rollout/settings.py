@@ -1,18 +1,22 @@
-"""What a run says about its rollouts: values without arrays, quick to import."""
+"""Settings of a run's rollouts: values without arrays, quick to import."""
 
 import dataclasses
+from typing import Annotated, Any
 
+from jaxrl_llm.data.datasets import Collected, Texts
+from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.tasks.curriculum import Curriculum
-from jaxrl_llm.tasks.texts import Texts
+from jaxrl_llm.errors import require
+from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting
+from jaxrl_llm.tasks.curriculum import Curriculum, check_curriculum
 
 
 @dataclasses.dataclass(frozen=True)
-class Ptx:
-    """Texts that each step learns from beside its groups, so that what they teach is not unlearned: PPO-ptx.
+class Ptx(Setting):
+    """Texts that each step learns from in addition to its groups, to retain their lessons: PPO-ptx.
 
     ``coef`` times their mean negative log-likelihood is added to the loss (arXiv 2203.02155, eq. 2). InstructGPT's 27.8
-    belongs to its own reduction. Like every log-probability of the learner theirs is at the temperature of the
+    belongs to its own reduction. Their log-probabilities, like all of the learner's, are at the temperature of the
     sampling; held-out texts are tested at 1.
 
     Attributes:
@@ -22,69 +26,131 @@ class Ptx:
     """
 
     texts: Texts
-    rows: int = 8
-    coef: float = 0.1
+    rows: Annotated[int, Range("[1, inf]")] = 8
+    coef: Annotated[float, Range("(0, inf)", words="above 0")] = 0.1
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse texts that cannot work, or that a step would have to collect."""
+        check_texts(self.texts)
+        require(
+            not isinstance(self.texts.source, Collected),
+            f"{where}texts are collected by no step: write them with jaxrl-llm collect, and give the table",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
-    """Answers that were right are stored, and where a whole group of their problem fails one takes the place of its
-    first member: GUI-ARPO (arXiv 2505.16282).
+class Replay(Setting):
+    """Replay of answers that were right: if a whole group of their problem fails, one replaces its first member,
+    GUI-ARPO (arXiv 2505.16282).
 
     The loss takes its ratio against the policy that sampled it. A stored token takes about 20 bytes of a checkpoint
     and 2 microseconds each time one is written.
 
     Attributes:
-      per_prompt: answers stored of each problem; the oldest give way.
-      prompts: problems of which any are stored; the one whose latest group was solved best gives way.
+      per_prompt: answers stored of each problem; the oldest are dropped first.
+      prompts: problems with stored answers; the one with the best solved latest group is dropped first.
     """
 
-    per_prompt: int = 8
-    prompts: int = 512
+    per_prompt: Annotated[int, Range("[1, inf]")] = 8
+    prompts: Annotated[int, Range("[1, inf]")] = 512
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a replay if no reward defines a success, or if its ratios would be wrong."""
+        name = where.removesuffix(".")
+        algorithm = run.recipe.algorithm
+        reads_ratio = algorithm.surrogate.reads_ratio or algorithm.corrects_sampler
+        for fine, reason in (
+            (
+                run.has_accuracy,
+                "stores answers that are right, and no reward says so: add Accuracy() to scoring.rewards",
+            ),
+            (
+                run.rollout.group >= 2,
+                f"puts a success beside failures, and rollout.group is {run.rollout.group}: set it to at least 2",
+            ),
+            (
+                run.rollout.collect.learn_earlier,
+                "adds tokens that earlier policies sampled, and rollout.collect.learn_earlier False leaves those out "
+                "of the loss: set it to True",
+            ),
+            (
+                reads_ratio,
+                f"needs a ratio against the policy that sampled, and {type(algorithm.surrogate).__name__} of recipe "
+                f"{run.recipe.name} has none: take another recipe, such as grpo, or set "
+                "recipe.algorithm.correction TruncatedIS()",
+            ),
+            (
+                not run.learner.keep_sampling_mask,
+                "has ratios of whole distributions, and learner.keep_sampling_mask True has those of truncated ones, "
+                "whose kept sets would have to be stored: set rollout.top_k 0, rollout.top_p 1 and "
+                "learner.keep_sampling_mask False",
+            ),
+            (
+                run.recipe.critic is None,
+                "would teach the critic that a prompt is worth what its best answer was: set recipe.critic None",
+            ),
+            (
+                run.learner.target_kl is None,
+                "adds tokens that are as far from the policy as it has moved since they were stored, and "
+                f"learner.target_kl {run.learner.target_kl} would count them: set it to None",
+            ),
+        ):
+            require(fine, f"{name} {reason}; or set {name} None")
 
 
 @dataclasses.dataclass(frozen=True)
-class Collect:
-    """How a step comes by its groups.
+class Collect(Setting):
+    """Collection of the groups of a step.
 
     Attributes:
       max_rounds: prompts that a step may begin, as a multiple of those that it needs, before it learns from the groups
         it has (dynamic sampling).
       token_budget: tokens that one completion may sample in one step; 0 for no limit. A group with a completion that
-        reaches it is gone on with in the next step, under that step's policy (partial rollouts: Kimi k1.5, arXiv
+        reaches it is resumed in the next step, under that step's policy (partial rollouts: Kimi k1.5, arXiv
         2501.12599, section 2.6.2).
-      interrupt: stop the groups that still run once the step has enough, and go on with them in the next step; if not
-        they are finished, and surplus is carried. Groups that finish early are then learned from first.
+      interrupt: stop the groups that still run once the step has enough, and resume them in the next step; if not they
+        are finished, and surplus is carried. Groups that finish early are then learned from first.
       learn_earlier: whether the loss counts tokens that were sampled in earlier steps. If not, only those of the
         present policy count, and no finished group is carried. Their ratio is against the policy that sampled them; a
         loss without a ratio (REINFORCE, RLOO) takes them as they are, unless it has a correction.
       staleness: 1 samples the next step's groups with the weights from before this step's update, while that runs;
-        every token is then corrected for the one update between. 0 learns from what the present policy sampled. Both
+        every token is then corrected for the one update between. 0 learns from samples of the present policy. Both
         run at one time on a single device, or where ``mesh.rollout`` gives sampling devices of its own. The last step
         samples ahead too, for a run that is given more steps later.
-      max_age: steps after its first in which a group may be gone on with before it is dropped, unfinished; the steps
+      max_age: steps after its first in which a group may be resumed before it is dropped, unfinished; the steps
         that a token budget spreads a completion over come on top. 0 for no limit.
       patience: steps in a row that teach nothing (no update, or all advantages 0) after which the run ends; 0 never.
-      ptx: texts that each step learns from beside its groups; None for none.
+      ptx: texts that each step learns from in addition to its groups; None for none.
       curriculum: which problems are asked, by how often each was solved; None: all of them, in epochs.
-      replay: successes of before for groups that fail altogether; None for none.
+      replay: earlier successes for groups that fail as a whole; None for none.
     """
 
-    max_rounds: int = 10
-    token_budget: int = 0
+    max_rounds: Annotated[int, Count(1)] = 10
+    token_budget: Annotated[int, Count(0)] = 0
     interrupt: bool = False
     learn_earlier: bool = True
     staleness: int = 0
-    max_age: int = 16
-    patience: int = 3
+    max_age: Annotated[int, Count(0)] = 16
+    patience: Annotated[int, Count(0), RECORDED] = 3
     ptx: Ptx | None = None
     curriculum: Curriculum | None = None
     replay: Replay | None = None
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse sampling too far ahead, devices that would wait for it, and a curriculum that cannot work."""
+        require(self.staleness in (0, 1), f"{where}staleness must be 0 or 1, got {self.staleness}")
+        require(
+            not run.mesh.rollout or self.staleness,
+            f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set "
+            f"{where}staleness 1",
+        )
+        if self.curriculum is not None:
+            check_curriculum(self.curriculum, f"{where}curriculum")
+
 
 @dataclasses.dataclass(frozen=True)
-class Rollout:
-    """How groups are sampled for training.
+class Rollout(Setting):
+    """Sampling of groups for training.
 
     Attributes:
       prompts: P, groups that each step learns from.
@@ -93,35 +159,50 @@ class Rollout:
       max_new_tokens: longest completion, the stop token included.
       temperature: of the sampling and of every log-probability; above 0. None takes the recipe's.
       top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the smallest set of most likely tokens whose mass reaches it; 1 keeps all.
+      top_p: keep the smallest set of most likely tokens that reaches this mass; 1 keeps all.
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step, so that no bit of a completion depends on the length of its
         neighbours.
       repetition: ends completions that repeat themselves, in training only.
-      collect: how a step comes by its groups.
+      collect: collection of the groups of a step.
     """
 
-    prompts: int = 8
-    group: int = 8
-    max_prompt_tokens: int = 256
-    max_new_tokens: int = 256
-    temperature: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    slots: int = 64
-    chunk: int = 16
+    prompts: Annotated[int, Count(1)] = 8
+    group: Annotated[int, Count(1)] = 8
+    max_prompt_tokens: Annotated[int, Count(1)] = 256
+    max_new_tokens: Annotated[int, Count(1)] = 256
+    temperature: Annotated[float | None, Range("(0, inf)", words="above 0 to learn from samples, and finite")] = None
+    top_k: Annotated[int, Count(0)] = 0
+    top_p: Annotated[float, Range("(0, 1]")] = 1.0
+    slots: Annotated[int, Count(1), FREE] = 64
+    chunk: Annotated[int, Count(1)] = 16
     strict: bool = False
     repetition: Repetition = Repetition()
     collect: Collect = Collect()
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a sampler that is another policy than the one that learns."""
+        truncates = self.top_k > 0 or self.top_p < 1
+        kept = run.learner.keep_sampling_mask
+        require(
+            kept or not truncates,
+            f"{where}top_k {self.top_k} and top_p {self.top_p}: a truncated sampler is another policy than the "
+            f"one that learns; set learner.keep_sampling_mask True, or set {where}top_k 0 and {where}top_p 1",
+        )
+        require(
+            truncates or not kept,
+            f"learner.keep_sampling_mask True has nothing to keep: set {where}top_k or {where}top_p, or "
+            "learner.keep_sampling_mask False",
+        )
+
     @property
     def max_length(self) -> int:
-        """Prompt and completion together, in tokens."""
+        """Length of prompt and completion together, in tokens."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     def sampling(self, stop_ids: tuple[int, ...], keep_mask: bool = False) -> Sampling:
-        """The engine's rules; ``keep_mask`` where the learner is to leave out the same tokens."""
+        """Return the engine's rules; ``keep_mask`` if the learner is to leave out the same tokens."""
         return Sampling(
             self.temperature,
             self.top_k,

@@ -1,6 +1,6 @@
-"""What decides between steps: pure functions of a step's row and of what they remember, each by itself."""
+"""Rules between steps: pure functions of a step's row and of their own memory."""
 
-from jaxrl_llm.rules.controllers import OF_ENTROPY, Controlled, EntropyControlled, Multiplier
+# ruff: noqa: F401
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import (
     ALL,
@@ -15,47 +15,20 @@ from jaxrl_llm.rules.guards import (
     guards_of,
 )
 from jaxrl_llm.rules.phases import OF_PHASES, PHASE, PhaseEnds
-from jaxrl_llm.rules.resets import AGAIN, ASKED, BY_HAND, Averaged, ByHand, OnKL, OnSchedule, OnStall, Resets, rules_of
+from jaxrl_llm.rules.resets import (
+    AGAIN,
+    ASKED,
+    BY_HAND,
+    OF_ENTROPY,
+    Averaged,
+    ByHand,
+    Controlled,
+    EntropyControlled,
+    Multiplier,
+    OnKL,
+    OnSchedule,
+    OnStall,
+    Resets,
+    rules_of,
+)
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
-
-__all__ = [
-    "AGAIN",
-    "ALL",
-    "ASKED",
-    "BY_HAND",
-    "DONE",
-    "FOUND",
-    "GUARD",
-    "LAST",
-    "LR_SCALE",
-    "OF_ENTROPY",
-    "OF_GUARDS",
-    "OF_LESSONS",
-    "OF_PHASES",
-    "PHASE",
-    "UNDONE",
-    "Averaged",
-    "ByHand",
-    "Controlled",
-    "Decision",
-    "EntropyControlled",
-    "Memory",
-    "Multiplier",
-    "NotANumber",
-    "OnFinding",
-    "OnKL",
-    "OnSchedule",
-    "OnStall",
-    "Phase",
-    "PhaseEnds",
-    "Reaches",
-    "Resets",
-    "RewardFails",
-    "Rule",
-    "Rules",
-    "Stalls",
-    "TeachesNothing",
-    "decide",
-    "guards_of",
-    "rules_of",
-]

@@ -1,4 +1,4 @@
-"""What a rule may decide, and how the decisions of several become one."""
+"""Decisions of rules after a step, and their combination."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,34 +9,34 @@ DONE, GUARD = 0, 3
 
 REFERENCE_RESET = "event/reference_reset"
 REFERENCE_AGE = "reference/age"
-"""What rules read beside a step's metrics: the steps since the reference was last reset, or since the run began."""
+"""An input of rules besides a step's metrics: steps since the last reset of the reference, or since the run began."""
 LAST_RESET = "reference/last_reset"
-"""And the step of that reset, which tells one reference from another; 0 for none."""
+"""A further input of rules: the step of the reference's last reset; 0 for none."""
 LAST = "last"
-"""In the memory: the step of the last reset, which no rule knows of by itself."""
+"""The key in the memory of the last reset's step, which no single rule knows."""
 UNDONE = "undone"
-"""And the steps since that a rollback has undone: the reference is no older for them."""
+"""A further key of that memory: steps since the reset that a rollback has undone; they do not age the reference."""
 
 Row = Mapping[str, Any]
-"""A step's metrics by name, ``step`` among them; what was not measured is absent or not a number."""
+"""A step's metrics by name, including ``step``; unmeasured ones are absent or not a number."""
 Memory = dict[str, dict[str, Any]]
-"""What each rule remembers, by its name: JSON values, saved with the run."""
+"""The memory of each rule, by its name: JSON values, saved with the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What is to be done after a step.
+    """The actions after a step.
 
     Attributes:
-      stop: the exit code to end the run with, after its state is saved; None to go on.
+      stop: the exit code to end the run with, after its state is saved; None to continue.
       reason: why it stops, in one line.
-      remedy: flags under which a new run from this state may fare better; empty where flags are no help.
-      reset_reference: the policy as it is goes into the reference.
-      mix: how much of it; the rest is the reference as it was. 1 makes the policy the reference.
-      reset_optimiser: the optimiser starts anew.
-      snapshot: the models as they are after this step are kept for good.
-      next_phase: the run's next phase begins after this step.
-      rollback: the run goes on from the newest checkpoint of before this step; None to go on from here.
+      remedy: flags that may help a new run from this state; empty if no flag would.
+      reset_reference: whether the current policy is mixed into the reference.
+      mix: the policy's share in the new reference; the rest is the old reference. 1 makes the policy the reference.
+      reset_optimiser: whether the optimiser is reset.
+      snapshot: whether the models after this step are kept permanently.
+      next_phase: whether the run's next phase begins after this step.
+      rollback: resume from the newest checkpoint before this step; None for no rollback.
       coefficients: of the loss, for the next step, by name.
       events: keys of the step's row, ``event/<name>``: True, or a line that says more.
     """
@@ -58,16 +58,18 @@ class Rule(Protocol):
     """A pure function: equal rows and memories give equal decisions, on every process and after every resume."""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """The decision after the step of ``row``, and what to remember; ``own`` is empty before the first step."""
+        """Return the decision after the step of ``row``, and the rule's memory; ``own`` is empty before the first
+        step.
+        """
 
 
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
-    """What all rules decide together, and what they remember.
+    """Combine the decisions of all rules; return the decision and the memory.
 
-    The first rule that stops the run says why. A run that is stopped by a guard is left as it is: nothing is reset. Nor
-    does anything else act on a run that goes back: what the others decide is of the policy that it leaves. Of several
-    resets of the reference the one that goes furthest counts. Rules also read ``REFERENCE_AGE`` and ``LAST_RESET``.
-    What absent rules remember stays: a later phase may have them again.
+    The first rule that stops the run gives the reason. A stop by a guard makes no resets, and after a rollback no other
+    decision is applied: it would be about the policy that is undone. Of several resets of the reference the one with
+    the largest ``mix`` is made. Rules also read ``REFERENCE_AGE`` and ``LAST_RESET``. The memory of absent rules is
+    kept: a later phase may have them again.
     """
     decisions = []
     remembered: Memory = {name: own for name, own in memory.items() if name not in rules}
@@ -105,5 +107,5 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
 
 
 def _merged(parts: Any) -> dict[str, Any]:
-    """One dict of several; names do not clash."""
+    """Merge several dicts; their keys do not clash."""
     return {name: value for part in parts for name, value in part.items()}

@@ -1,8 +1,9 @@
-"""What stops a run that goes wrong, or that has nothing left to learn."""
+"""Guards: rules that stop a run that goes wrong, or that has nothing left to learn."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
@@ -11,12 +12,12 @@ from jaxrl_llm.rules.settings import Rules
 
 @dataclasses.dataclass(frozen=True)
 class NotANumber:
-    """Stops at a gradient that is not finite; the update was not applied, so the state is that before it.
+    """A guard that stops at a non-finite gradient; the update was not applied, so the saved state is the one before it.
 
     Attributes:
-      learning_rate: of what is updated; the remedy is a tenth of it.
-      field: the optimiser's, where that rate stands.
-      prefix: what the metrics of its updates begin with.
+      learning_rate: of the optimiser; the remedy is a tenth of it.
+      field: the optimiser's setting, which holds that rate.
+      prefix: of the names of its updates' metrics.
     """
 
     learning_rate: float
@@ -35,7 +36,9 @@ class NotANumber:
 
 @dataclasses.dataclass(frozen=True)
 class RewardFails:
-    """Stops after a step in which every call of one reward failed: all that it says of completions is a placeholder."""
+    """A guard that stops after a step in which every call of one reward failed, so that all its values are
+    placeholders.
+    """
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``."""
@@ -52,19 +55,19 @@ OF_LESSONS = "teaches_nothing"
 
 @dataclasses.dataclass(frozen=True)
 class TeachesNothing:
-    """Tells of steps that teach nothing, and stops after ``patience`` of them in a row.
+    """A guard that reports steps that teach nothing, and stops after ``patience`` of them in a row.
 
-    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: nothing
-    else is in the loss, the gradient is exactly 0 (that of a KL is, while the policy is the reference), or there was
-    no reward at all. Where a critic still learns, which it does alone while it warms up, the step taught something. A
-    step in which no group was finished only waits: it neither counts nor ends the row. Where all that was sampled last
-    is correct, the task is solved, and the run is done.
+    A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: the loss
+    has no other term, the gradient is exactly 0 (as that of a KL while the policy equals the reference), or every
+    reward is missing. A step in which a critic learns teaches, even while the critic warms up alone. A step without a
+    finished group neither counts nor ends the series. If all completions last sampled are correct, the task is solved,
+    and the run is done.
 
     Attributes:
       patience: steps; 0 never stops.
-      only_advantages: whether no KL, no entropy term and no texts are in the loss.
-      filter_reads: what the filter of groups compares, "accuracy" or "reward"; empty without a filter.
-      ended: in a phase that another one follows, what ends it, by the reason: what is solved goes on there.
+      only_advantages: whether the loss has no KL, no entropy term and no texts.
+      filter_reads: the value that the filter of groups compares, "accuracy" or "reward"; empty without a filter.
+      ended: in a phase before another, maps a reason to the decision that ends the phase once the task is solved.
     """
 
     patience: int
@@ -73,7 +76,7 @@ class TeachesNothing:
     ended: Callable[[str], Decision] | None = None
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers how many steps in a row were ``empty``."""
+        """See ``Rule``; remembers the number of ``empty`` steps in a row."""
         empty = own.get("empty", 0)
         if row["step"] == 0:
             return Decision(), own
@@ -95,7 +98,7 @@ class TeachesNothing:
         return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
 
     def reason(self, row: Row) -> str:
-        """Why the step taught nothing; empty where it taught."""
+        """Return why the step taught nothing; empty if it taught."""
         if row.get("critic/updates") and row.get("critic/loss"):
             return ""
         if row.get("updates") or row.get("updates/not_finite"):
@@ -124,19 +127,19 @@ class TeachesNothing:
 
 
 OF_FILTER = "few_kept"
-"""The name of the rule that watches how much the filter of groups keeps."""
+"""The name of the rule that watches the share of groups that the filter keeps."""
 FEW = 0.1
-"""The share of groups below which a filter keeps few; at twice that it keeps enough again."""
+"""The share of kept groups below which the rule reports; it is ready to report again from twice that."""
 POOLED = 32
-"""Groups over which the share is measured, at least; earlier ones fade."""
+"""The fewest groups over which the share is measured; earlier ones fade."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FewKept:
-    """Tells where the filter of groups begins to keep fewer than a tenth of them, and what would help.
+    """A rule that reports when the filter of groups begins to keep fewer than a tenth of them, with a remedy.
 
     Attributes:
-      filter_reads: what the filter compares, "accuracy" or "reward".
+      filter_reads: the value that the filter compares, "accuracy" or "reward".
       group: completions of a prompt.
     """
 
@@ -144,7 +147,7 @@ class FewKept:
     group: int
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers how many groups were ``kept`` of those ``seen``, and whether few are: ``told``."""
+        """See ``Rule``; remembers the groups ``kept`` and ``seen``, and whether the report was made: ``told``."""
         share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
         if math.isnan(share) or not new:
             return Decision(), own
@@ -156,7 +159,7 @@ class FewKept:
         return Decision(events=events), {"kept": kept, "seen": seen, "told": few}
 
     def reason(self, share: float, row: Row) -> str:
-        """What is kept, why not more, and the setting that helps."""
+        """Return the share of kept groups, why it is small, and the setting that helps."""
         differ = 1 - row.get("reward/zero_std_fraction", 1.0)
         kept = f"{100 * share:.1f} % of groups kept: {self.filter_reads} is the same for all completions of the others"
         if self.filter_reads == "accuracy" and differ > 0.5:
@@ -166,24 +169,24 @@ class FewKept:
 
 
 FOUND = "found/"
-"""What the names of findings begin with, as rules read them: ``(step where it began, what, remedy)`` each."""
+"""The prefix of findings in the rows that rules read: ``(step where it began, what, remedy)`` each."""
 LR_SCALE = "lr_scale"
 """The coefficient that multiplies the learning rate."""
 OF_GUARDS = "guard"
 """The name of the rule that acts on findings."""
 ALL = "all"
-"""In place of a kind: all of them."""
+"""A placeholder for all kinds of findings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnFinding:
-    """Stops, or rolls back, once one of some kinds of trouble begins to be found.
+    """A guard that stops or rolls back when a finding of certain kinds begins.
 
     Attributes:
       kinds: of findings; ``ALL`` for all.
-      rolls_back: whether it does, the first ``rollbacks`` times.
-      slower: what the learning rate is multiplied with then.
-      rollbacks: how often.
+      rolls_back: whether it rolls back, the first ``rollbacks`` times.
+      slower: the factor on the learning rate at each rollback.
+      rollbacks: the largest number of rollbacks.
     """
 
     kinds: tuple[str, ...]
@@ -192,8 +195,9 @@ class OnFinding:
     rollbacks: int
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers what is ``known``, which a rollback makes unknown again, and how many ``times`` it
-        went back."""
+        """See ``Rule``; remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled
+        back.
+        """
         found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
         guarded = [kind for kind in found if kind in self.kinds or ALL in self.kinds]
         known = own.get("known", [])
@@ -211,11 +215,11 @@ class OnFinding:
 
 
 UNSCORED = "no completion could be scored: the reward is NaN for all"
-"""Why a step taught nothing to which no reward said anything."""
+"""The reason why a step without any reward taught nothing."""
 
 
 def _unscored(row: Row) -> bool:
-    """Whether completions were sampled, and none of them has a reward."""
+    """Whether completions were sampled and all of their rewards are missing."""
     return math.isnan(row.get("reward/mean", 0.0)) and not math.isnan(row.get("completions/mean_length", math.nan))
 
 
@@ -223,15 +227,17 @@ def _told(reason: str) -> Decision:
     return Decision(events={"event/teaches_nothing": reason})
 
 
-def guards_of(run: Any) -> dict[str, Rule]:
-    """The guards of a run with these settings, by name; of several that stop it the first says why."""
+def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), others: bool = False) -> dict[str, Rule]:
+    """Return the guards of a run with these settings, by name; if several stop it, the first gives the reason.
+
+    Args:
+      run: with its settings resolved.
+      own: rules of its ingredients.
+      others: whether the policy has objectives in addition to the algorithm's.
+    """
     algorithm = run.recipe.algorithm
-    others = (algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef or run.rollout.collect.ptx
-    critic = run.recipe.critic
-    unstable: dict[str, Rule] = {"not_a_number": NotANumber(run.learner.optimiser.learning_rate)}
-    if critic is not None:
-        rate = critic.optimiser.learning_rate
-        unstable["critic_not_a_number"] = NotANumber(rate, "recipe.critic.optimiser", "critic/")
+    others = others or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
+    unstable: dict[str, Rule] = {"not_a_number": NotANumber(run.learner.optimiser.learning_rate), **own}
     rules: Rules = run.rules
     if rules.guards:
         back = rules.on_guard == "rollback"

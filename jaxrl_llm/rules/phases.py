@@ -1,4 +1,4 @@
-"""When a phase of a run ends."""
+"""The end of a phase of a run."""
 
 import dataclasses
 import math
@@ -11,22 +11,22 @@ from jaxrl_llm.rules.settings import Phase, Reaches, Stalls
 OF_PHASES = "phase"
 """The name of the rule that ends a phase."""
 PHASE = "event/phase"
-"""The event of the step after which another phase begins: its name, and why."""
+"""The event of the step after which another phase begins: its name, and the reason."""
 WAITS = "event/phase_waits"
-"""The event of a phase that waits for a metric which none of its rows has had."""
+"""The event of a phase that waits for a metric that none of its rows contains."""
 UNMEASURED = 10
-"""Steps, and two evaluations, after which that is said."""
+"""Steps after which that event is reported, or twice the steps between evaluations if that is more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PhaseEnds:
-    """Ends a phase after its steps, or once what it waits for is so.
+    """A rule that ends a phase after its steps, or once its condition holds.
 
     Attributes:
       phase: that the run is in.
       following: the one after it.
-      evaluation_every: steps between evaluations; those of other steps are passed over (see ``OnStall``).
-      test: tells what evaluations measure from what others do.
+      evaluation_every: steps between evaluations; those of other steps are ignored (see ``OnStall``).
+      test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
 
     phase: Phase
@@ -35,8 +35,9 @@ class PhaseEnds:
     test: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers how many ``steps`` the phase has made, and what it waits for. A metric that no row
-        has is said once: its name may be mistyped, and the phase would never end.
+        """See ``Rule``; remembers the ``steps`` of the phase and the state of its condition.
+
+        A metric that no row contains is reported once: its name may be mistyped, and the phase would never end.
         """
         if row["step"] == 0:
             return Decision(), own
@@ -52,7 +53,7 @@ class PhaseEnds:
         return self.ended(reason), remembered
 
     def ended(self, reason: str) -> Decision:
-        """The next phase begins, and what comes with that; ``reason``: why this one has ended."""
+        """Return the decision to begin the next phase, with its resets; ``reason``: why this one has ended."""
         following = self.following
         events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
         events |= {"event/reference_reset": True} if following.reset else {}
@@ -60,7 +61,9 @@ class PhaseEnds:
         return Decision(next_phase=True, snapshot=True, events=events)
 
     def _waited(self, row: Row, own: dict[str, Any]) -> dict[str, Any]:
-        """What it remembers of what it waits for: ``times`` in a row, or the ``best`` and the ``stalled``."""
+        """Return the state of the condition: ``times`` in a row, or the ``best`` result and the ``stalled``
+        evaluations.
+        """
         until = self.phase.until
         if isinstance(until, Reaches):
             value = row.get(until.metric)
@@ -71,7 +74,7 @@ class PhaseEnds:
         return stalls(row, own, self.evaluation_every, self.test) if isinstance(until, Stalls) else {}
 
     def _in_vain(self, remembered: dict[str, Any]) -> dict[str, bool | str]:
-        """An event where it becomes clear that nobody measures what it waits for; empty otherwise."""
+        """Return an event at the step where the awaited metric turns out to be missing; empty otherwise."""
         until, patience = self.phase.until, max(UNMEASURED, 2 * self.evaluation_every)
         if not isinstance(until, Reaches) or "times" in remembered or remembered["steps"] != patience:
             return {}
@@ -85,7 +88,7 @@ class PhaseEnds:
 
 
 def words(until: Any) -> str:
-    """Why a phase has ended, for people."""
+    """Return why a phase has ended, for people."""
     if isinstance(until, Stalls):
         return f"since {until.evaluations} evaluations found nothing better"
     bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"

@@ -1,74 +1,120 @@
-"""When the reference and the optimiser begin anew, and how far the reference goes then."""
+"""Rules that change the loss between steps: resets of reference and optimiser, and controllers of coefficients."""
 
 import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
+from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.errors import require
 from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decision, Row, Rule
+from jaxrl_llm.system.setting import Range, Setting
 
 ASKED = "asked/reset"
-"""What rules read of a request that somebody has made: its ``id``, and whether it is ``with_optimiser``."""
+"""The metric of a user's request for a reset: its ``id``, and whether it is ``with_optimiser``."""
 BY_HAND = "by_hand"
-"""The name of the rule that answers it."""
+"""The name of the rule that answers a user's request for a reset."""
 AGAIN = "again"
-"""In what that rule remembers: the run went back to before its answer."""
+"""The key in the memory of ``ByHand`` that marks an answer undone by a rollback."""
+OF_ENTROPY = "entropy"
+"""The name of the rule that updates the coefficient of the entropy bonus."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Resets:
+class Resets(Setting):
     """A recipe's resets. By KL means by the ``kl`` of a step's row, nats per token.
 
     Attributes:
       reference_every: steps after which the reference becomes the policy; 0 never.
       on_stall: evaluations without a better result after which it does; 0 never.
-      with_optimiser: start the optimiser anew at each reset of the reference.
-      optimiser_every: steps after which the optimiser alone starts anew; 0 never.
+      with_optimiser: reset the optimiser at each reset of the reference.
+      optimiser_every: steps after which the optimiser alone is reset; 0 never.
       on_kl: the KL above which the reference becomes the policy; 0 never.
-      on_kl_share: the share of the KL in what pulls at a token, kl_coef kl / (kl_coef kl + mean |advantage|), above
+      on_kl_share: the KL's share of the loss terms at a token, kl_coef kl / (kl_coef kl + mean |advantage|), above
         which it does; 0 never. The mean |advantage| is the size of the policy's term where the ratio is 1: that term
-        itself is near 0 by construction, whatever it does.
+        itself is near 0 by construction.
       on_kl_jump: how many times the median of the last ``kl_window`` KLs since the last reset a KL must be; 0 never.
       kl_window: steps after any reset, and from the run's beginning, in which no KL resets.
-      mix: how much of the policy is in the reference after a reset: reference <- (1 - mix) reference + mix policy. 1 is
-        the policy itself; TRL's ref_model_mixup_alpha is 0.6.
+      mix: the policy's share in the reference after a reset: reference <- (1 - mix) reference + mix policy. 1 is the
+        policy itself; TRL's ref_model_mixup_alpha is 0.6.
       ema: after each step reference <- ema reference + (1 - ema) policy; 0 is off.
-      snapshots: keep the models for good at each reset of the reference.
+      snapshots: keep the models permanently at each reset of the reference.
     """
 
-    reference_every: int = 0
-    on_stall: int = 0
+    reference_every: Annotated[int, Range("[0, inf]")] = 0
+    on_stall: Annotated[int, Range("[0, inf]")] = 0
     with_optimiser: bool = False
-    optimiser_every: int = 0
-    on_kl: float = 0.0
-    on_kl_share: float = 0.0
+    optimiser_every: Annotated[int, Range("[0, inf]")] = 0
+    on_kl: Annotated[float, Range("[0, inf)", "0 is off")] = 0.0
+    on_kl_share: Annotated[float, Range("[0, 1)", "off")] = 0.0
     on_kl_jump: float = 0.0
-    kl_window: int = 10
-    mix: float = 1.0
-    ema: float = 0.0
+    kl_window: Annotated[int, Range("[1, inf]")] = 10
+    mix: Annotated[float, Range("(0, 1]")] = 1.0
+    ema: Annotated[float, Range("[0, 1)", "off")] = 0.0
     snapshots: bool = True
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse resets that lack a reference, a loss term, evaluations or float32 weights that they need."""
+        require(
+            self.on_kl_jump == 0 or 1 < self.on_kl_jump < math.inf,
+            f"{where}on_kl_jump must be above 1, or 0 for off, got {self.on_kl_jump}",
+        )
+        algorithm = run.recipe.algorithm
+        for name in (*self.of_reference, *["ema"] * bool(self.ema)):
+            require(
+                algorithm.needs_reference or run.output.monitor_kl,
+                f"{where}{name} {getattr(self, name)} has no reference to reset: set recipe.algorithm.kl_coef above 0, "
+                f"output.monitor_kl True, or {where}{name} 0",
+            )
+        require(
+            not self.on_kl_share or (algorithm.needs_reference and algorithm.kl_in == "loss"),
+            f"{where}on_kl_share {self.on_kl_share} has no share in the loss to compare: set "
+            f"recipe.algorithm.kl_coef above 0 and kl_in 'loss', or take {where}on_kl",
+        )
+        require(
+            self.mix == 1 or bool(self.of_reference),
+            f"{where}mix {self.mix} has no reset to act in: set {where}reference_every, or {where}mix 1",
+        )
+        for name, off in (("mix", 1.0), ("ema", 0.0)):
+            value = getattr(self, name)
+            require(
+                value == off or not run.learner.lora.rank,
+                f"{where}{name} {value} would mix the factors of two adapters, which is not the mixture of their "
+                f"products: set {where}{name} {off:g}, or learner.lora.rank 0",
+            )
+        require(
+            not self.ema or run.learner.dtype == "float32",
+            f"{where}ema {self.ema} moves a bfloat16 reference by less than its rounding: set learner.dtype "
+            f"float32, or {where}reference_every in place of {where}ema",
+        )
+        require(
+            not self.on_stall or run.evaluation.every > 0,
+            f"{where}on_stall {self.on_stall} waits for evaluations: set evaluation.every above 0, or "
+            f"{where}on_stall 0",
+        )
 
     @property
     def by_kl(self) -> dict[str, float]:
-        """What resets by KL, by field."""
+        """Return the active resets by KL, by field."""
         fields = {name: getattr(self, name) for name in ("on_kl", "on_kl_share", "on_kl_jump")}
         return {name: value for name, value in fields.items() if value}
 
     @property
     def of_reference(self) -> list[str]:
-        """Fields under which the reference is reset."""
+        """Return the fields that reset the reference."""
         return [name for name in ("reference_every", "on_stall", *self.by_kl) if getattr(self, name)]
 
 
 def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: str = "") -> dict[str, Rule]:
-    """The rules that make these resets, by name.
+    """Return the rules that make these resets, by name.
 
     Args:
       resets: of the recipe.
       evaluation_every: steps between evaluations.
-      kl_coef: of the loss, where no controller moves it.
-      test: tells what evaluations measure from what others do.
+      kl_coef: of the loss, if no controller updates it.
+      test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
     rules: dict[str, Rule] = {}
     reset: dict[str, Any] = {"with_optimiser": resets.with_optimiser, "mix": resets.mix, "snapshot": resets.snapshots}
@@ -90,7 +136,7 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
 
 @dataclasses.dataclass(frozen=True)
 class OnSchedule:
-    """Resets every so many steps."""
+    """A rule that resets after every ``every`` steps."""
 
     every: int
     reference: bool
@@ -106,10 +152,10 @@ class OnSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class OnStall:
-    """Resets the reference once ``evaluations`` in a row have found nothing better.
+    """A rule that resets the reference after ``evaluations`` in a row without a better result.
 
-    Evaluations of other steps than each ``every``-th are passed over: the one that a run makes at its end would not be
-    there if it had been begun with more steps. What another ``test`` has found says nothing of this one.
+    Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
+    another ``test`` are not compared.
     """
 
     evaluations: int
@@ -120,7 +166,7 @@ class OnStall:
     test: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers what ``stalls`` does."""
+        """See ``Rule``; remembers the result of ``stalls``."""
         found = stalls(row, own, self.every, self.test)
         due = bool(found) and found["stalled"] >= self.evaluations
         remembered = own | found | ({"stalled": 0} if due else {})
@@ -129,8 +175,9 @@ class OnStall:
 
 @dataclasses.dataclass(frozen=True)
 class OnKL:
-    """Resets the reference where the KL is high, a large share of what pulls, or has jumped; the first ``window`` steps
-    after any reset are let pass. A bound of 0 is none.
+    """A rule that resets the reference if the KL is high, is a large share of the loss, or has jumped.
+
+    It skips the first ``window`` steps after any reset. A bound of 0 is off.
     """
 
     above: float
@@ -143,8 +190,7 @@ class OnKL:
     snapshot: bool = True
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the last KLs ``since`` the last reset. A step that measured none counts for
-        nothing."""
+        """See ``Rule``; remembers the last KLs ``since`` the last reset, without steps that measured none."""
         kl = row.get("kl", math.nan)
         if math.isnan(kl):
             return Decision(), own
@@ -155,7 +201,7 @@ class OnKL:
         return _reset(bool(reason), bool(reason) and self.with_optimiser, self.mix, self.snapshot, reason), remembered
 
     def _reason(self, kl: float, row: Row, before: list[float]) -> str:
-        """Why the KL resets, in a few words; empty where it does not."""
+        """Return why the KL resets, in a few words; empty if it does not."""
         if self.above and kl > self.above:
             return f"the KL, {kl:.4g}, is above {self.above:g}"
         pull = row.get("kl_coef", self.kl_coef) * kl
@@ -169,15 +215,16 @@ class OnKL:
 
 @dataclasses.dataclass(frozen=True)
 class ByHand:
-    """Resets the reference where somebody has asked for it, once for each request, and again where the run went back to
-    before that."""
+    """A rule that resets the reference once for each user request, and again after a rollback to before the reset."""
 
     mix: float = 1.0
     snapshot: bool = True
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the ``id`` of the last request, the ``step`` at which it was answered, whether it was
-        ``with_optimiser``, and where that is undone, that it is to be answered ``again``."""
+        """See ``Rule``; remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer.
+
+        After a rollback it also remembers that the request is to be answered ``again``.
+        """
         asked = row.get(ASKED)
         new = asked is not None and asked["id"] != own.get("id")
         if not new and not own.get(AGAIN):
@@ -191,19 +238,83 @@ class ByHand:
 
 @dataclasses.dataclass(frozen=True)
 class Averaged:
-    """The reference is a moving average of the policy: ``ema`` of it stays at each step. No reset, and no event."""
+    """A rule that makes the reference a moving average of the policy with decay ``ema``, without reset events."""
 
     ema: float
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; a step that made no update changes nothing."""
+        """See ``Rule``; a step without an update changes nothing."""
         moves = row["step"] > 0 and bool(row.get("updates"))
         return Decision(reset_reference=moves, mix=1 - self.ema if moves else 1.0), own
 
 
+@dataclasses.dataclass(frozen=True)
+class Controlled:
+    """A rule that updates the KL coefficient from the KL measured after the step's last update.
+
+    Attributes:
+      controller: computes the next coefficient.
+    """
+
+    controller: AdaptiveKL | ProportionalKL
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; a step without an update leaves the coefficient unchanged."""
+        measured = row.get(self.controller.reads, math.nan)
+        if math.isnan(measured):
+            return Decision(), own
+        coefficient = self.controller(row["kl_coef"], measured, int(row["completions"]))
+        return Decision(coefficients={"kl_coef": float(coefficient)}), own
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyControlled:
+    """A rule that updates the coefficient of the entropy bonus from the step's entropy."""
+
+    controller: AdaptiveEntropy
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers the controller's internal coefficient, which is kept while the bonus is off.
+
+        A step without a measured entropy changes nothing.
+        """
+        entropy = row.get("entropy", math.nan)
+        if math.isnan(entropy):
+            return Decision(), own
+        moved, coefficient = self.controller(own.get("moved", row["entropy_coef"]), entropy)
+        return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplier:
+    """A rule for the multiplier of a constraint: ``lam <- max(0, lam + rate * (mean cost - limit))``.
+
+    Attributes:
+      cost: the metric that is the step's mean cost.
+      coefficient: the name of lam.
+      limit: of the mean cost.
+      rate: of lam.
+    """
+
+    cost: str
+    coefficient: str
+    limit: float
+    rate: float
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; a step without a cost leaves lam unchanged."""
+        cost = row.get(self.cost, math.nan)
+        if math.isnan(cost):
+            return Decision(), own
+        moved = max(0.0, row[self.coefficient] + self.rate * (cost - self.limit))
+        return Decision(coefficients={self.coefficient: moved}), own
+
+
 def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str, Any]:
-    """The ``best`` result of a ``test`` so far, and how many evaluations have ``stalled`` since; nothing where the step
-    has none that counts. Another test than the one that is remembered begins anew; an unnamed one is taken for it."""
+    """Return the ``best`` result of a ``test`` and the evaluations ``stalled`` since; empty without one that counts.
+
+    A change of the test restarts the count; a memory without a test's name is taken to be of this one.
+    """
     result = evaluated(row)
     if result is None or row["step"] % every:
         return {}
@@ -213,9 +324,9 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str,
 
 
 def evaluated(row: Row) -> float | None:
-    """The share of problems solved in the step's evaluation, or the mean reward where nothing is verified.
+    """Return the share of problems solved in the step's evaluation, or the mean reward if nothing is verified.
 
-    Of several tasks their average, which stands first in a row. None without one.
+    For several tasks it is their average, which comes first in a row. None without an evaluation.
     """
     for ending in ("/pass@1", "/reward"):
         for name, value in row.items():

@@ -1,56 +1,68 @@
-"""What a run says about what decides between its steps, beside the resets of its recipe: values, quick to import."""
+"""Settings of the rules between a run's steps, except the resets of its recipe: values, quick to import."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from jaxrl_llm.errors import require
 from jaxrl_llm.rewards.functions import Function, as_reward
+from jaxrl_llm.system.setting import RECORDED, Range, Setting
 
 
 @dataclasses.dataclass(frozen=True)
-class Reaches:
-    """True once a metric has been above (or below) a bound in so many measured steps in a row.
+class Reaches(Setting):
+    """A condition: a metric was above (or below) a bound in ``times`` measured steps in a row.
 
     Attributes:
       metric: a name in the rows of metrics.jsonl.
       above: the bound; None for no such bound.
       below: the other one; exactly one of the two is given.
-      times: steps in a row in which it was measured and beyond; steps that did not measure it are passed over.
+      times: consecutive measured steps beyond the bound; steps without a measurement are skipped.
     """
 
     metric: str
     above: float | None = None
     below: float | None = None
-    times: int = 1
+    times: Annotated[int, Range("[1, inf]")] = 1
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a metric without a name, and any number of bounds but one."""
+        bounds = [bound for bound in (self.above, self.below) if bound is not None]
+        require(
+            len(bounds) == 1 and math.isfinite(bounds[0]),
+            f"{where.removesuffix('.')} needs one finite bound, above or below, got {self}",
+        )
+        require(bool(self.metric), f"{where}metric is empty: give a metric's name (docs/metrics.md)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stalls:
-    """True once so many evaluations in a row have found nothing better than the best one of the phase.
+class Stalls(Setting):
+    """A condition: ``evaluations`` in a row were not better than the best one of the phase.
 
     Attributes:
       evaluations: how many.
     """
 
-    evaluations: int
+    evaluations: Annotated[int, Range("[1, inf]")]
 
 
 Until = Reaches | Stalls
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
-    """A part of a run with settings of its own, until so many steps are made or something is so.
+class Phase(Setting):
+    """A part of a run with settings of its own, which ends after some steps or once a condition holds.
 
     Attributes:
       name: for people: in the summary, the report and the event ``event/phase`` at its beginning.
-      steps: it lasts at most; None for no such end. The last phase lasts until the run's steps are made.
-      until: it ends after the step after which this is so; None for ``steps`` alone.
-      changes: settings by their dotted names, as on the command line (``{"rollout.group": 32}``), from here on: what a
-        later phase does not change stays. A value may be a whole part: ``{"task": Mixture(...)}``. Functions of your
-        own among rewards become such rewards as ``Scoring`` makes of them, which a config.json holds as it holds those.
+      steps: the most steps of the phase; None for no limit. The last phase lasts until the run's steps are made.
+      until: it ends after the step at which this condition holds; None for ``steps`` alone.
+      changes: settings by their dotted names, as on the command line (``{"rollout.group": 32}``), from here on:
+        settings that a later phase does not change stay. A value may be a whole part: ``{"task": Mixture(...)}``. Your
+        own functions among rewards are converted as ``Scoring`` converts them, and stored in config.json in that form.
       reset: the reference becomes the policy when it begins.
-      reset_optimiser: the optimiser begins anew when it begins.
+      reset_optimiser: the optimiser is reset when it begins.
     """
 
     name: str
@@ -65,13 +77,30 @@ class Phase:
             made = {name: _with_rewards(value) for name, value in self.changes.items() if name in SCORES}
             object.__setattr__(self, "changes", {**self.changes, **made})
 
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a phase without a unique name, one that never ends, and a last one that would end early."""
+        names = [phase.name for phase in run.rules.phases]
+        last = self is run.rules.phases[-1]
+        phase = where.removesuffix(".")
+        require(bool(self.name), f"{where}name is empty: say what it is, for the summary and the report")
+        require(
+            names.count(self.name) == 1, f"{where}name {self.name!r} is another phase's too: give it one of its own"
+        )
+        require(self.steps is None or self.steps >= 1, f"{where}steps must be at least 1, got {self.steps}")
+        ends = self.steps is not None or self.until is not None
+        require(
+            not (last and ends),
+            f"{phase} is the last phase, which lasts until the run's steps are made: leave out its steps and until",
+        )
+        require(last or ends, f"{phase} never ends, and others come after it: give it steps, or until")
+
 
 SCORES = ("scoring.rewards", "scoring.refusals")
-"""Settings in which a function may stand for a reward."""
+"""Settings in which a function may be given as a reward."""
 
 
 def _with_rewards(value: Any) -> Any:
-    """The value, with rewards in place of functions; what is neither is refused where the settings are made."""
+    """Replace functions in the value by rewards; other values are checked where the settings are made."""
     if isinstance(value, (tuple, list)):
         return tuple(_with_rewards(item) for item in value)
     given = isinstance(value, Function) or (callable(value) and not isinstance(value, type))
@@ -79,21 +108,31 @@ def _with_rewards(value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """What decides between steps.
+class Rules(Setting):
+    """The rules between steps.
 
     Attributes:
-      phases: parts of the run with settings of their own, in turn; none for a run of one piece.
+      phases: parts of the run with settings of their own, in turn; empty for a run without phases.
       guards: kinds of findings (``telemetry.diagnose``) that are acted on when they begin; "all" for all of them.
         ``--guard KIND`` adds one.
-      on_guard: "stop" saves and stops with exit code 3. "rollback" goes on from the newest checkpoint of before the
-        finding began, with ``slower`` times the learning rate; data goes on where it is.
-      slower: what each rollback multiplies the learning rate with, above 0 and at most 1.
+      on_guard: "stop" saves and stops with exit code 3. "rollback" resumes from the newest checkpoint before the
+        finding began, with ``slower`` times the learning rate; the data continues at its place.
+      slower: the factor on the learning rate at each rollback, above 0 and at most 1.
       rollbacks: after so many the next finding stops the run.
     """
 
     phases: tuple[Phase, ...] = ()
-    guards: tuple[str, ...] = ()
-    on_guard: Literal["stop", "rollback"] = "stop"
-    slower: float = 0.5
-    rollbacks: int = 3
+    guards: Annotated[tuple[str, ...], RECORDED] = ()
+    on_guard: Annotated[Literal["stop", "rollback"], RECORDED] = "stop"
+    slower: Annotated[float, Range("(0, 1]"), RECORDED] = 0.5
+    rollbacks: Annotated[int, Range("[1, inf]"), RECORDED] = 3
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse rollbacks without a guard."""
+        require(
+            self.on_guard in ("stop", "rollback"), f"{where}on_guard must be stop or rollback, got {self.on_guard!r}"
+        )
+        require(
+            bool(self.guards) or self.on_guard == "stop",
+            f"{where}on_guard rollback waits for no guard: add --guard KIND, or set it to stop",
+        )

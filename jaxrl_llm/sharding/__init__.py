@@ -1,6 +1,6 @@
-"""The mesh and the layout of every array on it."""
+"""The device mesh, and the layout of every array on it."""
 
-from jaxrl_llm.sharding.arrays import Part, abstract, from_parts, held_parts, laid_out
+# ruff: noqa: F401
 from jaxrl_llm.sharding.mesh import (
     BATCH,
     MeshShape,
@@ -13,26 +13,14 @@ from jaxrl_llm.sharding.mesh import (
     replicated,
     rollout_mesh,
 )
-from jaxrl_llm.sharding.rules import activation, layout_of, sampling_shardings, shardings
-
-__all__ = [
-    "BATCH",
-    "MeshShape",
-    "Part",
-    "abstract",
-    "activation",
-    "batch_parts",
-    "constrain",
-    "fitting",
-    "from_parts",
-    "held_parts",
-    "laid_out",
-    "layout_of",
-    "make_mesh",
-    "memory_of",
-    "platform_of",
-    "replicated",
-    "rollout_mesh",
-    "sampling_shardings",
-    "shardings",
-]
+from jaxrl_llm.sharding.rules import (
+    Part,
+    abstract,
+    activation,
+    from_parts,
+    held_parts,
+    laid_out,
+    layout_of,
+    sampling_shardings,
+    shardings,
+)

@@ -1,8 +1,7 @@
-"""Many processes as one run: how each learns which it is, and what they tell each other.
+"""Runs of several processes: how a process finds the others, and how they exchange values.
 
-Arrays travel by JAX's collectives. What only a host knows (scores, signals, files) is small and goes through the store
-of JAX's coordination service instead: exactly, without a program on any device, and without an order that devices must
-keep.
+Arrays travel by JAX's collectives. Host values (scores, signals, files) are small and go through the store of JAX's
+coordination service instead: exactly, without a program on any device, and without an order that devices must keep.
 """
 
 import dataclasses
@@ -15,20 +14,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sharding.departure import FOREVER_MS, Departure, dismiss, witness
-from jaxrl_llm.signals import farewell
+from jaxrl_llm.sharding.shutdown import FOREVER_MS, Shutdown, dismiss, witness
+from jaxrl_llm.system.signals import on_exit
 
 UNMET = "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
 
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """Which process of how many this one is; without it, what SLURM, Cloud TPU, Kubernetes or Open MPI say.
+    """This process's place among those of the run; by default as SLURM, Cloud TPU, Kubernetes or Open MPI report it.
 
     Attributes:
       coordinator: HOST:PORT of process 0, a free port that the others reach.
-      processes: how many; 1 for a run of this process alone, whatever the environment says.
-      process: this one's number, from 0.
+      processes: how many; 1 for a run of this process alone, regardless of the environment.
+      process: the number of this process, from 0.
       heartbeat_s: seconds after which a process that is not heard of counts as dead.
     """
 
@@ -39,12 +38,12 @@ class Distributed:
 
 
 def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments of ``jax.distributed.initialize``; None where this process is a run by itself.
+    """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone.
 
-    ``environment`` is read after JAX was imported, which marks a Cloud TPU there.
+    ``environment`` is read after JAX's import, which marks a Cloud TPU there.
 
     Raises:
-      InputError: only some of the three are given, or they do not fit each other.
+      InputError: only some of the three are given, or they contradict each other.
     """
     named = {name: value for name, value in vars(given).items() if name != "heartbeat_s" and value is not None}
     if given.processes == 1:
@@ -65,7 +64,7 @@ def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any
 
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """How JAX is to find the other processes where a launcher started several."""
+    """Return the arguments for JAX to find the other processes if a launcher started several; else None."""
 
     def several(name: str) -> bool:
         return int(environment.get(name, "1")) > 1
@@ -87,7 +86,8 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
-    """JAX gives each task the GPU of its local number: wrong where a task has its node, or sees only its own GPU."""
+    """Return the task's devices if it has its node, or sees only its own GPU: JAX would pick the GPU of its local
+    number."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = len(visible.split(",")) if visible else int(environment.get("SLURM_GPUS_ON_NODE", "0"))
     alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"
@@ -95,7 +95,7 @@ def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _on_cloud_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether JAX found TPU chips as it was imported and may use them, and is not told to leave other hosts alone."""
+    """Whether JAX found TPU chips on import and may use them, unless the environment excludes other hosts."""
     if environment.get("TPU_ML_PLATFORM") != "JAX" or "tpu" not in environment.get("JAX_PLATFORMS", "tpu"):
         return False
     hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
@@ -103,34 +103,34 @@ def _on_cloud_tpu(environment: Mapping[str, str]) -> bool:
 
 
 class Disagreement(RuntimeError):
-    """Processes of one run have come to different results."""
+    """Processes of one run have different results."""
 
 
 class Peers:
-    """Owner of this process's link to the others of its run; without a ``client`` it is alone.
+    """Owner of this process's connection to the others of its run; without a ``client`` it is alone.
 
-    Every method is called by all processes in the same order.
+    All processes call every method in the same order.
 
     Attributes:
       index: this process's number.
       count: of processes.
-      departure: how this process ends with the others; None where it is alone.
+      shutdown: ends this process together with the others; None for a process alone.
     """
 
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
         self.index = index
         self.count = count
-        self.departure = None if client is None else Departure(index, client)
+        self.shutdown = None if client is None else Shutdown(index, client)
         self._client = client
         self._rounds = itertools.count()
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files and speaks to people."""
+        """Whether this process writes the files and prints."""
         return self.index == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's ``value`` (of JSON's kinds, NaN too), by process; it waits for the slowest."""
+        """Return every process's ``value`` (of JSON's kinds, NaN too), by process; wait for the slowest."""
         if self._client is None:
             return [value]
         number = next(self._rounds)
@@ -141,7 +141,7 @@ class Peers:
         return [json.loads(found) for _, found in sorted(self._client.key_value_dir_get(f"gather/{number}"))]
 
     def first(self, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns on process 0, where alone it is made; an InputError of it is raised on all."""
+        """Run ``call`` on process 0 only and return its result on all; its InputError is raised on all."""
         answer = None
         if self.leads:
             try:
@@ -154,7 +154,7 @@ class Peers:
         return answer["value"]
 
     def check_same(self, what: str, value: Any) -> None:
-        """Refuse to go on where ``value`` is not that of process 0.
+        """Refuse to continue if ``value`` differs from that of process 0.
 
         Raises:
           Disagreement: one line that names ``what`` and the first process that differs.
@@ -165,17 +165,17 @@ class Peers:
             raise Disagreement(f"process {other} has other {what} than process 0: {values[other]} and not {values[0]}")
 
     def close(self) -> None:
-        """The run has ended on all processes alike: nobody listens for failures any more."""
-        if self.departure is not None:
+        """Close the connection after the run has ended on all processes; failures are not reported any more."""
+        if self.shutdown is not None:
             self.gather(None)
-            self.departure.close()
+            self.shutdown.close()
 
 
 ALONE = Peers()
 
 
 def join(given: Distributed) -> Peers:
-    """The link to the other processes, before any backend starts; ``ALONE`` where there are none.
+    """Connect to the other processes, before any backend starts; return ``ALONE`` for a run of one process.
 
     Raises:
       InputError: the others cannot be found or reached.
@@ -190,7 +190,7 @@ def join(given: Distributed) -> Peers:
     jax.config.update("jax_enable_preemption_service", False)
     waiting = witness(UNMET)
     try:
-        with farewell(lambda *reason: dismiss(waiting)):
+        with on_exit(lambda *reason: dismiss(waiting)):
             jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=given.heartbeat_s)
     except Exception as error:  # launchers, name look-ups and RPCs fail each in their own way
         reason = " ".join(str(error).split())

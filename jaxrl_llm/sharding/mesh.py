@@ -1,12 +1,12 @@
 """The device mesh: axes ``data`` and ``fsdp`` divide the batch, ``fsdp`` and ``tensor`` divide the weights.
 
-Several slices (groups of devices with a fast network of their own) lie along ``data``: each holds whole copies of the
-weights, and only sums of gradients cross the slow network between them.
+Several slices (groups of devices with a fast network of their own) are arranged along ``data``: each has whole copies
+of the weights, and only sums of gradients cross the slow network between them.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,12 @@ from jaxrl_llm.errors import InputError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
-"""The axes over which rows of a batch are divided."""
+"""The axes that divide the rows of a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices each axis has; at most one of data, fsdp and tensor may be -1, which takes what is left.
+    """The number of devices on each axis; at most one of data, fsdp and tensor may be -1, which takes the rest.
 
     Attributes:
       data: copies of the weights, in each slice.
@@ -40,8 +40,8 @@ class MeshShape:
     rollout: int = 0
     slices: int = 1
 
-    def sizes(self, devices: int) -> tuple[int, int, int]:
-        """Sizes of the axes data (over all slices), fsdp and tensor for this many devices, those for sampling left out.
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Return the axis sizes by name for this many devices: data over all slices, without the sampling devices.
 
         Raises:
           InputError: they do not fit.
@@ -57,36 +57,36 @@ class MeshShape:
         if given.count(-1) > 1 or any(size == 0 or size < -1 for size in given):
             raise InputError(f"mesh sizes must be positive, one of them may be -1: got data, fsdp, tensor = {given}")
         rest = devices // known
-        data, fsdp, tensor = (rest if size == -1 else size for size in given)
-        if data * fsdp * tensor != devices:
+        sizes = {axis: rest if size == -1 else size for axis, size in zip(AXES, given, strict=True)}
+        if math.prod(sizes.values()) != devices:
             where = "devices" if self.slices == 1 else "devices of a slice"
             raise InputError(f"mesh data, fsdp, tensor = {given} does not fit {devices} {where}: set one of them to -1")
-        return data * self.slices, fsdp, tensor
+        return sizes | {"data": sizes["data"] * self.slices}
 
-    def sampling_sizes(self, devices: int, slices: int = 1) -> tuple[int, int, int]:
-        """As ``sizes``, of the mesh that samples; its devices lie in so many slices."""
-        data, fsdp, tensor = self.sizes(devices)
+    def sampling_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
+        """Return the sizes of the sampling mesh, as ``sizes`` does; its devices are in this many slices."""
+        sizes = self.sizes(devices)
         if not self.rollout:
-            return data, fsdp, tensor
-        tensor = math.gcd(tensor, self.rollout // slices)
-        return self.rollout // tensor, 1, tensor
+            return sizes
+        tensor = math.gcd(sizes["tensor"], self.rollout // slices)
+        return dict.fromkeys(sizes, 1) | {"data": self.rollout // tensor, "tensor": tensor}
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """The learner's mesh: all devices of all processes (or these) but those that only sample.
+    """Make the learner's mesh: all devices of all processes (or these), except for those that only sample.
 
     Raises:
       InputError: the shape does not fit the devices, or would divide weights across slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = shape.sizes(len(devices))
-    return _mesh(sizes, devices[: math.prod(sizes)], shape.slices)
+    return _mesh(sizes, devices[: math.prod(sizes.values())], shape.slices)
 
 
 def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """The sampler's mesh: the devices set aside for it, or else the learner's.
+    """Make the sampler's mesh: of the devices set aside for it, or else the learner's.
 
-    Its heads are divided as the learner's are.
+    Heads are divided as the learner's are.
     """
     if not shape.rollout:
         return make_mesh(shape, devices)
@@ -96,8 +96,8 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
     return _mesh(shape.sampling_sizes(len(devices), slices), apart, slices)
 
 
-def _mesh(sizes: tuple[int, int, int], devices: list[Any], slices: int) -> Mesh:
-    """A mesh whose first axis goes from slice to slice, and whose others stay inside of one."""
+def _mesh(sizes: Mapping[str, int], devices: list[Any], slices: int) -> Mesh:
+    """Make a mesh with slices along its first axis; the other axes stay inside a slice."""
     found = _by_slice(devices)
     if len(found) > 1 and (len(found) != slices or len({len(part) for part in found}) > 1):
         sizes_found = ", ".join(str(len(part)) for part in found)
@@ -107,9 +107,9 @@ def _mesh(sizes: tuple[int, int, int], devices: list[Any], slices: int) -> Mesh:
         )
     size = len(devices) // slices
     parts = found if len(found) > 1 else [devices[i : i + size] for i in range(0, len(devices), size)]
-    inside = (sizes[0] // slices, *sizes[1:])
+    inside = {**sizes, "data": sizes["data"] // slices}
     array = np.concatenate([_arranged(inside, part) for part in parts])
-    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _by_slice(devices: list[Any]) -> list[list[Any]]:
@@ -117,31 +117,32 @@ def _by_slice(devices: list[Any]) -> list[list[Any]]:
     return [[d for d, n in zip(devices, numbers, strict=True) if n == number] for number in sorted(set(numbers))]
 
 
-def _arranged(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    """Devices of one slice, neighbours along each axis near each other where they have coordinates."""
+def _arranged(sizes: Mapping[str, int], devices: list[Any]) -> np.ndarray:
+    """Arrange the devices of one slice; if they have coordinates, neighbours along each axis are near each other."""
+    shape = tuple(sizes.values())
     try:
-        return jax.make_mesh(sizes, AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES)).devices
+        return jax.make_mesh(shape, tuple(sizes), devices=devices, axis_types=(AxisType.Auto,) * len(sizes)).devices
     except NotImplementedError:  # the axes are no products of the torus' sides: let two of them share a side
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
-def batch_parts(mesh: Mesh) -> int:
-    """Into how many parts the mesh divides a batch."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+def batch_parts(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> int:
+    """Return the number of parts into which a mesh, or one of these sizes, divides a batch."""
+    sizes = mesh if isinstance(mesh, Mapping) else mesh.shape
+    return math.prod(sizes[axis] for axis in BATCH)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """ "cpu", "gpu" or "tpu", also where the mesh is of devices that are only described; "" where nothing is said."""
+    """Return "cpu", "gpu" or "tpu", also for a mesh of described devices; "" if they have no description."""
     if isinstance(mesh, AbstractMesh):
         return "" if mesh.abstract_device is None else mesh.abstract_device.platform
     return mesh.devices.flat[0].platform
 
 
 def memory_of(mesh: Mesh | AbstractMesh) -> float:
-    """Bytes that a program may use of each device; infinite where nobody says: of CPUs, and of devices that are only
-    described.
+    """Return the bytes that a program may use on each device; infinite if unknown: for CPUs and described devices.
 
-    Devices of other processes are taken for equal to this one's.
+    Devices of other processes are assumed to equal this one's.
     """
     if isinstance(mesh, AbstractMesh):
         return math.inf
@@ -152,14 +153,14 @@ def memory_of(mesh: Mesh | AbstractMesh) -> float:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A copy on every device."""
+    """Return the layout with a copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
-    """Ask for a layout inside jit, on the mesh set by ``jax.set_mesh``.
+    """Constrain the layout of x inside jit, on the mesh set by ``jax.set_mesh``.
 
-    Without a mesh x is returned as it is; an axis that does not divide its dimension leaves it whole.
+    Without a mesh x is returned unchanged; an axis that does not divide its dimension leaves it whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -168,12 +169,12 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
 
 
 def fitting(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
-    """``spec`` without the axes that do not divide their dimension (9 heads on 2 devices), last ones first."""
-    return PartitionSpec(*(_dividing(size, axis, mesh) for size, axis in zip(shape, spec, strict=False)))
-
-
-def _dividing(size: int, axis: str | tuple[str, ...] | None, mesh: Any) -> str | tuple[str, ...] | None:
-    names = (axis,) if isinstance(axis, str) else axis or ()
-    while names and size % math.prod(mesh.shape[name] for name in names):
-        names = names[:-1]
-    return names[0] if len(names) == 1 else names or None
+    """Return ``spec`` without axes that do not divide their dimension (9 heads on 2 devices), dropping the last
+    first."""
+    found = []
+    for size, axis in zip(shape, spec, strict=False):
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        while names and size % math.prod(mesh.shape[name] for name in names):
+            names = names[:-1]
+        found.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*found)

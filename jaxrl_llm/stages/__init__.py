@@ -1,4 +1,4 @@
-"""Kinds of training, a file each: where batches come from, and what they teach. The loop knows none of them."""
+"""Kinds of training, one file each, which make batches and define the learning; the loop is independent of them."""
 
 import importlib
 from types import ModuleType
@@ -6,7 +6,7 @@ from types import ModuleType
 from jaxrl_llm.config import Configuration, Preference, RewardModel, Run, Supervised
 
 STAGES: dict[type, str] = {
-    Run: "jaxrl_llm.stages.rl",
+    Run: "jaxrl_llm.stages.rl.prepare",
     Supervised: "jaxrl_llm.stages.supervised",
     Preference: "jaxrl_llm.stages.preference",
     RewardModel: "jaxrl_llm.stages.reward_model",
@@ -15,5 +15,5 @@ STAGES: dict[type, str] = {
 
 
 def stage_of(run: Configuration) -> ModuleType:
-    """The kind of training that a configuration of this type asks for: a module as ``stages/stage.py`` describes."""
+    """Return the module of this configuration's kind of training; ``stages/stage.py`` describes its functions."""
     return importlib.import_module(STAGES[type(run)])

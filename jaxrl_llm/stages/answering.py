@@ -1,34 +1,32 @@
-"""Answers in runs that learn from data: to the problems of a task that they are tested on, and to collect data from."""
+"""Sampled answers in runs that learn from data: for evaluation on a task, and for collecting training data."""
 
-import dataclasses
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
-from jaxrl_llm.collection.sampling import Answerer
-from jaxrl_llm.collection.source import collected
+from jaxrl_llm.collection.collect import collected
 from jaxrl_llm.config.texts import FromData
-from jaxrl_llm.engine import Engine, Sampling
-from jaxrl_llm.engine.weight_transfer import for_sampling, weights_for_sampling
-from jaxrl_llm.evaluate import Evaluated, Questions, evaluate_tasks
+from jaxrl_llm.data import Collected
+from jaxrl_llm.engine import Sampling
+from jaxrl_llm.engine.backend import backend_for
 from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, cast
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate
+from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.problems import read_parts
-from jaxrl_llm.tasks import Collected
+from jaxrl_llm.stages.rl.problems import read_parts
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem
 
 
-class Resources:
-    """What a run from data has beside its model; close it, or use ``with``.
+class Resources(contextlib.AbstractContextManager):
+    """The resources of a run from data besides its model; close it, or use ``with``.
 
     Attributes:
       directory: the run's.
@@ -42,51 +40,25 @@ class Resources:
         self.peers = peers
         self.scorer = Scorer((Accuracy(),), answering.workers, answering.timeout_s, 0.0, peers, directory)
 
-    def __enter__(self) -> "Resources":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends the verifiers' processes."""
+        """End the verifiers' processes."""
         self.scorer.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class Exam:
-    """A task's problems, and what it takes to ask a model.
-
-    Attributes:
-      engine: samples.
-      transfer: from the model to weights to sample from.
-      tokenizer: of the model.
-      scorer: verifies.
-      asked: the problems; those of none are not asked.
-      sampling: how answers are sampled.
-      status: hears what is going on.
-    """
-
-    engine: Engine
-    transfer: Callable[[Decoder], Decoder]
-    tokenizer: Any
-    scorer: Scorer
-    asked: Questions
-    sampling: Sampling
-    status: Callable[[str], None]
-
-    def __call__(self, model: Decoder) -> tuple[Evaluated, ...]:
-        """Answers to the problems of each task; none where there are none."""
-        if not self.asked.problems:
-            return ()
-        weights = self.transfer(model)
-        return evaluate_tasks(self.engine, weights, self.tokenizer, self.asked, self.scorer, self.sampling, self.status)
+Exam = Callable[[Decoder], tuple[Evaluated, ...]]
+"""A function that evaluates a model on each task's problems; the result is empty without problems."""
 
 
-def examination(
+def answers_of(
     run: FromData, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress
-) -> tuple[Exam | None, Sequence[Problem]]:
-    """The task that the run is tested on, and the problems that data is collected for; none where it has neither."""
+) -> tuple[Exam | None, Any]:
+    """Return the evaluation on a task, None without one, and the run's data.
+
+    Data to collect is sampled from this model, before the run's first step.
+    """
     source = run.data.source
     collects = isinstance(source, Collected)
     configs.require(
@@ -94,63 +66,48 @@ def examination(
         f"{run.model} is a reward model, which gives no answers to collect: give a language model",
     )
     if run.evaluation.task is None and not collects:
-        return None, ()
+        return None, run.data
+    answering, status = run.answering, progress.status
     problems: Sequence[Problem] = ()
     questions: Sequence[Problem] = ()
     longest = 0
     if collects:
-        progress.status(f"reading task {source.task.label}")
+        status(f"reading task {source.task.label}")
         loaded = tasks.load(source.task)
         problems = loaded.train[: source.limit or None]
-        questions = loaded.held_out
+        questions = loaded.held_out[: run.evaluation.limit or None]
         longest = tasks.Prompts(source.task, tokenizer).longest(problems)
     tested = configs.parts_of_task(run.evaluation.task)
-    if not tested:
-        tested = configs.parts_of_task(source.task)
-        questions = questions[: run.evaluation.limit or None]
+    if tested:
+        read = read_parts(tested, lambda part: True, status)
+        questions = [problem for one in read for problem in one.train[: run.evaluation.limit or None]]
     else:
-        loaded_parts = read_parts(tested, lambda part: True, progress.status)
-        questions = [problem for one in loaded_parts for problem in one.train[: run.evaluation.limit or None]]
-    test_prompts = tasks.Prompts([part.task for part in tested], tokenizer)
-    length = max(longest, test_prompts.longest(questions)) + run.answering.max_new_tokens
+        tested = configs.parts_of_task(source.task)
+    prompts = tasks.Prompts([part.task for part in tested], tokenizer)
+    length = max(longest, prompts.longest(questions)) + answering.max_new_tokens
     check_positions(length, model.config, "answering.max_new_tokens")
-    compute = compute_for(run.learner, model.config, platform_of(mesh))
-    shapes = jax.eval_shape(lambda m: for_sampling(cast(m, compute.dtype), platform_of(mesh)), model)
-    engine = Engine(shapes, run.answering.slots, length, run.answering.chunk, mesh)
-    limits = configs.limits_of(tested, run.answering.max_new_tokens)
-    asked = Questions(test_prompts, questions, run.evaluation.samples, run.seed, limits)
-    transfer = weights_for_sampling(model, compute.dtype, mesh, mesh, keep=False)
-    sampling = Sampling(
-        run.evaluation.temperature,
-        0,
-        run.evaluation.top_p,
-        run.answering.max_new_tokens,
-        model.config.tokens.eos,
-    )
-    return Exam(engine, transfer, tokenizer, resources.scorer, asked, sampling, progress.status), problems
+    dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
+    sizes = {"slots": answering.slots, "max_length": length, "chunk": answering.chunk}
+    engine, prepared = backend_for(model, dtype, mesh, mesh, **sizes)
+    limits = configs.limits_of(tested, answering.max_new_tokens)
+    asked = Questions(prompts, questions, run.evaluation.samples, run.seed, limits)
+    stops = model.config.tokens.eos
+    sampling = Sampling(run.evaluation.temperature, 0, run.evaluation.top_p, answering.max_new_tokens, stops)
 
+    def by(model: Decoder) -> Answerer:
+        return Answerer(engine, prepared(model), tokenizer, resources.scorer)
 
-def gathered(
-    run: FromData,
-    exam: Exam | None,
-    problems: Sequence[Problem],
-    model: Decoder,
-    resources: Resources,
-    status: Callable[[str], None],
-) -> Any:
-    """The run's data; what is to be collected has been, from this model, before its first step."""
-    if not isinstance(run.data.source, Collected):
-        return run.data
+    def exam(model: Decoder) -> tuple[Evaluated, ...]:
+        return evaluate(by(model), asked, sampling, status) if questions else ()
 
-    def answerer() -> Answerer:
-        return Answerer(exam.engine, exam.transfer(model), exam.tokenizer, exam.scorer)
-
-    longest = run.answering.max_new_tokens
-    return collected(run.data, problems, answerer, longest, run.seed, resources.directory, resources.peers, status)
+    if not collects:
+        return exam, run.data
+    place = (resources.directory, resources.peers, status)
+    return exam, collected(run.data, problems, lambda: by(model), answering.max_new_tokens, run.seed, *place)
 
 
 def check_positions(length: int, config: ModelConfig, field: str) -> None:
-    """Refuse what is longer than the model was made for; before anything is compiled."""
+    """Refuse sequences longer than the model's positions, before anything is compiled."""
     positions = config.attention.max_positions
     configs.require(
         length <= positions,

@@ -1,4 +1,4 @@
-"""What the stages that learn from data have in common: rows in the order of a seed, read once, and their programs."""
+"""The common part of stages that learn from data: rows in a seeded order, read once, and their programs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,24 +9,26 @@ import numpy as np
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.config.texts import FromData
+from jaxrl_llm.data import Collected, LoadedTexts, load_texts, longest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.packing import rows_of, rows_together
 from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.answering import Exam, Resources, check_positions, examination, gathered
+from jaxrl_llm.stages.answering import Exam, Resources, answers_of, check_positions
 from jaxrl_llm.stages.outline import Groups, Outline, state_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
-from jaxrl_llm.tasks import Collected, LoadedTexts
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.types import TrainState
 
 LEFT_OUT = "event/data"
-"""In the row of a run's first step: how many rows of its data were dropped or truncated."""
+"""The metric in the first step's row that reports how many data rows were dropped or truncated."""
 
 Ready = TypeVar("Ready", bound="DatasetStage")
 
@@ -36,10 +38,10 @@ class Drawn:
     """The rows of one step.
 
     Attributes:
-      rows: as ``tasks.load_texts`` gives them.
-      places: of each among those to learn from.
+      rows: as ``data.load_texts`` returns them.
+      places: the index of each among the training rows.
       left: rows drawn so far in the run.
-      metrics: ``epoch``: how often all rows have been drawn; the first step's say which rows were left out.
+      metrics: ``epoch``, how often all rows have been drawn; in the first step also a line about rows left out.
     """
 
     rows: Sequence[Any]
@@ -50,22 +52,22 @@ class Drawn:
     common: Iterable[np.ndarray] = ()
 
     def __len__(self) -> int:
-        """Rows to learn from."""
+        """Return the number of rows of the step."""
         return len(self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetStage(Stage):
-    """A stage whose steps learn from rows; one of a kind says what samples they become.
+    """A stage that learns from rows of data; a kind of it defines the samples of a row.
 
     Attributes:
-      rows: to learn from.
-      held_out: to test on.
+      rows: training rows.
+      held_out: evaluation rows.
       count: rows of a step.
       seed: of their order: each epoch is a fresh permutation.
-      exam: answers to a task's problems; None where there is no task.
-      status: hears what is going on.
-      left_out: which rows of the data are not learned as they are; empty where all are.
+      exam: evaluates answers to a task's problems; None without a task.
+      status: receives progress messages.
+      left_out: a line about rows that were dropped or truncated; empty without any.
     """
 
     rows: Sequence[Any]
@@ -76,8 +78,40 @@ class DatasetStage(Stage):
     status: Callable[[str], None]
     left_out: str = ""
 
+    def samples_of(self, row: Any, place: int, number: int) -> list[Sample]:
+        """Return the learner's samples of a row.
+
+        Args:
+          row: to learn from.
+          place: its index among all training rows.
+          number: its index in the step, shared by its samples.
+        """
+        raise NotImplementedError
+
+    def numbers(self, policy: Any) -> dict[str, float]:
+        """Return the metrics ``eval/...`` on the held-out rows, at least one."""
+        raise NotImplementedError
+
+    def learned(self, sample: Sample) -> int:
+        """Return the number of tokens of a sample that the step reports as learned."""
+        return int(sample.mask.sum())
+
+    def samples(
+        self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
+    ) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Return the samples of each row, which stay together."""
+        rows = enumerate(zip(batch.rows, batch.places, strict=True))
+        groups = [self.samples_of(row, place, number) for number, (row, place) in rows]
+        return groups, {"tokens": float(sum(self.learned(sample) for group in groups for sample in group))}
+
+    def test(self, policy: Any, first: bool = False) -> Tested | None:
+        """Evaluate the model on the held-out rows and on a task's problems."""
+        numbers = self.numbers(policy) if self.held_out else {}
+        answers = () if self.exam is None else self.exam(policy)
+        return Tested(numbers, answers) if numbers or answers else None
+
     def next(self, weights: Any, version: int, left: int | None) -> Drawn:
-        """The rows of one step."""
+        """Return the rows of one step."""
         begin = left or 0
         end = begin + self.count
         places = [tasks.problem_index(self.seed, number, len(self.rows)) for number in range(begin, end)]
@@ -87,14 +121,14 @@ class DatasetStage(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """What a run learns from, once it is read.
+    """The data of a run, once it is read.
 
     Attributes:
       label: of the data.
       loaded: its rows.
       prints: their fingerprints.
-      exam: a task to test on; None where there is none.
-      status: hears what is going on.
+      exam: evaluates on a task; None without one.
+      status: receives progress messages.
     """
 
     label: str
@@ -105,7 +139,7 @@ class Read:
 
     @property
     def rows(self) -> tuple[Any, ...]:
-        """All of them, held out or not."""
+        """Return all rows: the training rows, then the held-out ones."""
         return (*self.loaded.train, *self.loaded.held_out)
 
 
@@ -115,16 +149,15 @@ def read(
     """Collect the data or read it. The arguments are those of a stage's ``prepare``.
 
     Raises:
-      InputError: a model without a tokenizer or too short, a row that cannot be used, or one that is too long.
+      InputError: a model without a tokenizer or with too few positions, a row that is unusable or too long.
     """
     check_tokenizer(tokenizer, run.model)
     check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
-    exam, problems = examination(run, model, tokenizer, mesh, resources, progress)
-    data = gathered(run, exam, problems, model, resources, progress.status)
+    exam, data = answers_of(run, model, tokenizer, mesh, resources, progress)
     progress.status(f"reading {data.label}")
     closes = isinstance(run, configs.RewardModel) and run.score_at != "stop"
-    loaded = tasks.load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens, closes)
-    length, where = tasks.longest((*loaded.train, *loaded.held_out))
+    loaded = load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens, closes)
+    length, where = longest((*loaded.train, *loaded.held_out))
     configs.require(
         length <= run.batch.max_tokens,
         f"{where} has {length} tokens: set --batch.max_tokens {length} (now {run.batch.max_tokens}), or shorten it; "
@@ -144,7 +177,7 @@ def made(
     what: str,
     **own: Any,
 ) -> Ready:
-    """A stage of this kind, ready to make steps.
+    """Return a stage of this kind, ready to make steps.
 
     Args:
       kind: a ``DatasetStage``.
@@ -152,7 +185,7 @@ def made(
       data: its rows.
       forward: how the model is run.
       training: how it is trained.
-      what: the rows are, in the plural.
+      what: the plural noun for its rows.
       own: fields of the kind.
     """
     return kind(
@@ -174,11 +207,11 @@ def made(
 
 
 def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
-    """The pass in microbatches that hold all samples which are compared with each other.
+    """Return the forward pass with microbatches large enough for samples that are compared with each other.
 
     Args:
       forward: as laid out without them.
-      groups: where the row stands, and its samples.
+      groups: the location of each row in the data, and its samples.
       rows: ``learner.microbatch_rows``; 0 takes as many as it needs.
 
     Raises:
@@ -197,7 +230,7 @@ def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], 
 
 
 def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> tuple[Forward, tuple[Training, ...]]:
-    """How the model is run, and how it is trained."""
+    """Return how the model is run, and how it is trained."""
     compute = compute_for(run.learner, model.config, platform_of(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
     tokens = -(-run.batch.rows // run.learner.minibatches) * longest
@@ -208,22 +241,22 @@ def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> t
 
 
 def groups_of(run: FromData, each: int, words: str) -> Groups:
-    """What a step learns from."""
+    """Return the size of a step's batch."""
     return Groups("batch.rows", run.batch.rows, each, run.batch.max_tokens, words)
 
 
 def outline_of(
     run: FromData, model: Any, mesh: Any, objective: Objective, groups: Groups, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
-    """What the run computes, where rows are at their longest and all but the first token of each is learned.
+    """Outline the run's computation for the longest rows, with all but the first token of each learned.
 
     Args:
       run: with its settings resolved.
-      model: what it trains, as shapes.
+      model: the trained model, as shapes.
       mesh: learns; may be abstract.
       objective: of the model.
-      groups: what a step learns from.
-      samples_of: from a prompt, what follows it and a row's number to what the learner sees of the row.
+      groups: the size of a step's batch.
+      samples_of: maps a prompt, its continuation and a row's number to the samples of the row.
     """
     forward, training = programs_of(run, model, mesh, objective)
 
@@ -247,7 +280,7 @@ def outline_of(
 
 
 def size_line(run: FromData, loaded: LoadedTexts, what: str) -> str:
-    """How much the run learns from, for people."""
+    """Return a line for people with the amount of training data and the number of epochs."""
     epochs = run.steps * run.batch.rows / len(loaded.train)
     return (
         f"{run.data.label}: {len(loaded.train):,} {what}, {len(loaded.held_out):,} to test on; each step "

@@ -1,7 +1,7 @@
-"""What a run computes on its devices, told from its configuration alone: the planner lays it out and compiles it.
+"""The computation of a run on its devices, outlined from its configuration: the planner lays it out and compiles it.
 
-A module of ``stages/`` that can be planned has ``groups(run)``, what a step learns from, and ``outline(run, model,
-mesh, where, find)``, which is made of the functions that ``prepare`` is made of: what is planned is what is trained.
+A module of ``stages/`` that can be planned has ``groups(run)``, the size of a step's batch, and ``outline(run, model,
+mesh, where, find)``. The latter uses the functions of ``prepare``, so the plan matches the training.
 """
 
 import dataclasses
@@ -15,20 +15,24 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.learner import Forward, Sample, Training
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.types import TrainState
 
+Architectures = Callable[[str], ModelConfig]
+"""A function from the name of a model to its architecture, without its weights."""
+
 
 class Groups(NamedTuple):
-    """What a step learns from.
+    """The size of a step's batch.
 
     Attributes:
-      field: of the configuration, that says how many.
-      count: how many; they stay whole.
-      each: completions of one of them.
-      longest: tokens of a completion; where it is not known where prompts end, with its prompt.
-      words: for people, between how many and their tokens.
+      field: the setting that gives the number of groups.
+      count: the number of groups; a group is never split.
+      each: completions of a group.
+      longest: tokens of a completion; with its prompt where the boundary is unknown.
+      words: for people, between the number of groups and their tokens.
     """
 
     field: str
@@ -40,17 +44,17 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """Completions read by a model that is not differentiated: ``forward.by_sample(model, samples, output)``.
+    """A gradient-free pass of a model over completions: ``forward.by_sample(model, samples, output)``.
 
     Attributes:
       name: unique among a run's.
       forward: how the model is run.
       samples: of one call, at their longest.
-      output: what is read of it.
+      output: the output that is read.
       calls: in a step; 0 for a model that reads all data before the first step.
-      role: whose model it is, where it is one of the state's.
-      model: as shapes, where it is none of the state's.
-      copies: such models, which stay on the devices for the whole run.
+      role: the model's role, if it is part of the state.
+      model: as shapes, if it is not part of the state.
+      copies: number of such models on the devices for the whole run.
     """
 
     name: str
@@ -64,13 +68,13 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampler:
-    """How completions are sampled.
+class PlannedSampler:
+    """The sampling of completions, as planned.
 
     Attributes:
       rollout: lengths and slots.
       rules: of the sampling.
-      transfer: from two meshes, of devices that are there or described, to what lays the policy's weights out.
+      transfer: maps two meshes, of real or described devices, to a function that lays the policy's weights out.
     """
 
     rollout: Rollout
@@ -80,18 +84,18 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What is on the devices of a run, and what it computes there; no array is made.
+    """The state and the computation of a run on its devices; no array is made.
 
     Attributes:
       state: as shapes.
       training: of each role, the policy first.
       forwards: how the model of each role is run.
-      groups: what a step learns from.
-      samples: of one optimiser update, from how many tokens a completion has (``groups.longest`` at most).
-      coefficients: names of the numbers that the policy's update is given, and other roles' updates.
-      passes: over completions, without a gradient.
-      sampler: None where the run's steps sample nothing.
-      notes: what the plan does not say.
+      groups: the size of a step's batch.
+      samples: maps a completion's tokens (``groups.longest`` at most) to the samples of one optimiser update.
+      coefficients: names of the coefficients that each role's updates are given.
+      passes: gradient-free passes over completions.
+      sampler: None if the run's steps sample nothing.
+      notes: lines about the limits of the plan.
     """
 
     state: TrainState
@@ -101,16 +105,16 @@ class Outline:
     samples: Callable[[int], list[Sample]]
     coefficients: Mapping[str, Sequence[str]]
     passes: Sequence[Pass] = ()
-    sampler: Sampler | None = None
+    sampler: PlannedSampler | None = None
     notes: Sequence[str] = ()
 
     @property
     def forward(self) -> Forward:
-        """How the policy is run."""
+        """Return how the policy is run."""
         return self.forwards["policy"]
 
 
 def state_of(run: Configuration, model: Any, training: Sequence[Training], reference: bool) -> TrainState:
-    """The state that the run begins with, as shapes; ``model``: what it trains, as shapes."""
+    """Return the run's initial state, as shapes; ``model``: the trained model, as shapes."""
     others = [one.begins for one in training if one.begins is not None]
     return abstract_state(model, build(run.learner.optimiser), reference, run.learner.lora, others)

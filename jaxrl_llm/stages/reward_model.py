@@ -1,80 +1,69 @@
 """Reward models: a decoder with a scalar head learns to score answers, or the steps of solutions."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.config.texts import RewardModel
-from jaxrl_llm.evaluate import Tested
+from jaxrl_llm.data import LoadedTexts, Ranked, Stepped, Steps
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.answering import Resources
-from jaxrl_llm.stages.dataset import DatasetStage, Drawn, groups_of, made, outline_of, programs_of, read, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, groups_of, made, outline_of, programs_of, read, with_room
 from jaxrl_llm.stages.outline import Groups, Outline
-from jaxrl_llm.stages.reading import AFTER, scored, scored_sample
-from jaxrl_llm.tasks import LoadedTexts, Ranked, Stepped, Steps
+from jaxrl_llm.stages.stage import AFTER, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.trained import as_trained
-from jaxrl_llm.types import TrainState
+
+resources = Resources
 
 
-def ranked_samples(row: Ranked, number: int) -> list[Sample]:
-    """The completions of one prompt as ``learner.comparisons.Ranking`` wants them."""
-    return [
-        scored_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
-        for rank, tokens in enumerate(row.completions)
-    ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardStage(DatasetStage):
+    """A run that trains a reward model, once its files are read."""
+
+    def samples_of(self, row: Ranked | Stepped, place: int, number: int) -> list[Sample]:
+        """Return the samples of a ranking, which stay together, or of a solution."""
+        return samples_of(row, number)
+
+    def learned(self, sample: Sample) -> int:
+        """Return the number of all tokens: the score is read after the last one."""
+        return len(sample.tokens) - 1
+
+    def numbers(self, policy: ScalarModel) -> dict[str, float]:
+        """Return accuracy and margin of pairs, or cross-entropy and accuracy of steps, on the held-out rows."""
+        samples = [sample for number, row in enumerate(self.held_out) for sample in samples_of(row, number)]
+        found = scored(self.forward, policy, samples, "values", lambda text: self.status(f"evaluating: {text}"))
+        if isinstance(self.held_out[0], Stepped):
+            return step_numbers(self.held_out, found)
+        scores = iter([float(values[-1]) for values in found])
+        return pair_numbers([[next(scores) for _ in row.completions] for row in self.held_out])
 
 
-def stepped_sample(row: Stepped) -> Sample:
-    """A solution as ``learner.comparisons.StepEntropy`` wants it."""
+def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
+    """Return a prompt's completions as samples for ``Ranking``, or a solution as one for ``StepEntropy``."""
+    if isinstance(row, Ranked):
+        return [
+            scored_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
+            for rank, tokens in enumerate(row.completions)
+        ]
     size = len(row.tokens) + 1
     mask = np.zeros(size, bool)
     labels = np.zeros(size, np.float32)
     mask[row.ends + 1] = True
     labels[row.ends + 1] = row.labels
-    return Sample(row.prompt, np.append(row.tokens, AFTER), mask, arrays={"labels": labels})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardStage(DatasetStage):
-    """A run that teaches a reward model once its files are read."""
-
-    def samples(
-        self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
-    ) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Rankings, whose completions stay together, or solutions."""
-        groups = [samples_of(row, number) for number, row in enumerate(batch.rows)]
-        learned = float(sum(len(sample.tokens) - 1 for group in groups for sample in group))
-        return groups, {"tokens": learned}
-
-    def test(self, policy: ScalarModel) -> Tested | None:
-        """Pairs in the right order and their margin, or the entropy and accuracy of steps, of what is held out."""
-        if not self.held_out:
-            return None
-        samples = [sample for number, row in enumerate(self.held_out) for sample in samples_of(row, number)]
-        found = scored(self.forward, policy, samples, "values", lambda text: self.status(f"evaluating: {text}"))
-        if isinstance(self.held_out[0], Stepped):
-            return Tested(step_numbers(self.held_out, found))
-        scores = iter([float(values[-1]) for values in found])
-        return Tested(pair_numbers([[next(scores) for _ in row.completions] for row in self.held_out]))
-
-
-def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
-    """What the learner sees of a row."""
-    return ranked_samples(row, number) if isinstance(row, Ranked) else [stepped_sample(row)]
+    return [Sample(row.prompt, np.append(row.tokens, AFTER), mask, arrays={"labels": labels})]
 
 
 def resampled(loaded: LoadedTexts, seed: int) -> LoadedTexts:
-    """As many rows to learn from, drawn from them with replacement: a bootstrap sample, the same for the same seed."""
+    """Replace the training rows by a bootstrap sample: equally many, drawn with replacement; the seed fixes it."""
     count = len(loaded.train)
     drawn = np.random.default_rng([seed, count]).integers(count, size=count)
     note = (
@@ -85,7 +74,7 @@ def resampled(loaded: LoadedTexts, seed: int) -> LoadedTexts:
 
 
 def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of each prompt's scores, best answer first: the share of pairs in order, and their difference, by prompt."""
+    """Return accuracy and margin of pairs and the mean reward, averaged over prompts; scores are best answer first."""
     accuracy = []
     margin = []
     for row in scores:
@@ -100,7 +89,7 @@ def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def step_numbers(rows: Sequence[Stepped], values: Sequence[np.ndarray]) -> dict[str, float]:
-    """``eval/steps/loss``, nats, and the share of steps on their label's side of a half."""
+    """Return ``eval/steps/loss``, nats, and ``eval/steps/accuracy`` at a threshold of one half."""
     at_ends = np.concatenate([found[row.ends + 1] for row, found in zip(rows, values, strict=True)]).astype(np.float64)
     labels = np.concatenate([row.labels for row in rows]).astype(np.float64)
     loss = labels * np.logaddexp(0, -at_ends) + (1 - labels) * np.logaddexp(0, at_ends)
@@ -109,12 +98,12 @@ def step_numbers(rows: Sequence[Stepped], values: Sequence[np.ndarray]) -> dict[
 
 
 def objective_of(run: RewardModel) -> Objective:
-    """What the model is trained towards."""
+    """Return the training objective of the model."""
     return StepEntropy() if isinstance(run.data, Steps) else Ranking(run.centre)
 
 
 def groups(run: RewardModel) -> Groups:
-    """What a step learns from; rankings may be of more than two."""
+    """Return the size of a step's batch, with two completions per ranking; there may be more."""
     return (
         groups_of(run, 1, "solutions of")
         if isinstance(run.data, Steps)
@@ -123,7 +112,7 @@ def groups(run: RewardModel) -> Groups:
 
 
 def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
-    """What the run computes on its devices."""
+    """Outline the run's computation on its devices."""
 
     def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
         if isinstance(run.data, Steps):
@@ -135,11 +124,6 @@ def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
     return outline_of(run, trained, mesh, objective_of(run), groups(run), samples)
 
 
-def resources(run: RewardModel, peers: Peers, directory: Path) -> Resources:
-    """The verifiers' processes, where data is collected."""
-    return Resources(run, peers, directory)
-
-
 def prepare(
     run: RewardModel,
     model: Decoder | ScalarModel,
@@ -149,12 +133,13 @@ def prepare(
     progress: Progress,
     peers: Peers,
 ) -> RewardStage:
-    """Read the rows, or collect them; build what learns and tests.
+    """Read or collect the rows; build training and evaluation.
 
     Raises:
-      InputError: data that the run cannot work with.
+      InputError: data that the run cannot use.
     """
     data = read(run, model, tokenizer, mesh, resources, progress, peers)
+    data = dataclasses.replace(data, exam=None)  # what learns gives scores, and no answers
     if run.bootstrap:
         data = dataclasses.replace(data, loaded=resampled(data.loaded, run.seed))
     forward, training = programs_of(run, model, mesh, objective_of(run))

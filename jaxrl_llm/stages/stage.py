@@ -1,35 +1,35 @@
-"""What the loop asks of a kind of training.
+"""The interface between the training loop and a kind of training.
 
-A module of ``stages/`` has two functions. ``resources(run, peers, directory)`` is a context of what must be closed when
-the run ends, whatever ends it; it has ``close()``. ``prepare(run, model, tokenizer, mesh, resources, progress, peers)``
-reads the data and returns a ``Stage``: all that may refuse the run is tried there, and nothing large is computed. One
-whose runs can be planned has two more: see ``stages/outline.py``.
+A module of ``stages/`` has two functions. ``resources(run, peers, directory)`` is a context manager with ``close()``;
+it is closed when the run ends, for whatever reason. ``prepare(run, model, tokenizer, mesh, resources, progress,
+peers)`` reads the data and returns a ``Stage``: it makes all checks that may refuse the run, and computes nothing
+large. A module with runs that can be planned has two more functions: see ``stages/outline.py``.
 """
 
 import dataclasses
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.evaluate import Evaluated, Tested
 from jaxrl_llm.learner import Forward, Sample, Training
-from jaxrl_llm.rules import Rule
+from jaxrl_llm.rollout.evaluate import Evaluated, Tested
+from jaxrl_llm.rules import Memory, Rule
 from jaxrl_llm.types import Group, TrainState
 
 Fingerprints = dict[str, Any]
-"""Of the data, by what it is for: JSON values."""
+"""Fingerprints of the data, by use: JSON values."""
 
 
 class Batch(Protocol):
-    """What one step learns from.
+    """The data of one step.
 
     Attributes:
-      left: what it leaves to the next step.
-      metrics: what was measured while it was made.
-      examples: what people may want to look at: some of them go to samples.jsonl, others in each step.
+      left: the carryover to the next step.
+      metrics: measured while the batch was made.
+      examples: groups for people to look at: some of them go to samples.jsonl, others in each step.
       common: arrays that must be the same on every process.
     """
 
@@ -39,26 +39,26 @@ class Batch(Protocol):
     common: Iterable[np.ndarray] = ()
 
     def __len__(self) -> int:
-        """Groups to learn from; 0 where there is nothing to learn."""
+        """Return the number of groups to learn from; 0 if there is nothing to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A kind of training, ready to make steps; a new one adds what it is made of, and overrides what differs.
+    """A kind of training, ready to make steps; a new kind adds fields and overrides methods.
 
     Attributes:
       training: of each role, the policy first.
       forward: how the learner runs its models.
       label: of its data, for people.
       problems: fingerprints of the data that it trains and tests on.
-      reference: whether the policy as it was is kept, frozen: for the loss, for the reward, or to be watched.
-      coefficients: that objectives read and rules may move, as they are at first.
-      rules: what decides between steps, by name; of several that stop the run the first says why.
-      notes: lines for people before the first step: how large its data and a step are, what does nothing.
+      reference: whether a frozen copy of the initial policy is kept: for the loss, the reward, or monitoring.
+      coefficients: initial values of the numbers that objectives read and rules may change.
+      rules: rules between steps, by name; if several stop the run, the first gives the reason.
+      notes: lines for people before the first step: sizes of the data and of a step, settings without effect.
       ahead: whether the next batch is made with the weights from before this step's update.
-      apart: whether making a batch and learning may run at one time.
-      measures_kl: whether a rule wants to know how far the policy is after each step.
-      records: the dataclasses that a batch, or what it leaves, is made of; the run saves them.
+      apart: whether making a batch and learning may run at the same time.
+      measures_kl: whether a rule needs the policy's KL after each step.
+      records: the dataclasses of a batch and its carryover; the run saves them.
     """
 
     training: Sequence[Training]
@@ -75,49 +75,78 @@ class Stage:
     records: ClassVar[Sequence[type]] = ()
 
     def next(self, weights: Any, version: int, left: Any) -> Batch:
-        """The next batch.
+        """Return the next batch.
 
         Args:
-          weights: what ``weights`` makes of the policy.
+          weights: the result of ``weights`` for the policy.
           version: optimiser updates of the policy so far.
-          left: what the batch before has left; None before the first.
+          left: the carryover of the batch before; None before the first.
         """
         raise NotImplementedError
 
     def samples(
         self, state: TrainState, batch: Any, coefficients: Mapping[str, float]
     ) -> tuple[list[list[Sample]], dict[str, float]]:
-        """What the learner sees of a batch, group by group, and what was measured on the way."""
+        """Return the learner's samples of a batch, group by group, and metrics measured on the way."""
         raise NotImplementedError
 
     def learning(self, step: int) -> Sequence[Training]:
-        """Of the roles that learn in this step."""
+        """Return the training of the roles that learn in this step."""
         return self.training
 
+    def remembered(self, measured: Mapping[str, Any], memory: Memory) -> tuple[dict[str, Any], Memory]:
+        """Return more metrics of a step, and the updated memory of rules.
+
+        They are computed from the step's metrics and from the memory that earlier steps have left.
+        """
+        return {}, memory
+
     def let_go(self, left: Any) -> Any:
-        """What the next step finds of what the last one has left where the policy goes back to an earlier one."""
+        """Return the carryover for the next step after a rollback of the policy."""
         return left
 
     def leaves(self, left: Any, following: Configuration) -> Any:
-        """What a phase of other settings finds of what the last batch of this one has left."""
+        """Return the carryover for a following phase with other settings."""
         return left
 
     def weights(self, policy: Any) -> Any:
-        """What batches are made with: the policy itself, or a copy laid out for sampling."""
+        """Return the weights that make batches: the policy itself, or a copy laid out for sampling."""
         return policy
 
     def followed(self, state: TrainState, samples: list[Sample]) -> list[Sample]:
-        """The samples with what the updates since have made of each token, for people, where a stage knows it."""
+        """Add per-token results of the updates since, for people; unchanged unless a stage overrides it."""
         return samples
 
     def spell(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token of an example, for people; nothing leaves them out."""
+        """Return the text of each token of an example, for people; an empty list omits the texts."""
         return []
 
-    def test_first(self, policy: Any) -> Evaluated | Tested | None:
-        """The evaluation before the first step, where a run is not gone on with."""
-        return self.test(policy)
-
-    def test(self, policy: Any) -> Evaluated | Tested | None:
-        """An evaluation of the live model; None where there is nothing to test on."""
+    def test(self, policy: Any, first: bool = False) -> Evaluated | Tested | None:
+        """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""
         return None
+
+
+SCORED_AT_ONCE = 256
+"""Samples of each scoring call."""
+AFTER = 0
+"""A placeholder token after the last one: the prediction there is the value of the whole text; it is never read."""
+
+
+def scored(
+    forward: Forward, model: Any, samples: Sequence[Sample], output: str, status: Callable[[str], None]
+) -> list[np.ndarray]:
+    """Compute one output of many samples, float32[t] each, in chunks: their arrays need not all fit the devices."""
+    found: list[np.ndarray] = []
+    for begin in range(0, len(samples), SCORED_AT_ONCE):
+        status(f"scoring {begin}/{len(samples)}")
+        found += forward.by_sample(model, samples[begin : begin + SCORED_AT_ONCE], output)
+    return found
+
+
+def scored_sample(
+    prompt: np.ndarray, tokens: np.ndarray, scalars: dict[str, float], number: int | None = None, counted: bool = True
+) -> Sample:
+    """Return a sample of a completion with its score read at its ``last`` place, one behind its last token."""
+    mask = np.zeros(len(tokens) + 1, bool)
+    mask[-1] = counted
+    return Sample(prompt, np.append(tokens, AFTER), mask, scalars | {"last": float(len(tokens))}, together=number)

@@ -1,23 +1,24 @@
-"""What reward models were taught, and whether what reads them asks for that."""
+"""The training format of reward models, and checks that their readers use the same format."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.data import Pairs, Steps
+from jaxrl_llm.data.chats import closing_of
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.architecture import attributes_of
 from jaxrl_llm.models.hf_config import OURS, gives_scores
+from jaxrl_llm.models.pretrained import attributes_of
 from jaxrl_llm.rewards.models import ModelReward, StepReward
-from jaxrl_llm.tasks import Pairs, Prompts, Steps
-from jaxrl_llm.tasks.endings import closing_of
+from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import template_fingerprint
-from jaxrl_llm.trained import find_run
 
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
-    """What a reward model was taught. None is what nothing says.
+    """The training format of a reward model; a field is None if it is not recorded.
 
     Attributes:
       kind: "ranking", to score whole answers, or "steps".
@@ -34,12 +35,12 @@ class Taught:
     score_at: Literal["template", "stop"] | None = None
 
     def to_json(self) -> dict[str, str]:
-        """What ``config.json`` of a directory holds of it."""
+        """Return the entries of ``config.json`` that record the format."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def taught_by(run: configs.RewardModel, tokenizer: Any = None) -> Taught:
-    """What a run teaches; without its tokenizer all but the fingerprint."""
+    """Return the format that a run teaches; without its tokenizer, all but the fingerprint."""
     data = run.data
     if not isinstance(data, Pairs | Steps):  # of a class that is not there any more
         return Taught(score_at=run.score_at or "template")
@@ -54,17 +55,17 @@ def taught_by(run: configs.RewardModel, tokenizer: Any = None) -> Taught:
 
 
 def taught(name: str, tokenizer: Any = None) -> Taught | None:
-    """What a reward model was taught, by its run or its directory; None for a model that gives no scores.
+    """Return the training format of a reward model, by its run or directory; None for a model without scores.
 
-    A directory that does not say where scores are read is read as it was made: by transformers at the end of the
-    template, by an older version of this package at the token that ends an answer.
+    For a directory that does not record where scores are read, its origin decides: for one made by transformers it is
+    the end of the template, for an older version of this package the token that ends an answer.
 
     Args:
-      name: ``RUN[@STEP]``, or whatever ``load_pretrained`` knows.
-      tokenizer: the model's; None where the template does not matter.
+      name: ``RUN[@STEP]``, or any name that ``load_pretrained`` accepts.
+      tokenizer: the model's; None if the template does not matter.
 
     Raises:
-      InputError: there is nothing of this name, or its config.json cannot be obeyed.
+      InputError: nothing has this name, or its config.json has unknown values.
     """
     trained = find_run(name)
     if trained is not None:
@@ -90,13 +91,13 @@ def taught(name: str, tokenizer: Any = None) -> Taught | None:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """What reads a reward model.
+    """A setting that reads a reward model, with the format that it expects.
 
     Attributes:
-      field: stands before the model's name in messages.
-      kind: what it takes the model for; None for either.
-      remedy: what is better where the model is of the other kind.
-      separator: ends a step; None where it takes the model's own.
+      field: precedes the model's name in messages.
+      kind: the expected kind of model; None for either.
+      remedy: advice for a model of the other kind.
+      separator: ends a step; None to use the model's own.
     """
 
     field: str
@@ -105,10 +106,10 @@ class Reader:
     separator: str | None = None
 
     def check(self, name: str) -> None:
-        """Refuse a model that was taught something else; what it does not say is not asked.
+        """Refuse a model with another training format; unrecorded fields are not compared.
 
         Raises:
-          InputError: it was taught something else, or is not there.
+          InputError: it was trained with another format, or does not exist.
         """
         try:
             found = taught(name)
@@ -125,7 +126,7 @@ class Reader:
         )
 
     def untold(self, name: str) -> list[str]:
-        """A line for people where a model does not say what it was taught: what it is read as."""
+        """Return a line for people on how a model is read that does not record its training format."""
         found = taught(name)
         if found is None or found.kind is not None:
             return []
@@ -139,12 +140,13 @@ class Reader:
 
 
 DEFAULT_SEPARATOR = "\n"
-"""Ends a step where neither a model nor what reads it says what does."""
+"""The end of a step if neither a model nor its reader gives a separator."""
 
 
 def readers(run: configs.Run) -> Iterator[tuple[Reader, str]]:
-    """All in a run that scores with reward models, each with the name of one: rewards, constraints, a gate, the judge
-    of its evaluations."""
+    """Yield every use of a reward model in a run, with the model's name: rewards, constraints, a gate, the judge of
+    evaluations.
+    """
     for base in configs.bases(run):
         field = f"reward {getattr(base, 'name', '')}:"
         if isinstance(base, ModelReward):
@@ -156,7 +158,7 @@ def readers(run: configs.Run) -> Iterator[tuple[Reader, str]]:
 
 
 def check_readers(run: configs.Run) -> None:
-    """Refuse reward models that were taught something else than what the run reads in them, before they are loaded.
+    """Refuse reward models with another training format than the run reads, before they are loaded.
 
     Raises:
       InputError: names the model and the remedy.
@@ -166,19 +168,20 @@ def check_readers(run: configs.Run) -> None:
 
 
 def untold(run: configs.Run) -> list[str]:
-    """Lines for people: what those reward models are read as that do not say what they were taught; also the one that a
-    critic begins as."""
+    """Return lines for people on how models without a recorded training format are read; includes a critic's initial
+    model.
+    """
     critic = run.recipe.critic
     begins = [] if critic is None or critic.model is None else [(Reader("recipe.critic.model"), critic.model)]
     return list(dict.fromkeys(line for reader, name in (*readers(run), *begins) for line in reader.untold(name)))
 
 
 def check_template(found: Taught | None, name: str, prompts: Mapping[str, Prompts], tokenizer: Any) -> None:
-    """Refuse a reward model that was taught with chats that are written in another way than those of the tasks.
+    """Refuse a reward model that was trained with another chat template than those of the tasks.
 
     Args:
-      found: what it was taught.
-      name: of the model, with what names it.
+      found: its training format.
+      name: of the model, with the setting that names it.
       prompts: of each task, by its label.
       tokenizer: the policy's.
 
@@ -197,8 +200,10 @@ def check_template(found: Taught | None, name: str, prompts: Mapping[str, Prompt
 
 
 def closings(found: Taught | None, prompts: Mapping[str, Prompts], tokenizer: Any) -> dict[str, list[int] | None]:
-    """What ends a completion of each task where a reward model reads its score, by the tasks' labels; None where that
-    is the completion's own end. See ``tasks.endings.closed``."""
+    """Return the tokens that close a completion of each task where the model reads its score, by the task's label.
+
+    None stands for the completion's own end. See ``data.chats.closed``.
+    """
     if found is None or found.score_at != "template":
         return {}
     return {label: closing_of(known.task(label), tokenizer) for label, known in prompts.items()}

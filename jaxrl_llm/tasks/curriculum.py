@@ -1,29 +1,32 @@
-"""Which problems are asked, by how often each was solved: prioritised, from easy to hard, and without those that teach
-nothing.
-
-A curriculum is a value whose parts go together: ``drop`` says which problems are left, ``easy_to_hard`` how many of
-those are open, ``prioritised`` how they are drawn.
+"""Curricula: which problems a task asks, by how often each was solved. ``drop`` removes problems, ``easy_to_hard``
+opens a growing share of the rest, ``prioritised`` sets how the open ones are drawn.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.types import Problem
+from jaxrl_llm.system.setting import PATH
+from jaxrl_llm.tasks.prompts import field_of
+from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, in_epochs, permutation
+from jaxrl_llm.types import Group, Problem
 
 BY_SUCCESS = "success"
-"""In place of a column: a problem is the easier the more of its answers were right."""
+"""Value of ``EasyToHard.by`` that replaces a column: the more of its answers were right, the easier a problem is."""
+PLACES = (COUNTED, "begun", "asked", "since")
+"""Keys of a stream's memory that hold the places of prompts, as opposed to counts of results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prioritised:
-    """Problems are drawn with ``p ~ (1 - success) ** power``: Kimi k1.5 (arXiv 2501.12599, section 2.3.4), power 1.
+    """Drawing of problems with ``p ~ (1 - success) ** power``: Kimi k1.5 (arXiv 2501.12599, section 2.3.4), power 1.
 
-    Drawn anew for each prompt, so that one problem may come twice before another comes once.
+    Each prompt draws anew, so one problem may come twice before another comes once.
 
     >>> weights = Prioritised()(np.array([0.9, 0.5, 0.1]))
     >>> (weights / weights.sum()).round(6).tolist()
@@ -36,16 +39,16 @@ class Prioritised:
     power: float = 1.0
 
     def __call__(self, success: np.ndarray) -> np.ndarray:
-        """What each problem is drawn in proportion to, [N], from its estimated success."""
+        """Return the unnormalised probability of drawing each problem, [N], from its estimated success."""
         return (1 - success) ** self.power
 
 
 @dataclasses.dataclass(frozen=True)
 class EasyToHard:
-    """Only the easiest problems are open at first; their share grows evenly until all are.
+    """Schedule that opens only the easiest problems at first; their share grows evenly until all are open.
 
-    ``start + (1 - start) * n / over`` of those that are not dropped are open to prompt n of the task. What is equally
-    easy is in an order of the seed's.
+    ``start + (1 - start) * n / over`` of the remaining problems (not dropped) are open to prompt n of the task. Equally
+    easy problems come in an order that the seed sets.
 
     Attributes:
       by: a column of the rows with a number for each problem (a dot reaches into a nested record); "success": how often
@@ -60,12 +63,8 @@ class EasyToHard:
     start: float = 0.2
     rising: bool = True
 
-    def share(self, number: int) -> float:
-        """The share that is open to prompt ``number`` of the task, counted from 0."""
-        return min(1.0, self.start + (1 - self.start) * number / self.over)
-
     def __call__(self, difficulty: np.ndarray, left: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
-        """Which problems are open, bool[N].
+        """Return which problems are open, bool[N].
 
         Args:
           difficulty: [N].
@@ -74,7 +73,8 @@ class EasyToHard:
           ties: int[N], a permutation: of equally easy problems those with smaller numbers come first.
         """
         total = int(left.sum())
-        count = math.ceil(self.share(number) * total - 1e-9)  # a share's rounding opens no further problem
+        share = min(1.0, self.start + (1 - self.start) * number / self.over)
+        count = math.ceil(share * total - 1e-9)  # a share's rounding opens no further problem
         if count >= total:
             return left
         hardest = np.partition(difficulty[left], count - 1)[count - 1]
@@ -87,11 +87,11 @@ class EasyToHard:
 
 @dataclasses.dataclass(frozen=True)
 class Dropping:
-    """Problems that were always, or never, solved are dropped: groups of theirs teach nothing.
+    """Removal of problems that were always, or never, solved: their groups teach nothing.
 
     Attributes:
       solved: a problem is dropped once all its answers were right in so many visits in a row; 0 for never.
-      unsolved: or none of them, not even in part; 0 for never.
+      unsolved: a problem is dropped once no answer was right, even in part, in so many visits in a row; 0 for never.
       again: epochs, of as many prompts as there are problems, after which it is visited once more: one that is solved
         in part then is back, another waits as long again. 0 for never.
     """
@@ -101,10 +101,10 @@ class Dropping:
     again: int = 0
 
     def __call__(self, streak: np.ndarray, last: np.ndarray, number: int) -> np.ndarray:
-        """Which problems are dropped, bool[N].
+        """Return which problems are dropped, bool[N].
 
         Args:
-          streak: int[N], visits in a row in which all answers were right; below 0, in which none was, not even in part.
+          streak: int[N], visits in a row in which all answers were right; negative if none was, even in part.
           last: int[N], the prompt that last asked it; -1 for none.
           number: of the prompt that is asked now.
         """
@@ -120,20 +120,20 @@ class Dropping:
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Which problems are asked. Without any part all are, in epochs, and how often each is solved is kept all the same.
+    """Selection of the problems to ask. Without parts it asks all in epochs, and still counts how often each is solved.
 
     A problem's success is ``(solved + prior * strength) / (tries + strength)``: the mean accuracy of its answers, which
     is 0.75 for one that follows three of four instructions.
 
     Attributes:
       prioritised: how problems are drawn; None: all that are open once, in an order of the seed's, then all again.
-      easy_to_hard: how many are open; None for all.
-      drop: which are asked no more; None for none.
+      easy_to_hard: share of the problems that is open; None for all.
+      drop: which problems are removed; None for none.
       prior: the success that is expected of a problem before it was asked.
-      strength: as how many answers that expectation counts.
-      fade: what earlier answers count for once a problem is answered again, above 0; 1 counts all alike.
-      statistics: RUN or RUN@STEP, another run of a curriculum over the same problems, whose counts this one begins
-        with; None begins without any.
+      strength: number of answers that this expectation counts as.
+      fade: weight of earlier answers once a problem is answered again, above 0; 1 counts all alike.
+      statistics: RUN or RUN@STEP, another run of a curriculum over the same problems, to take counts from; None starts
+        without any.
     """
 
     prioritised: Prioritised | None = None
@@ -142,11 +142,11 @@ class Curriculum:
     prior: float = 0.5
     strength: float = 1.0
     fade: float = 1.0
-    statistics: str | None = None
+    statistics: Annotated[str | None, PATH] = None
 
     @property
     def reads_success(self) -> bool:
-        """Whether what is asked depends on which answers were right."""
+        """Whether the order of problems depends on which answers were right."""
         measured = self.easy_to_hard is not None and self.easy_to_hard.by == BY_SUCCESS
         return measured or self.prioritised is not None or self.drop is not None
 
@@ -185,16 +185,14 @@ def check_curriculum(curriculum: Curriculum, name: str) -> None:
 
 
 def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
-    """The number in the column of each problem, turned so that larger is harder, float64[N].
+    """Return the number in the column of each problem, turned so that larger is harder, float64[N].
 
     Raises:
-      InputError: a problem has none; the columns that there are are named.
+      InputError: a problem has no number there; the message names the columns that do.
     """
     found = np.empty(len(problems))
     for index, problem in enumerate(problems):
-        value: Any = problem.metadata
-        for part in [easy.by] if easy.by in problem.metadata else easy.by.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = field_of(problem.metadata, easy.by)
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not number or math.isnan(value):
             columns = ", ".join(numbers_in(problem.metadata)) or "none"
@@ -207,7 +205,7 @@ def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
 
 
 def numbers_in(record: dict[str, Any], prefix: str = "") -> list[str]:
-    """Names of the fields that hold numbers, as ``EasyToHard.by`` has them."""
+    """Return the names of the fields that hold numbers, as ``EasyToHard.by`` spells them."""
     names = []
     for name, value in record.items():
         if isinstance(value, dict):
@@ -215,3 +213,137 @@ def numbers_in(record: dict[str, Any], prefix: str = "") -> list[str]:
         elif isinstance(value, int | float | np.number) and not isinstance(value, bool):
             names.append(prefix + name)
     return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """Prompt stream of a curriculum.
+
+    It remembers arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of verified
+    answers and of how much of them was right; ``streak`` and ``last`` as ``Dropping`` reads them; and also ``asked``,
+    prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, the prompt that began the
+    present round, and ``problems``, a digest of their ids. A memory that holds only the places of prompts (``PLACES``)
+    starts the counts anew; prompts asked without a curriculum count as asked in epochs.
+
+    Attributes:
+      curriculum: the rules.
+      problems: all of them, N.
+      seed: of every draw, with the prompt's number.
+      known: memory of another run's stream; empty for none.
+    """
+
+    curriculum: Curriculum
+    problems: Sequence[Problem]
+    seed: int
+    known: Memory = dataclasses.field(default_factory=dict)
+
+    def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
+        """Return the problem drawn for this prompt, and the new memory."""
+        number -= memory.get(OTHERS, 0)
+        if number and not memory.keys() - {OTHERS}:
+            memory = memory | in_epochs(self.seed, len(self.problems), number)
+        memory = self.valid(memory)
+        if memory.get("since", 0) == NONE:
+            memory = memory | {"since": number}
+        active = self.active(number, memory)
+        begun = memory["begun"]
+        if self.curriculum.prioritised is not None:
+            weights = np.where(active, self.curriculum.prioritised(self.success(memory)), 0.0)
+            weights = weights if weights.any() else active.astype(float)
+        else:
+            unasked = active & (memory["last"] < begun)
+            if not unasked.any():
+                begun = number
+                unasked = active
+            weights = unasked.astype(float)
+        index = drawn(weights, self.seed, number)
+        last = memory["last"].copy()
+        last[index] = number
+        return self.problems[index], memory | {"last": last, "begun": begun, "asked": number + 1}
+
+    def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
+        """Count the answers of known accuracy, each for the part of it that is right; return the new memory."""
+        memory = self.valid(memory)
+        tries, solved, streak = (memory[name].copy() for name in ("tries", "solved", "streak"))
+        for group in groups:
+            index = self._index.get(group.problem.id)
+            known = group.credit[~np.isnan(group.credit)]
+            if index is None or not len(known):
+                continue
+            tries[index] = tries[index] * np.float32(self.curriculum.fade) + np.float32(len(known))
+            solved[index] = solved[index] * np.float32(self.curriculum.fade) + np.float32(known.sum())
+            if (known == 1).all():
+                streak[index] = max(streak[index], 0) + 1
+            else:
+                streak[index] = 0 if known.any() else min(streak[index], 0) - 1
+        return memory | {"tries": tries, "solved": solved, "streak": streak}
+
+    def metrics(self, before: Memory, after: Memory) -> dict[str, Any]:
+        """Return counts of open and dropped problems, the mean success of those tried, and an event once all drop."""
+        before, after = self.valid(before), self.valid(after)
+        dropped = self.dropped(after["asked"], after)
+        seen = after["tries"] > 0
+        rates = after["solved"][seen] / after["tries"][seen]
+        found: dict[str, Any] = {
+            "curriculum/active": int(self.active(after["asked"], after).sum()),
+            "curriculum/dropped_solved": int((dropped & (after["streak"] > 0)).sum()),
+            "curriculum/dropped_unsolved": int((dropped & (after["streak"] < 0)).sum()),
+            "curriculum/success": float(rates.mean(dtype=np.float64)) if seen.any() else math.nan,
+        }
+        if dropped.all() and not self.dropped(before["asked"], before).all():
+            found["event/curriculum_exhausted"] = f"all {len(dropped)} problems are dropped, so all are asked on"
+        return found
+
+    def valid(self, memory: Memory) -> Memory:
+        """Return the memory if it is of these problems; else the one before the first prompt, with known places."""
+        if memory.get("problems") == self.first["problems"]:
+            return memory
+        stays = {OTHERS}
+        if "problems" not in memory and len(memory.get(COUNTED, ())) == len(self.problems):
+            stays |= set(PLACES)
+        return self.first | {name: value for name, value in memory.items() if name in stays}
+
+    def success(self, memory: Memory) -> np.ndarray:
+        """Estimate each problem's success, float64[N]; with ``strength`` 0 a problem never tried has ``prior``."""
+        prior, strength = self.curriculum.prior, self.curriculum.strength
+        counted = memory["tries"].astype(np.float64) + strength
+        estimate = (memory["solved"] + prior * strength) / np.where(counted > 0, counted, 1.0)
+        return np.where(counted > 0, estimate, prior)
+
+    def dropped(self, number: int, memory: Memory) -> np.ndarray:
+        """Return which problems are dropped, bool[N]."""
+        drop = self.curriculum.drop or Dropping(0, 0)
+        return drop(memory["streak"], memory["last"], number)
+
+    def active(self, number: int, memory: Memory) -> np.ndarray:
+        """Return which problems prompt ``number`` may ask, bool[N]; at least one."""
+        left = ~self.dropped(number, memory)
+        left = left if left.any() else ~left
+        easy = self.curriculum.easy_to_hard
+        if easy is None:
+            return left
+        hard = 1 - self.success(memory) if easy.by == BY_SUCCESS else self._difficulty
+        since = memory.get("since", 0)
+        return easy(hard, left, 0 if since == NONE else number - since, self._shuffled)
+
+    @functools.cached_property
+    def first(self) -> Memory:
+        """The memory before the first prompt."""
+        size = len(self.problems)
+        kinds = {"tries": np.float32, "solved": np.float32, "streak": np.int32}
+        counts = {name: np.zeros(size, kind) for name, kind in kinds.items()}
+        known = {name: array for name, array in self.known.items() if name in counts}
+        places = {"last": np.full(size, NONE, np.int64), "begun": 0, "asked": 0, "since": NONE}
+        return counts | known | places | {"problems": digest(self.problems)}
+
+    @functools.cached_property
+    def _shuffled(self) -> np.ndarray:
+        return permutation(self.seed, 0, len(self.problems))
+
+    @functools.cached_property
+    def _index(self) -> dict[str, int]:
+        return {problem.id: index for index, problem in enumerate(self.problems)}
+
+    @functools.cached_property
+    def _difficulty(self) -> np.ndarray:
+        return difficulties(self.curriculum.easy_to_hard, self.problems)

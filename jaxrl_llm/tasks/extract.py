@@ -1,4 +1,4 @@
-"""How an answer is cut out of a text, and the plain numbers that answers are made of."""
+"""Extraction of answers from texts, and the plain numbers that answers are made of."""
 
 import functools
 import re
@@ -23,15 +23,15 @@ _INTEGER_DIGITS = 1000
 
 
 def extract(text: str, extractor: str) -> str | None:
-    r"""Cuts the answer out of a text; None where there is none.
+    r"""Extract the answer from a text; None if it has none.
 
-    ``last_number``: the last number, without currency sign and thousands separators (``"$1,234."`` -> ``"1234"``);
-    a minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``).
-    ``boxed``: the content of the last complete ``\boxed{...}``. Both read full-width characters (``normalised``).
-    ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``: the text after the last TAG,
-    such as ``after:</think>``; ``after:think`` means the same. Without the TAG there is no answer: a model that
-    begins to think and is cut off has not answered. ``whole``: the text. These three give what stands there as it is
-    written, but for the white space around it, since a verifier may count its characters.
+    ``last_number``: the last number, without currency sign and thousands separators (``"$1,234."`` -> ``"1234"``); a
+    minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``). ``boxed``: the content of the last
+    complete ``\boxed{...}``. Both read full-width characters (``normalised``). ``tag:NAME``: the content of the last
+    complete ``<NAME>...</NAME>``. ``after:TAG``: the text after the last TAG, such as ``after:</think>``;
+    ``after:think`` means the same. A text without the TAG has no answer: a model that begins to think and is cut off
+    has not answered. ``whole``: the text. These three keep the text as written, apart from surrounding white space,
+    since a verifier may count its characters.
 
     >>> extract("7 - 10 = -3.", "last_number")
     '-3'
@@ -39,7 +39,7 @@ def extract(text: str, extractor: str) -> str | None:
     'It is 4.'
 
     Raises:
-      InputError: there is no such extractor.
+      InputError: the extractor is unknown.
     """
     if extractor == "last_number":
         return _last_number(normalised(text))
@@ -56,16 +56,18 @@ def extract(text: str, extractor: str) -> str | None:
 
 
 def answer_of(text: str, extractor: str) -> str | None:
-    """What ``extract`` finds, as answers are told apart: ``normalised``."""
+    """Extract the answer and return it ``normalised``, the form in which answers are compared."""
     found = extract(text, extractor)
     return None if found is None else normalised(found)
 
 
 def normalised(text: str) -> str:
-    """The text in the characters that answers are compared in: full-width, half-width and mathematical letters, digits
-    and signs become plain ones, and so does the minus sign. Characters that this would turn into another number stay.
+    """Return the text in the characters that answers are compared in: full-width, half-width and mathematical letters,
+    digits and signs become plain ones, and so does the minus sign. Characters that this would turn into another number
+    stay.
 
-    It is NFKC without superscripts, subscripts, fractions and squared units. What counts characters must not read it.
+    It is NFKC without superscripts, subscripts, fractions and squared units. Code that counts characters must not use
+    it.
 
     >>> normalised("－１，２３４．５ m²")
     '-1,234.5 m²'
@@ -91,13 +93,13 @@ def _normal_character(character: str) -> str:
 
 
 def marker(extractor: str) -> str:
-    """The text after which ``after:TAG`` looks: TAG itself, or of a bare name its closing tag."""
+    """Return the text after which ``after:TAG`` looks: TAG itself, or the closing tag of a bare name."""
     tag = extractor.removeprefix("after:").strip()
     return f"</{tag}>" if _TAG_NAME.fullmatch(tag) else tag
 
 
 def number(text: str) -> Decimal | None:
-    """The number that the whole text is, currency sign and thousands separators allowed; None where it is none.
+    """Parse a text that is a number as a whole, currency sign and thousands separators allowed; None if it is not.
 
     >>> number("+1,000.0") == 1000
     True
@@ -112,9 +114,9 @@ def number(text: str) -> Decimal | None:
 
 
 def integer(text: str) -> int | None:
-    """The integer that the whole text is (``"3.0"``, ``"1,000"``, ``"+3"``); None where it is none.
+    """Parse a text that is an integer as a whole (``"3.0"``, ``"1,000"``, ``"+3"``); None if it is not.
 
-    Numbers of more than 1000 digits count as none: a model may write 1e999999999.
+    Numbers of more than 1000 digits give None: a model may write 1e999999999.
     """
     value = number(text)
     if value is None or value.adjusted() >= _INTEGER_DIGITS:
@@ -135,7 +137,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether the character before ``start`` is a sign; after an operand it is a subtraction or a hyphen."""
+    """Whether the character before ``start`` is a minus sign; after an operand it is a subtraction or a hyphen."""
     if not start or text[start - 1] != "-":
         return False
     before = text[start - 2] if start > 1 else " "
@@ -145,7 +147,9 @@ def _is_negative(text: str, start: int) -> bool:
 
 
 def _last_boxed(text: str) -> str | None:
-    """One pass with a stack, because a model that repeats itself may open thousands of boxes; ``\\{`` is text."""
+    """Return the content of the last complete box; one pass with a stack, because a model that repeats itself may open
+    thousands of boxes. ``\\{`` is text.
+    """
     open_braces: list[int | None] = []  # where the content starts, or None for a brace that opens no box
     best = (-1, -1)
     for brace in _BRACE.finditer(text):

@@ -1,5 +1,12 @@
-"""Which problems a task keeps: functions of one problem, named by ``Task.keep``."""
+"""Import of functions named as ``module:function`` in a configuration, and filters that ``Task.keep`` may name."""
 
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.errors import InputError, did_you_mean, one_line
 from jaxrl_llm.tasks.extract import number
 from jaxrl_llm.tasks.instructions import CHECKS, IDS
 from jaxrl_llm.types import Problem
@@ -14,3 +21,33 @@ def nonnegative_answer(problem: Problem) -> bool:
 def checkable_instructions(problem: Problem) -> bool:
     """Whether the verifier ``instructions`` knows each of the problem's instructions."""
     return all(name in CHECKS for name in problem.metadata.get(IDS) or ())
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """Import the function that ``path`` names, for example ``jaxrl_llm.tasks.filters:nonnegative_answer``.
+
+    Modules of the current folder are found too: an installed command does not have that folder on its search path.
+
+    Raises:
+      InputError: the path has another form, the module cannot be imported, or it has no such function.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name.isidentifier()):
+        raise InputError(f"{path!r} names no function; write module:function, such as my_rewards:brevity")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a person's module raises at import
+        raise InputError(
+            f"{path} cannot be imported ({one_line(error)}); "
+            f"check the name, and that the module lies in the current folder or is installed"
+        ) from error
+    if not hasattr(module, name):
+        hint = did_you_mean(name, dir(module), "check the spelling")
+        raise InputError(f"{path}: {module_name} has no {name}; {hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise InputError(f"{path} is a {type(function).__name__}; name a function")
+    return function

@@ -1,18 +1,17 @@
 """Generated prompts with instructions that can be followed together and checked: see ``instructions.py``."""
 
 import dataclasses
-import difflib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.tasks.instructions import ARGUMENTS, IDS, RELATIONS
-from jaxrl_llm.tasks.rows import problem_of
+from jaxrl_llm.tasks.prompts import problem_of
 from jaxrl_llm.types import Problem
 
 MOST = 3
-"""Instructions in a prompt."""
+"""Maximum number of instructions in a prompt."""
 # None of these has a comma or one of the rare letters, and none of the keywords stands in another: what repeats or uses
 # them can still do without those.
 REQUESTS = (
@@ -34,12 +33,12 @@ COMMON, RARE = "aeinorst", "jqxz"
 
 
 class Kind(NamedTuple):
-    """How one kind of instruction is made.
+    """Recipe of one kind of instruction.
 
     Attributes:
       group: a prompt has at most one kind of each group.
-      sentence: what stands in the prompt, with places for the arguments.
-      draw: arguments by name, from random numbers and what the prompt asks for.
+      sentence: text in the prompt, with places for the arguments.
+      draw: returns the arguments by name, from random numbers and the prompt's request.
     """
 
     group: str
@@ -51,25 +50,22 @@ class Kind(NamedTuple):
 class Instructions:
     """Prompts with one to three instructions each, such as "Write about the sea. Do not use any commas."
 
-    Those of one prompt do not contradict each other. For ``Task(..., extractor="whole", verifier="instructions")``.
+    The instructions of one prompt do not contradict each other. Use it as ``Task(..., extractor="whole",
+    verifier="instructions")``.
 
     Attributes:
       seed: of the generator.
       size: prompts generated, before duplicates are merged.
-      kinds: ids of the instructions to draw from; none means all.
+      kinds: ids of the instructions to draw from; empty means all.
     """
 
     seed: int = 0
     size: int = 1000
     kinds: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """Names its task where the task has no name of its own."""
-        return "instructions"
+    label: ClassVar[str] = "instructions"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems; ``metadata`` holds ``instruction_id_list`` and ``kwargs``, as IFEval's rows do.
+        """Yield the problems; ``metadata`` holds ``instruction_id_list`` and ``kwargs``, as IFEval's rows do.
 
         Raises:
           InputError: a kind is unknown, or the size is below 1.
@@ -77,8 +73,7 @@ class Instructions:
         if self.size < 1:
             raise InputError(f"source Instructions has size {self.size}; give at least 1")
         for name in (name for name in self.kinds if name not in KINDS):
-            near = difflib.get_close_matches(name, list(KINDS), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(KINDS)}"
+            hint = did_you_mean(name, KINDS, f"choose of {', '.join(KINDS)}")
             raise InputError(f"source Instructions has no kind {name!r}; {hint}")
         draws = random.Random(self.seed)
         for _ in range(self.size):
@@ -88,13 +83,16 @@ class Instructions:
         request = draws.choice(REQUESTS).format(draws.choice(TOPICS))
         names = _compatible(draws.sample(self.kinds or tuple(KINDS), len(self.kinds or KINDS)), draws.randint(1, MOST))
         arguments = [KINDS[name].draw(draws, request) for name in names]
-        sentences = [_sentence(name, given) for name, given in zip(names, arguments, strict=True)]
+        sentences = []
+        for name, given in zip(names, arguments, strict=True):
+            words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
+            sentences.append(KINDS[name].sentence.format(**words))
         prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
         return problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
 
 
 def _compatible(names: list[str], count: int) -> list[str]:
-    """The first of the names that can be followed together, ``count`` at most."""
+    """Return the first of the names that can be followed together, ``count`` at most."""
     chosen: list[str] = []
     for name in names:
         fits = all(
@@ -103,11 +101,6 @@ def _compatible(names: list[str], count: int) -> list[str]:
         if fits and len(chosen) < count:
             chosen.append(name)
     return chosen
-
-
-def _sentence(name: str, arguments: dict[str, Any]) -> str:
-    words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in arguments.items()}
-    return KINDS[name].sentence.format(**words)
 
 
 def _some(name: str, words: tuple[str, ...] | str) -> Callable[[random.Random, str], dict[str, Any]]:
@@ -125,7 +118,7 @@ def _two(name: str) -> Callable[[random.Random, str], dict[str, Any]]:
 def _bounded(
     names: tuple[str, str], at_least: tuple[int, int], less_than: tuple[int, int]
 ) -> Callable[[random.Random, str], dict[str, Any]]:
-    """A number and a relation by their names; the number's range depends on the relation."""
+    """Return a ``draw`` of a number and a relation, by their names; the number's range depends on the relation."""
 
     def draw(draws: random.Random, request: str) -> dict[str, Any]:
         relation = draws.choice(RELATIONS)
@@ -213,7 +206,7 @@ KINDS: dict[str, Kind] = {
     ),
     "punctuation:no_comma": Kind("commas", "Do not use any commas."),
 }
-"""What can be drawn, by id: all that can be checked."""
+"""Kinds of instruction that can be drawn, by id: all those that can be checked."""
 
 CONFLICTS = frozenset(
     frozenset(pair)
@@ -225,4 +218,4 @@ CONFLICTS = frozenset(
         ("detectable_format:constrained_response", "change_case:english_capital"),
     )
 )
-"""Pairs of different groups that no text follows both of."""
+"""Pairs of kinds from different groups that no text can follow both of."""

@@ -1,26 +1,25 @@
-"""Instructions that a text can be checked against without a model: those of IFEval that speak of its form.
+"""Checks of instructions that need no model: those of IFEval about the form of a text.
 
-Ids and arguments are those of IFEval's data (arXiv 2311.07911, table 1), and so is what counts: parts of words for
-keywords that must occur, whole words for forbidden ones, runs of letters and digits as words. Three things are other
-than in its published checker, which needs an English tokenizer, a detector of languages and regular expressions as
-keywords: a keyword is the text that it is; a text in capital or small letters may be in any language; a word in capital
-letters ends where punctuation other than ``- ' . /`` begins.
+Ids and arguments are those of IFEval's data (arXiv 2311.07911, table 1), and so are the units counted: parts of words
+for keywords that must occur, whole words for forbidden ones, runs of letters and digits as words. Three things differ
+from its published checker, which needs an English tokenizer, a language detector and regular expressions as keywords: a
+keyword is matched as plain text; a text in capital or small letters may be in any language; a word in capital letters
+ends where punctuation other than ``- ' . /`` begins.
 
-Each check takes time linear in the text: what a model writes may be long and odd.
+Each check takes time linear in the text, since a model's completion may be long and odd.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 
 IDS, ARGUMENTS = "instruction_id_list", "kwargs"
-"""The fields of a row: ids, and for each the arguments by name; an argument that is None is not there."""
+"""Fields of a row: ids, and for each the arguments by name; an argument that is None is absent."""
 ELSEWHERE = ("language:response_language", "length_constraints:number_sentences")
-"""IFEval's other instructions."""
+"""IFEval's other instructions, which are not checked here."""
 KEEP = "jaxrl_llm.tasks.filters:checkable_instructions"
 RELATIONS = ("at least", "less than")
 RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -35,11 +34,11 @@ _ENDS_A_WORD = ".,?!'\""
 
 
 class Argument(NamedTuple):
-    """What an instruction's argument must be.
+    """Requirement on an instruction's argument.
 
     Attributes:
-      fits: whether a value is such a one.
-      name: what it is called in errors.
+      fits: whether a value meets it.
+      name: describes it in errors.
     """
 
     fits: Callable[[Any], bool]
@@ -47,11 +46,11 @@ class Argument(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One kind of instruction.
+    """Check of one kind of instruction.
 
     Attributes:
-      follows: whether a text, given first, follows it; the arguments are given by name.
-      arguments: all are needed.
+      follows: whether a text, its first argument, follows the instruction; the others are passed by name.
+      arguments: requirements by name; all are needed.
     """
 
     follows: Callable[..., bool]
@@ -59,20 +58,20 @@ class Check(NamedTuple):
 
 
 def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
-    """Whether a text follows each instruction of a row that ``check_instructions`` has accepted."""
+    """Return for each instruction of a row that ``check_instructions`` accepted whether the text follows it."""
     given = zip(fields[IDS], fields[ARGUMENTS], strict=True)
     return [CHECKS[name].follows(text, **_present(arguments)) for name, arguments in given]
 
 
 def check_instructions(fields: Mapping[str, Any], where: str) -> None:
-    """Refuses a row whose instructions cannot be checked.
+    """Refuse a row with instructions that cannot be checked.
 
     Args:
       fields: of the row.
-      where: it stands; begins the message.
+      where: place of the row; begins the message.
 
     Raises:
-      InputError: it has none, an unknown one, or one whose arguments are missing, surplus or of a wrong kind.
+      InputError: the row has no instruction, an unknown one, or one with missing, surplus or wrong arguments.
     """
     names, arguments = fields.get(IDS), fields.get(ARGUMENTS)
     listed = isinstance(names, list | tuple) and names and isinstance(arguments, list | tuple)
@@ -94,20 +93,18 @@ def _unknown(name: Any) -> str:
             f"instruction {name} takes a model or a splitter of sentences, and is not checked here; leave such rows "
             f"out with keep={KEEP!r}"
         )
-    near = difflib.get_close_matches(str(name), list(CHECKS), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(CHECKS)}"
+    hint = did_you_mean(str(name), CHECKS, f"choose of {', '.join(CHECKS)}")
     return f"instruction {name!r} is unknown; {hint}"
 
 
 def _wrong(name: str, given: Any) -> str:
-    """What is wrong with an instruction's arguments; empty where nothing is."""
+    """Describe the error in an instruction's arguments; empty if they are right."""
     if not (given is None or isinstance(given, Mapping)):
         return f"has {given!r} for arguments, which are an object with names"
     present, needed = _present(given), CHECKS[name].arguments
     for argument in present:
         if argument not in needed:
-            near = difflib.get_close_matches(argument, list(needed), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(needed) or 'none'}"
+            hint = did_you_mean(argument, needed, f"it has {', '.join(needed) or 'none'}")
             return f"has no argument {argument!r}; {hint}"
     for argument, kind in needed.items():
         if argument not in present:
@@ -162,7 +159,7 @@ def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> 
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """The parts between dividers, but for an empty first or last one; None where another is empty."""
+    """Return the parts between dividers, without an empty first or last one; None if another is empty."""
     first, *rest = (part.strip() for part in text.split(divider))
     return None if "" in rest[:-1] else [part for part in (first, *rest) if part]
 
@@ -274,4 +271,4 @@ CHECKS: dict[str, Check] = {
     ),
     "punctuation:no_comma": Check(lambda text: "," not in text, {}),
 }
-"""What can be checked, by IFEval's ids."""
+"""Checks by IFEval's ids."""

@@ -1,4 +1,4 @@
-"""Where problems, and rows to learn, come from: reasoning-gym's generators, a table on disk, a data set of the hub."""
+"""Sources of problems and of rows to learn: generators, a table on disk, a data set of the hub, rows in memory."""
 
 import contextlib
 import dataclasses
@@ -6,27 +6,14 @@ import itertools
 import json
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any
 
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import generate
-from jaxrl_llm.tasks.memory import Memory
-from jaxrl_llm.tasks.rows import BadRow, problem_of, problems_of
+from jaxrl_llm import codec
+from jaxrl_llm.errors import InputError, one_line
+from jaxrl_llm.system.setting import PATH
+from jaxrl_llm.tasks import gym
+from jaxrl_llm.tasks.prompts import CHAT, BadRow, answer_in, messages_of, problem_of, required, sound
 from jaxrl_llm.types import Problem
-
-
-class Source(Protocol):
-    """Where problems come from: any frozen dataclass with these two.
-
-    Equal settings give equal problems, ids included.
-    """
-
-    @property
-    def label(self) -> str:
-        """Names its task where the task has no name of its own."""
-
-    def problems(self) -> Iterator[Problem]:
-        """Yields the problems; what stands in their ``metadata`` should be plain values (see ``codec``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +22,7 @@ class ReasoningGym:
 
     Attributes:
       name: of the data set, such as ``chain_sum``.
-      options: its configuration, by field name; what is left out keeps its default.
+      options: its configuration, by field name; options left out keep their default.
       size: problems generated, before duplicates are merged.
       seed: of the generator.
     """
@@ -47,34 +34,61 @@ class ReasoningGym:
 
     @property
     def label(self) -> str:
-        """Names its task where the task has no name of its own."""
+        """Name of the task if the task has no name of its own."""
         return self.name
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems; ``metadata["entry"]`` is what the data set's own ``score_answer`` reads.
+        """Yield the problems; the data set's own ``score_answer`` reads ``metadata["entry"]``.
 
         Raises:
-          InputError: no such data set or option, or an option's value that the data set refuses.
+          InputError: the data set or option is unknown, or the data set refuses an option's value.
         """
-        for entry in generate.entries(self.name, self.options, self.size, self.seed):
+        for entry in gym.entries(self._wanted):
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
             metadata = {"generator": self.name, "options": dict(self.options), "entry": entry}
             yield problem_of(prompt, answer, self.label, metadata)
 
+    @property
+    def _wanted(self) -> str:
+        return json.dumps([self.name, self.options, self.size, self.seed])
+
 
 @contextlib.contextmanager
-def begun(sources: Iterable[Source]) -> Generator[None]:
-    """Within the block what must be generated of these sources comes to be beside whatever else it does."""
+def begun(sources: Iterable[Any]) -> Generator[None]:
+    """Generate the problems of these sources in other processes during the block."""
     with contextlib.ExitStack() as stack:
         for source in sources:
             if isinstance(source, ReasoningGym):
-                stack.enter_context(generate.begun(source.name, source.options, source.size, source.seed))
+                stack.enter_context(gym.generating(source._wanted))
         yield
 
 
+class RowSource:
+    """Base of the sources that make problems of rows."""
+
+    def problems(self: Any, answers: bool = True) -> Iterator[Problem]:
+        """Yield the problems; ``metadata`` holds the row's fields without the prompt's, and ``row``, its place.
+
+        ``answers``: whether each must have one; else the answer of a row without one is empty.
+
+        Raises:
+          InputError: ``read`` refuses the source, or a row cannot be used (the message names its place).
+        """
+        for where, row in itertools.starmap(sound, self.read()):
+            given = required(row, self.prompt_field, where, "prompt")
+            prompt = messages_of(given, where)
+            answer = answer_in(self, row, where, answers)
+            asked = self.prompt_field.split(".")[0]
+            # A reward may ask for any column by its name, the answer's with what it was cut out of too.
+            metadata = {name: value for name, value in row.items() if name != asked} | {"row": where}
+            if not isinstance(given, str):
+                metadata[CHAT] = True
+            yield problem_of(prompt, answer, self.label, metadata)
+
+
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Table(RowSource):
     """Problems in a file, one row each: ``.jsonl`` (one JSON object a line) or ``.parquet``.
 
     Attributes:
@@ -85,43 +99,32 @@ class Table:
       answer_extractor: cuts the reference out of a longer solution; the names are those of ``extract``.
     """
 
-    path: str
+    path: Annotated[str, PATH]
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
     answer_extractor: str = "whole"
 
     @property
     def label(self) -> str:
-        """Names its task where the task has no name of its own."""
+        """Name of the task if the task has no name of its own."""
         return Path(self.path).stem
 
-    def problems(self, answers: bool = True) -> Iterator[Problem]:
-        """Yields the problems; ``metadata`` holds the row's fields but the prompt's, and ``row``, where it stands.
-
-        ``answers``: whether each must have one; else the answer of a row without one is empty.
-
-        Raises:
-          InputError: what ``read`` refuses, or a row that cannot be used (file and line are named).
-        """
-        return problems_of(self, self.read(), answers)
-
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yields the rows, each after where it stands: ``path:line``, counted from 1.
+        """Yield the rows, each after its place: ``path:line``, counted from 1.
 
         Raises:
-          InputError: no such file, an unknown suffix, or a line that is no JSON.
+          InputError: the file is missing, its suffix is unknown, or a line is not JSON.
         """
         path = Path(self.path)
-        readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-        if path.suffix not in readers:
+        if path.suffix not in (".jsonl", ".parquet"):
             raise InputError(f"{path} has the suffix {path.suffix!r}; tables are .jsonl or .parquet files")
         if not path.is_file():
             raise InputError(f"{path} is no file; paths start at the current folder, {Path.cwd()}")
-        return readers[path.suffix](path)
+        return itertools.starmap(_parsed, _lines(path)) if path.suffix == ".jsonl" else _parquet_rows(path)
 
 
 @dataclasses.dataclass(frozen=True)
-class HubDataset:
+class HubDataset(RowSource):
     """Problems of a data set on the Hugging Face hub, or of a folder that ``datasets.load_dataset`` reads.
 
     Attributes:
@@ -132,7 +135,7 @@ class HubDataset:
       prompt_field, answer_field, answer_extractor: as in Table.
     """
 
-    name: str
+    name: Annotated[str, PATH]
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -142,22 +145,14 @@ class HubDataset:
 
     @property
     def label(self) -> str:
-        """Names its task where the task has no name of its own."""
+        """Name of the task if the task has no name of its own."""
         return Path(self.name).name
 
-    def problems(self, answers: bool = True) -> Iterator[Problem]:
-        """Yields the problems, as Table does.
-
-        Raises:
-          InputError: what ``read`` refuses, or a row cannot be used.
-        """
-        return problems_of(self, self.read(), answers)
-
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yields the rows, each after where it stands: ``name:index``, counted from 0.
+        """Yield the rows, each after its place: ``name:index``, counted from 0.
 
         Raises:
-          InputError: the data set cannot be had (name, subset, split, network).
+          InputError: the data set cannot be loaded (name, subset, split, network).
         """
         import datasets
 
@@ -166,17 +161,81 @@ class HubDataset:
         except Exception as error:  # the HTTP client's own exceptions come through, and they share no base class
             raise InputError(
                 f"data set {self.name} (subset {self.subset}, split {self.split}) cannot be loaded "
-                f"({_one_line(error)}); check the names and the network, or use a Table"
+                f"({one_line(error, 200)}); check the names and the network, or use a Table"
             ) from error
         return ((f"{self.name}:{index}", row) for index, row in enumerate(rows))
 
 
+LARGEST_SAVED = 1_000_000
+"""Characters of JSON up to which a config.json holds rows: it should stay a file that one can open."""
+MISSING = "missing: "
+"""Prefix of the sentence that a config.json holds in place of rows that it lacks."""
+
+
+class InMemory:
+    """Rows held in memory: a list of dictionaries, or a ``datasets.Dataset``, which is not copied.
+
+    Args:
+      rows: the rows, or the output of ``to_save``.
+
+    Raises:
+      InputError: ``rows`` is not a table of rows.
+    """
+
+    def __init__(self, rows):  # without an annotation: what has one becomes a flag of the command line
+        self._missing = rows if isinstance(rows, str) and rows.startswith(MISSING) else ""
+        if self._missing:
+            rows = []
+        elif isinstance(rows, str) and rows.startswith("["):
+            rows = codec.from_json(json.loads(rows))
+        if isinstance(rows, str | bytes | dict) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise InputError(
+                f"a task's source is a {type(rows).__name__}: give a list of dictionaries, a datasets.Dataset "
+                f"(one split of it), a Table, a HubDataset, a ReasoningGym, or a dataclass with problems()"
+            )
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._missing:
+            reason = self._missing.removeprefix(MISSING)
+            raise InputError(
+                f"config.json does not hold this run's problems ({reason}): give them again, in Python or "
+                f"by a configuration that has them (--config)"
+            )
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InMemory) and (self._rows is other._rows or self.to_save() == other.to_save())
+
+    def __hash__(self) -> int:
+        return hash(self.to_save())
+
+    def __repr__(self) -> str:
+        return self._missing or f"{len(self._rows):,} rows in memory"
+
+    def to_save(self) -> str:
+        """Return the rows as exact JSON text; if they are too many or not plain values, a sentence that reports it."""
+        if self._missing:
+            return self._missing
+        parts = []
+        size = 0
+        for index, row in enumerate(self._rows):
+            try:
+                parts.append(json.dumps(codec.to_json(row)))
+            except TypeError as error:
+                return f"{MISSING}of {len(self._rows):,} rows in memory rows[{index}] holds a value of type {error}"
+            size += len(parts[-1])
+            if size > LARGEST_SAVED:
+                return f"{MISSING}{len(self._rows):,} rows in memory are more than {LARGEST_SAVED:,} characters of JSON"
+        return f"[{', '.join(parts)}]"
+
+
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(RowSource):
     """Problems in memory. ``Task(source=rows)`` makes one of any list of dictionaries and of any ``datasets.Dataset``.
 
-    A run's config.json holds the rows themselves as far as they take at most a megabyte; else it says that they are
-    missing, and who goes on with the run gives them again.
+    A run's config.json holds the rows themselves if they take at most a megabyte; else it reports them missing, and
+    resuming the run takes the rows again.
 
     Attributes:
       rows: dictionaries, one for each problem.
@@ -184,36 +243,23 @@ class Rows:
       label: names its task where the task has no name of its own.
     """
 
-    rows: Memory
+    rows: InMemory
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
     answer_extractor: str = "whole"
     label: str = "rows"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rows, Memory):
-            object.__setattr__(self, "rows", Memory(self.rows))
-
-    def problems(self, answers: bool = True) -> Iterator[Problem]:
-        """Yields the problems, as Table does.
-
-        Raises:
-          InputError: the rows are not in memory, or one cannot be used.
-        """
-        return problems_of(self, self.read(), answers)
+        if not isinstance(self.rows, InMemory):
+            object.__setattr__(self, "rows", InMemory(self.rows))
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yields the rows, each after where it stands: ``rows[index]``, counted from 0.
+        """Yield the rows, each after its place: ``rows[index]``, counted from 0.
 
         Raises:
           InputError: the rows are not in memory.
         """
         return ((f"rows[{index}]", row) for index, row in enumerate(self.rows))
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Goes on after a line that is no JSON, if it is asked to."""
-    return itertools.starmap(_parsed, _lines(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -225,7 +271,7 @@ def _parsed(where: str, line: bytes) -> tuple[str, Any]:
     try:
         return where, json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{where} is no JSON ({_one_line(error)}); write one object on each line, in UTF-8") from error
+        raise BadRow(f"{where} is no JSON ({one_line(error, 200)}); write one object on each line, in UTF-8") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -237,10 +283,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             yield from ((f"{path}:{count}", row) for count, row in enumerate(rows, start=1))
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path} is no Parquet file ({_one_line(error)}); write it again") from error
+        raise InputError(f"{path} is no Parquet file ({one_line(error, 200)}); write it again") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} has text that is no UTF-8 ({_one_line(error)}); write it again in UTF-8") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(
+            f"{path} has text that is no UTF-8 ({one_line(error, 200)}); write it again in UTF-8"
+        ) from error

@@ -1,7 +1,6 @@
-"""From a problem to the token ids that the policy continues."""
+"""Templates: turn a problem into the token ids that the policy continues."""
 
 import copy
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.tasks.task import Task, check_template
 from jaxrl_llm.types import Message, Problem
 
@@ -24,15 +23,15 @@ CHATML = (
 )
 
 LONGEST_REASON = 200
-"""Characters of what a template says where it raises."""
+"""Maximum number of characters quoted from a template's own error."""
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 
 
 class Prompts:
-    """The prompts of problems as token ids, each encoded once.
+    """Prompts of problems as token ids, each encoded once.
 
     Args:
-      tasks: how they are templated: one task, or several, whose labels their problems have.
+      tasks: set the templates: one task, or several, found by the label of the problem.
       tokenizer: of the model.
     """
 
@@ -43,52 +42,41 @@ class Prompts:
         self._known: dict[tuple[str, str], np.ndarray] = {}
 
     def __getitem__(self, problem: Problem) -> np.ndarray:
-        """int32[T]; see ``encode``. Problems of one task are told apart by their ids."""
+        """Return the prompt's token ids, int32[T]; see ``encode``. Ids tell the problems of one task apart."""
         key = (problem.task, problem.id)
         if key not in self._known:
             self._known[key] = encode(problem, self.task(problem.task), self._tokenizer)
         return self._known[key]
 
     def end_of(self, problem: Problem) -> str:
-        """The last words of a prompt, with what the template writes after its messages."""
+        """Return the last words of a prompt, with the text that the template writes after its messages."""
         return self._tokenizer.decode(self[problem][-16:])
 
     def task(self, label: str) -> Task:
-        """The task of this label; the only one, whatever it is called."""
+        """Return the task of this label; a single task is returned for any label."""
         return self._by_label[label] if len(self.tasks) > 1 else self.tasks[0]
 
     def longest(self, problems: Iterable[Problem]) -> int:
-        """Tokens of the longest; 0 where there is none."""
+        """Return the number of tokens of the longest prompt; 0 without problems."""
         return max((len(self[problem]) for problem in problems), default=0)
 
 
 class Wording(Protocol):
-    """How prompts are written; the attributes are those of ``Task``."""
+    """Settings that say how prompts are written; the attributes are those of ``Task``."""
 
-    @property
-    def template(self) -> str:
-        """Name or text of the template."""
-
-    @property
-    def system(self) -> str | None:
-        """The system message."""
-
-    @property
-    def suffix(self) -> str:
-        """Ends the last user message."""
-
-    @property
-    def date(self) -> str | None:
-        """What the template sees as today."""
+    template: str
+    system: str | None
+    suffix: str
+    date: str | None
 
 
 def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
-    """The prompt's token ids, int32[T], up to where the answer begins.
+    """Encode the prompt as token ids, int32[T], up to the start of the answer.
 
-    A template that asks for the date is told the task's; the clock's where it has none.
+    A template that asks for the date gets the task's, or the clock's if the task has none.
 
     A chat template writes its own special tokens, so none are added to its text. ``plain`` joins the contents with
-    blank lines and begins with the tokenizer's BOS token where that tokenizer begins every text so.
+    blank lines and begins with the tokenizer's BOS token if that tokenizer begins every text with it.
 
     Raises:
       InputError: no tokenizer or no chat template, an unknown template, or a template that refuses the messages.
@@ -104,17 +92,17 @@ def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
 
 
 def check_tokenizer(tokenizer: Any, name: str = "the model's directory") -> None:
-    """Refuse a model without a tokenizer; ``name``: what has none.
+    """Refuse a model without a tokenizer; ``name`` says in the message which model it is.
 
     Raises:
-      InputError: there is none.
+      InputError: the tokenizer is None.
     """
     if tokenizer is None:
         raise InputError(f"{name} has no tokenizer: put tokenizer.json and tokenizer_config.json beside its weights")
 
 
 def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
-    """A prompt's messages with the system message and the suffix in place."""
+    """Return a prompt's messages with the system message and the suffix in place."""
     messages = [dict(message) for message in prompt]
     if wording.system is not None:
         rest = [message for message in messages if message["role"] != "system"]
@@ -131,9 +119,9 @@ def rendered(
     asks: bool = True,
     options: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> str:
-    """The text of worded messages; where it ``asks``, up to where the assistant's next one begins.
+    """Render worded messages as text; if ``asks``, up to the start of the assistant's next message.
 
-    ``options``: what the template is told beside the messages.
+    ``options``: passed to the template in addition to the messages.
 
     Raises:
       InputError: no chat template, an unknown template, or one that refuses the messages.
@@ -146,20 +134,10 @@ def rendered(
             list(messages), chat_template=template, tokenize=False, add_generation_prompt=asks, **options
         )
     except Exception as error:  # a template is a program, and raises whatever it likes
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        reason = one_line(error, LONGEST_REASON)
         settings = " or ".join(_option(wording, name) for name in ("system", "template"))
         told = f", or what the row tells the template ({', '.join(options)})" if options else ""
         raise InputError(f"the chat template refuses the messages ({reason}); change {settings}{told}") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bare:
-    """A template by itself, on a day that never changes."""
-
-    template: str
-    system: str | None = None
-    suffix: str = ""
-    date: str | None = "2000-01-01"
 
 
 _SAID = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
@@ -167,11 +145,11 @@ _CHATS = (_SAID[:1], _SAID[:2], _SAID, [{"role": "system", "content": "d"}, *_SA
 
 
 def template_fingerprint(template: str, tokenizer: Any) -> str:
-    """16 hex digits, equal for templates that write chats alike; ``template`` is that of a ``Task``.
+    """Return 16 hex digits, equal for templates that write chats alike; ``template`` is that of a ``Task``.
 
-    Of a template that writes none of a few chats, such as one that reads the clock in its own way, the text counts.
+    If a template can write none of a few chats, such as one that reads the clock in its own way, its text is hashed.
     """
-    wording = _Bare(template)
+    wording = Task([], template=template, date="2000-01-01")
     found: list[str | None] = []
     for chat, asks in itertools.product(_CHATS, (True, False)):
         try:
@@ -184,15 +162,15 @@ def template_fingerprint(template: str, tokenizer: Any) -> str:
 
 
 def _option(wording: Wording, name: str) -> str:
-    """What a setting is called: a flag, where it is a task's."""
+    """Return the name of a setting in messages: a flag if it is a task's."""
     return f"--task.{name}" if isinstance(wording, Task) else f"{type(wording).__name__}.{name}"
 
 
 def template_text(wording: Wording, tokenizer: Any) -> str:
-    """The Jinja text that a wording names, of one that is not ``plain``.
+    """Return the Jinja text that a wording names; the wording is not ``plain``.
 
     Raises:
-      InputError: there is none of that name.
+      InputError: the name is unknown, or the tokenizer has no template.
     """
     if wording.template == "tokenizer":
         if tokenizer.chat_template is None:
@@ -206,7 +184,7 @@ def template_text(wording: Wording, tokenizer: Any) -> str:
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
-    """A tokenizer that writes chats with this template of a ``Task``; the same one with "tokenizer" or "plain"."""
+    """Return a tokenizer that writes chats with this template of a ``Task``; unchanged for "tokenizer" or "plain"."""
     if template in ("tokenizer", "plain"):
         return tokenizer
     other = copy.deepcopy(tokenizer)
@@ -216,7 +194,9 @@ def with_template(tokenizer: Any, template: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _on_the_day(template: str, day: str | None, option: str) -> str:
-    """The template with the day in place of what it asks the clock; transformers hands no function to a template."""
+    """Return the template with the day in place of its calls of the clock; transformers passes no function to a
+    template.
+    """
     if day is None:
         return template
     today = datetime.datetime.fromisoformat(day)
@@ -230,7 +210,7 @@ def _on_the_day(template: str, day: str | None, option: str) -> str:
 
 
 def bos(text: str, tokenizer: Any) -> list[int]:
-    """``[bos]`` where the tokenizer puts it before a text, and the text does not hold it already; else ``[]``."""
+    """Return ``[bos]`` if the tokenizer puts it before a text and this text does not begin with it; else ``[]``."""
     begins = tokenizer("")["input_ids"][:1]
     if begins != [tokenizer.bos_token_id] or text.startswith(tokenizer.bos_token):
         return []

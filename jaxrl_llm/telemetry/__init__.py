@@ -1,5 +1,22 @@
-"""What a run writes down and what it shows: rows, curves, progress, what is wrong, and the summary at its end."""
+"""Records and display of a run: metric rows, curves, progress, findings, and the final summary."""
 
-from jaxrl_llm.lazy import attach
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-__getattr__ = attach(__name__, {"Finding": "diagnosis", "diagnose": "diagnosis"})
+from jaxrl_llm.system.lazy import attach
+
+__getattr__ = attach("jaxrl_llm", {"Finding": "diagnosis", "diagnose": "diagnosis", "read_rows": "system.json_lines"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Verbosity:
+    """The amount of output during a run and its receiver, as set by ``--quiet`` and ``--json``.
+
+    Attributes:
+      quiet: only warnings during the run, and the result at the end.
+      rows: called with each row as metrics.jsonl holds it, once it is written there; None for nobody.
+    """
+
+    quiet: bool = False
+    rows: Callable[[dict[str, Any]], None] | None = None

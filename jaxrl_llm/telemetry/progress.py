@@ -1,38 +1,91 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines in a log file. All on stderr."""
+"""Progress of a run on stderr: a live table on a terminal, plain lines in a log file."""
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
-from jaxrl_llm.telemetry import columns, memory
-from jaxrl_llm.telemetry.compiling import Compiling
-from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Pace, Schedule, time_left
-from jaxrl_llm.telemetry.panel import Panel
-from jaxrl_llm.telemetry.screens import LogFile, Quiet, Screen, Terminal
-from jaxrl_llm.telemetry.status import Status, patience
-from jaxrl_llm.telemetry.watch import Watch
+from jaxrl_llm.diagnosis import FindingTracker
+from jaxrl_llm.system.text import count, seconds
+from jaxrl_llm.telemetry import table
+from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
+from jaxrl_llm.telemetry.panel import Panel, memory_now
+from jaxrl_llm.telemetry.screens import LogFile, Screen, Terminal
 from jaxrl_llm.types import Group
+
+WITHIN_A_STEP = ("sampling", "scoring", "updating")
+"""First words of statuses within a step."""
+QUIET_SECONDS = 5.0
+"""Longest silence of a log file in seconds, unless an ordinary step takes longer."""
 
 log = logging.getLogger(__name__)
 
 
+class Status:
+    """The current step, the current activity, and its start.
+
+    Args:
+      step: the first one.
+      steps: of the run.
+      compiling: reports compilations.
+
+    Attributes:
+      step: the current one.
+      text: the latest status: ``sampling 120/400 tokens``.
+    """
+
+    def __init__(self, step: int, steps: int, compiling: Compiling):
+        self.step = step
+        self.text = "starting"
+        self._steps = steps
+        self._compiling = compiling
+        self._since = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Set the status; the clock starts again when the first word changes."""
+        if _phase(text) != _phase(self.text):
+            self._since = time.monotonic()
+        self.text = text
+
+    def describe(self) -> str:
+        """Return one line: the current step, the activity and its duration."""
+        where = f"step {self.step}/{self._steps}  " if _phase(self.text) in WITHIN_A_STEP else ""
+        if (compiling := self._compiling.now()) is not None:
+            name, since = compiling
+            return f"{where}compiling {name}  {seconds(since)}"
+        return f"{where}{self.text}  {seconds(time.monotonic() - self._since)}"
+
+
+def patience(status: str, durations: Sequence[float]) -> float:
+    """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds.
+
+    Within a step it is twice an ordinary step, so that a log file holds one line for each; otherwise QUIET_SECONDS.
+    """
+    return max(QUIET_SECONDS, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
+
+
+def _phase(status: str) -> str:
+    return status.split(" ", 1)[0].rstrip(":")
+
+
 class Progress:
-    """Shows a run's progress; a context manager, so that the terminal is left in order whatever happens.
+    """Shows a run's progress; a context manager, so that the terminal is restored in any case.
 
     Args:
       schedule: the run's.
       first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
-      console: where to; stderr if None.
-      watch: looks for what goes wrong; None for nobody.
+      console: where to print; stderr if None.
+      tracker: looks for findings; None for none.
       quiet: show warnings alone.
 
     Attributes:
-      pace: how long each kind of work takes; the loop tells it of checkpoints.
-      compiling: what JAX compiles meanwhile.
-      now: what is being done.
+      pace: durations of each kind of work; the loop adds those of checkpoints.
+      compiling: JAX's current compilation.
+      now: the current status.
+      tracker: as given.
     """
 
     def __init__(
@@ -40,24 +93,22 @@ class Progress:
         schedule: Schedule,
         first_step: int = 1,
         console: Console | None = None,
-        watch: Watch | None = None,
+        tracker: FindingTracker | None = None,
         quiet: bool = False,
     ):
         console = console or Console(stderr=True, highlight=False)
         self._schedule = schedule
-        self._watch = watch
+        self.tracker = tracker
         self._block = contextlib.ExitStack()
         self.compiling = Compiling()
         self.now = Status(first_step, schedule.steps, self.compiling)
         self.pace = Pace(lambda: self.compiling.seconds)
         self._panel = Panel()
         self._warned: set[str] = set()
-        self._screen: Screen
-        if quiet:
-            self._screen = Quiet(console)
-        elif console.is_terminal and not console.is_dumb_terminal:
+        self._screen = Screen(console)
+        if not quiet and console.is_terminal and not console.is_dumb_terminal:
             self._screen = Terminal(console, self.now.describe, self._panel)
-        else:
+        elif not quiet:
             durations = self.pace.durations
             self._screen = LogFile(console, self.now.describe, lambda: patience(self.now.text, durations.get(STEP, ())))
 
@@ -73,44 +124,44 @@ class Progress:
         self._block.close()
 
     def begin(self) -> None:
-        """All is loaded: from now on time goes into evaluations and steps, and memory counts."""
+        """Start the clock once everything is loaded: time now counts for evaluations and steps, and memory is shown."""
         self.pace.begin()
-        self._panel.memory = memory.now
+        self._panel.memory = memory_now
 
     def status(self, text: str) -> None:
-        """Say what is being done now: ``sampling 120/400 tokens``, ``loading smollm2-135m``."""
+        """Set the current status: ``sampling 120/400 tokens``, ``loading smollm2-135m``."""
         self.now.say(text)
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Keep one line for the step ``metrics["step"]``, which has learned; its evaluation is still to come."""
+        """Print a line for the step ``metrics["step"]`` after its update; its evaluation is still to come."""
         self.pace.took(STEP)
         step = int(metrics["step"])
         left = time_left(self.pace.durations, self._schedule.ahead(step))
-        shown = f"{step}/{self._schedule.steps}", columns.seconds(left or 0.0), metrics
+        shown = f"{step}/{self._schedule.steps}", seconds(left or 0.0), metrics
         self._panel.step(metrics)
         self._screen.row(*shown)
-        log.info("%s", columns.plain(*shown))
+        log.info("%s", table.plain(*shown))
         self.now.step = step + 1
         self.status("writing down")
 
     def tested(self, step: int, metrics: dict[str, Any]) -> None:
-        """Keep one line for what the evaluation after ``step`` has found."""
+        """Print a line with the metrics of the evaluation after ``step``."""
         self.pace.took(EVALUATION)
         self._panel.tested(metrics)
-        if found := columns.evaluation(metrics):
+        if found := table.evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")
 
     def happened(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Keep one line for each event of the step's row, the whole of which this is, and for each new finding.
+        """Print a line for each event in the step's complete row, and lines for each new finding.
 
-        An event that has a reason is a warning when it happens first. ``groups``: what the step has learned from, of
-        which a terminal shows a completion now and then.
+        An event that has a reason is a warning when it first happens. ``groups``: the data of the step; a terminal
+        shows one of its completions now and then.
         """
-        for name, reason in columns.happened(metrics):
+        for name, reason in table.happened(metrics):
             tell = self.warn if reason and name not in self._warned else self.note
-            tell(f"step {step}: {columns.event(name, reason)}")
+            tell(f"step {step}: {table.event(name, reason)}")
             self._warned.add(name)
-        for found in self._watch.see(metrics) if self._watch else ():
+        for found in self.tracker.new(metrics) if self.tracker else ():
             told = f"{found.kind.replace('_', ' ')} since step {found.step}: {found.what}"
             self._panel.found(told)
             self.warn(f"step {step}: {told}")
@@ -118,11 +169,41 @@ class Progress:
         self._panel.learned(step, groups)
 
     def note(self, text: str) -> None:
-        """Keep one line of text."""
+        """Print a line of text."""
         self._screen.line(text)
         log.info("%s", text)
 
     def warn(self, text: str) -> None:
-        """Keep one line of text that whoever wants to see no progress wants to see too."""
+        """Print a warning, which is shown even without progress."""
         self._screen.warn(text)
         log.info("%s", text)
+
+
+def model_line(model: str, parameters: int, trained: int, devices: int, device: str) -> str:
+    """Return the line about the model and the machine.
+
+    Args:
+      model: its name.
+      parameters: number of the model's parameters.
+      trained: number of trained parameters; smaller for an adapter.
+      devices: number of devices of all processes.
+      device: kind of device.
+    """
+    adapter = "" if trained == parameters else f", an adapter of {count(trained)} is trained"
+    on = "one device" if devices == 1 else f"{devices} devices"
+    return f"{model}: {count(parameters)} parameters{adapter}, on {on} ({device})"
+
+
+def steps_line(task: str, problems: int, held_out: int, prompts: int, group: int, updates: int) -> str:
+    """Return the line about the task and the size of a step.
+
+    Args:
+      task: its label.
+      problems: number of training problems.
+      held_out: number of evaluation problems.
+      prompts: of one step.
+      group: completions of each.
+      updates: optimiser steps from one step's completions.
+    """
+    often = "one update" if updates == 1 else f"{updates} updates"
+    return f"{task}: {problems:,} problems, {held_out:,} to test on; each step {prompts} x {group} completions, {often}"

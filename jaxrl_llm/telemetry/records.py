@@ -1,32 +1,33 @@
-"""What of a step is written down."""
+"""Records of a step: its metrics row and sample lines."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
-from jaxrl_llm.evaluate import Evaluated, Tested
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.samples import advantage_of
+from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Completion, Group
 
 LOGGED_ANSWERS = 200
-"""Answers of an evaluation that are written to samples.jsonl at most; its tasks share them."""
+"""Most answers of an evaluation that are written to samples.jsonl; its tasks share them."""
 LOGGED_TOKENS = 4096
-"""Tokens of a step that are written down one by one: about 150 KB."""
+"""Most tokens of a step that are written one by one: about 150 KB."""
 DIGITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What a step has learned from.
+    """The data of a step's updates.
 
     Attributes:
-      groups: those to be written down.
-      samples: what the learner saw of their completions, in any order.
-      spell: the text of each of a completion's tokens; where it has none they are not written one by one.
+      groups: the groups to write down.
+      samples: the learner's samples of their completions, each with its place among these groups.
+      spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
     """
 
     groups: Sequence[Group] = ()
@@ -41,7 +42,7 @@ def record(
     row: dict[str, Any],
     learned: Learned = Learned(),
 ) -> None:
-    """Write a step's metrics and samples, and after an evaluation the report, where there is a writer."""
+    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer."""
     if writer is None:
         return
     lines = training_lines(learned)
@@ -54,16 +55,18 @@ def record(
 
 
 def training_lines(learned: Learned) -> list[dict[str, Any]]:
-    """A line for each completion; of the first ones, up to ``LOGGED_TOKENS``, with what is known of each token."""
-    seen = {id(sample.tokens): sample for sample in learned.samples}
+    """Return a line for each completion; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of each token."""
+    seen = {sample.place: sample for sample in learned.samples}
     room = LOGGED_TOKENS
     lines = []
     for number, group in enumerate(learned.groups):
         for i, completion in enumerate(group.completions):
-            sample = seen.get(id(completion.tokens))
+            sample = seen.get((number, i))
             line = {"kind": "training", "group": number, **_scored(group, i)}
-            if sample is not None:
-                line["advantage"] = _advantage(sample)
+            if sample is not None:  # where each token has its own advantage, their mean over those that count
+                advantage = np.asarray(advantage_of(sample), np.float64)
+                counted = np.broadcast_to(sample.mask, advantage.shape) if advantage.ndim else np.ones(())
+                line["advantage"] = float(np.sum(advantage * counted) / max(np.sum(counted), 1))
             room -= len(completion.tokens)
             if room >= 0 and (texts := learned.spell(completion.tokens.tolist())):
                 line["by_token"] = {"text": texts, **by_token(completion, sample)}
@@ -72,32 +75,19 @@ def training_lines(learned: Learned) -> list[dict[str, Any]]:
 
 
 def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[Any]]:
-    """What is known of each token, by name: numbers of sampler and learner; ``mask``, where the policy did not sample
-    all of them; ``counted``, where the loss leaves some of those out."""
+    """Return the values of each token by name: numbers of sampler and learner; ``mask``, if the policy did not sample
+    all tokens; ``counted``, if the loss leaves out some of those.
+    """
     arrays = {"sampler_logp": completion.sampler_logp, **completion.extras, **({} if sample is None else sample.arrays)}
-    told: dict[str, list[Any]] = {name: _rounded(x) for name, x in arrays.items() if _numbers(x)}
+    told: dict[str, list[Any]] = {}
+    for name, array in arrays.items():
+        if array.ndim == 1 and np.issubdtype(array.dtype, np.floating):  # sets and marks are no numbers of tokens
+            told[name] = np.round(array.astype(np.float64), DIGITS).tolist()
     if not completion.mask.all():
         told["mask"] = completion.mask.astype(int).tolist()
     if sample is not None and (sample.mask != completion.mask).any():
         told["counted"] = sample.mask.astype(int).tolist()
     return told
-
-
-def _numbers(array: np.ndarray) -> bool:
-    """Whether it has one number for each token; sets and marks are none."""
-    return array.ndim == 1 and np.issubdtype(array.dtype, np.floating)
-
-
-def _rounded(array: np.ndarray) -> list[float]:
-    return np.round(array.astype(np.float64), DIGITS).tolist()
-
-
-def _advantage(sample: Sample) -> float:
-    """Of the completion; where each token has its own, their mean over those that the loss counts."""
-    advantage = np.asarray(advantage_of(sample), np.float64)
-    if advantage.ndim == 0:
-        return float(advantage)
-    return float(np.sum(advantage * sample.mask) / max(np.sum(sample.mask), 1))
 
 
 def _scored(group: Group, i: int) -> dict[str, Any]:
@@ -114,9 +104,26 @@ def _scored(group: Group, i: int) -> dict[str, Any]:
 
 
 def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:
-    """The first answers to the first problems, and what each of them is worth."""
+    """Return the first answers to the first problems, each with its score."""
     lines = []
     for i, (problem, answers) in enumerate(zip(found.problems, found.completions, strict=True)):
         asked = {"kind": "evaluation", "task": found.task, "prompt": problem.prompt[-1]["content"]}
         lines.append(asked | {"completion": answers[0].text} | found.worth(i, 0))
     return lines[:most]
+
+
+def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
+    """Return the text of each token, special ones included; joined they are the whole text.
+
+    A character of several tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell
+    the pieces of bytes that form no characters: then each token is decoded alone.
+
+    Args:
+      tokens: ids.
+      tokenizer: a fast one of transformers.
+    """
+    stream = DecodeStream(skip_special_tokens=False)
+    try:
+        return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
+    except Exception:  # it has no kind of its own
+        return [tokenizer.decode([token]) for token in tokens]

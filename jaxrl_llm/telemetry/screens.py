@@ -1,4 +1,4 @@
-"""Where a run's lines go: a terminal with live lines below a table, a log file, or almost nowhere."""
+"""Output of a run's lines: a terminal with live lines below a table, a log file, or warnings only."""
 
 import threading
 import time
@@ -10,49 +10,42 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from jaxrl_llm.telemetry import columns
+from jaxrl_llm.telemetry import table
 from jaxrl_llm.telemetry.panel import Panel
 
 LONGEST_SILENCE = 60.0
-"""The waits between two lines of one phase double up to this."""
+"""Longest wait in seconds between two lines of one phase; the waits double up to this."""
 HEADING_EVERY = 40
 
 
 class Screen:
-    """Where lines go; this one shows none."""
-
-    def start(self) -> None:
-        """Begin to show."""
-
-    def stop(self) -> None:
-        """Leave the place in order."""
-
-    def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
-        """Show a finished step: ``3/9``, the time left, and what was measured."""
-
-    def line(self, text: str) -> None:
-        """Show what is good to know."""
-
-    def warn(self, text: str) -> None:
-        """Show what one must know."""
-
-
-class Quiet(Screen):
-    """Warnings alone."""
+    """An output for lines; the base class prints only warnings."""
 
     def __init__(self, console: Console):
         self._console = console
 
+    def start(self) -> None:
+        """Start the display."""
+
+    def stop(self) -> None:
+        """Stop the display and restore the terminal."""
+
+    def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
+        """Show a finished step: ``3/9``, the time left, and its metrics."""
+
+    def line(self, text: str) -> None:
+        """Show an informative line."""
+
     def warn(self, text: str) -> None:
-        """A line of its own."""
+        """Show a warning."""
         self._console.print(Text(text), soft_wrap=True)
 
 
 class Terminal(Screen):
-    """Finished steps scroll by as a table; below them live lines show how it goes, and say what is being done."""
+    """A terminal: finished steps scroll by as a table; live lines below show progress and the current activity."""
 
     def __init__(self, console: Console, describe: Callable[[], str], panel: Panel):
-        self._console = console
+        super().__init__(console)
         self._describe = describe
         self._panel = panel
         self._spinner = Spinner("dots" if console.encoding.lower().startswith("utf") else "line")
@@ -64,7 +57,7 @@ class Terminal(Screen):
         self._live.start()
 
     def stop(self) -> None:
-        """Take the live lines away."""
+        """Remove the live lines."""
         self._live.stop()
 
     def _render(self) -> Group:
@@ -72,33 +65,33 @@ class Terminal(Screen):
         return Group(*self._panel.lines(self._console.width, self._console.encoding), self._spinner)
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
-        """A row of the table, under its heading now and then."""
-        layout = columns.columns_for(self._console.width, metrics)
+        """Print a row of the table, with a heading now and then."""
+        layout = table.columns_for(self._console.width, metrics)
         if self._rows % HEADING_EVERY == 0:
-            self._console.print(Text(columns.heading(layout), style="bold"))
+            self._console.print(Text(table.heading(layout), style="bold"))
         self._rows += 1
-        self.line(columns.line(layout, step, left, metrics))
+        self.line(table.line(layout, step, left, metrics))
 
     def line(self, text: str) -> None:
-        """Above the live lines."""
+        """Print a line above the live lines."""
         self._console.print(Text(text))
 
     def warn(self, text: str) -> None:
-        """In colour."""
+        """Print a line in colour."""
         self._console.print(Text(text, style="yellow"))
 
 
 class LogFile(Screen):
-    """One line for each finished step, and a line where a phase goes on for long: no bars, no escape codes.
+    """A log file: one line for each finished step, and a line when a phase takes long: no bars, no escape codes.
 
     Args:
       console: of the file.
-      describe: what is being done.
-      patience: seconds that the file may stay silent now.
+      describe: returns the current activity.
+      patience: returns the seconds that the file may stay silent now.
     """
 
     def __init__(self, console: Console, describe: Callable[[], str], patience: Callable[[], float]):
-        self._console = console
+        super().__init__(console)
         self._describe = describe
         self._patience = patience
         self._stopped = threading.Event()
@@ -107,11 +100,11 @@ class LogFile(Screen):
         self._repeats = 0
 
     def start(self) -> None:
-        """Watch for long silences."""
+        """Start the thread that breaks long silences."""
         self._watch.start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop the thread."""
         self._stopped.set()
         self._watch.join()
 
@@ -124,15 +117,15 @@ class LogFile(Screen):
                 self._repeats = repeats
 
     def row(self, step: str, left: str, metrics: dict[str, Any]) -> None:
-        """One line."""
-        self.line(columns.plain(step, left, metrics))
+        """Print a step as one line."""
+        self.line(table.plain(step, left, metrics))
 
     def warn(self, text: str) -> None:
-        """As every line."""
+        """Print a warning as an ordinary line."""
         self.line(text)
 
     def line(self, text: str) -> None:
-        """One line, which ends a silence."""
+        """Print one line, which ends a silence."""
         self._console.print(Text(text), soft_wrap=True)
         self._last = time.monotonic()
         self._repeats = 0

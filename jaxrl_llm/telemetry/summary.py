@@ -1,17 +1,26 @@
-"""The last thing that a run prints: what it changed, where it lies, what to try next."""
+"""The summary at the end of a run: results, sample completions, the run's directory and next commands."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl_llm.telemetry.columns import seconds, short
-from jaxrl_llm.telemetry.diagnosis import Finding
-from jaxrl_llm.telemetry.lines import abridge
+from jaxrl_llm.diagnosis import Finding
+from jaxrl_llm.rewards.models import DISAGREEMENT
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.text import abridge, seconds, short
 
+OTHERS = {
+    "eval/pairs/accuracy": ("pairs", True),
+    "eval/steps/accuracy": ("steps", True),
+    "eval/text/loss": ("text loss", False),
+}
+"""Metrics of evaluations other than task accuracy: their label, and whether they are shares."""
 SHOWN_PAIRS = 3
 SHOWN_LINES = 3
 LABEL_WIDTH = 18
@@ -21,12 +30,11 @@ WORDS = {
     "accuracy": ("went from wrong to right", "from right to wrong"),
     "reward": ("got a higher reward", "a lower one"),
 }
-"""What is said of problems that got better, and worse, by what was measured."""
+"""Wording for problems that improved and worsened, by measure."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplePair:
-    """Two completions of one prompt, by the model before training and after, and what each scored (1 is correct)."""
+class SamplePair(NamedTuple):
+    """Two completions of one prompt, by the model before and after training, and the score of each (1 is correct)."""
 
     prompt: str
     before: str
@@ -35,19 +43,8 @@ class SamplePair:
     after_score: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A number that tests found beside the answers to a task, before training and after; None where it was not."""
-
-    name: str
-    before: float | None
-    after: float | None
-    share: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Took:
-    """The steps that a process has made, ``first`` to ``last``, and the ``seconds`` that it took."""
+class Took(NamedTuple):
+    """The steps of a process, ``first`` to ``last``, and its duration in ``seconds``."""
 
     first: int
     last: int
@@ -56,22 +53,23 @@ class Took:
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """What a finished run is summed up by.
+    """The contents of a finished run's summary.
 
     Attributes:
-      run_dir: where the run lies.
+      run_dir: the run's directory.
       task: the task that was evaluated.
-      took: the steps of this process, which may have gone on from others', and its time.
-      measure: what the evaluation told: ``accuracy``, or ``reward`` where nothing is verified.
+      took: the steps of this process, which may have resumed the run, and its duration.
+      measure: measure of the evaluation: ``accuracy``, or ``reward`` where nothing is verified.
       before: the share of correct answers, 0 to 1, or the mean reward, before training; None if it was not evaluated.
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
-      problems: how many were evaluated; of many not all completions are written down.
+      problems: number of evaluated problems; of many not all completions are written down.
       reloads: whether its config.json holds all that it trains with.
-      others: what else its tests measured.
+      others: other measures of the evaluations: label, before training (None if not evaluated) and after, and whether
+        it is a share.
       writes: whether it trains a model that answers; a reward model does not.
-      judged: of each step, where a reward model judges: the step, its mean score, the share of correct answers, and by
-        how much several models differ.
+      judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
+        disagreement of several models.
     """
 
     run_dir: str
@@ -83,18 +81,17 @@ class RunSummary:
     pairs: tuple[SamplePair, ...] = ()
     problems: int = 0
     reloads: bool = True
-    others: tuple[Measured, ...] = ()
+    others: tuple[tuple[str, float | None, float, bool], ...] = ()
     writes: bool = True
     judged: tuple[tuple[int, float, float, float | None], ...] = ()
 
 
 Answered = tuple[str, str, str, float]
-"""Task, prompt text, completion text, what it scored: 1 if it is correct, 0 if not; its reward where nothing is
-verified."""
+"""Task, prompt text, completion text, and score: 1 if correct, 0 if not; the reward where nothing is verified."""
 
 
 def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple[SamplePair, ...]:
-    """Pairs by task and prompt, in the order of ``after``; what stands on one side only is left out."""
+    """Pair answers by task and prompt, in the order of ``after``; unpaired ones are left out."""
     first = {(task, prompt): (text, score) for task, prompt, text, score in before}
     pairs = []
     for task, prompt, text, score in after:
@@ -105,15 +102,15 @@ def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple
 
 
 def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list[SamplePair]:
-    """``count`` pairs: those that got better first, then the others, in their order."""
+    """Return ``count`` pairs: those that improved first, then the others, in their order."""
     return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
 
 
 class Printer(Console):
-    """Its owner hears that nobody reads it; Rich's own ends the process, with exit code 1."""
+    """A console that raises BrokenPipeError when its reader is gone; Rich's own ends the process, with exit code 1."""
 
     def on_broken_pipe(self) -> None:
-        """See ``Console``."""
+        """Raise BrokenPipeError; see ``Console``."""
         raise BrokenPipeError
 
 
@@ -128,10 +125,10 @@ def print_summary(
 
     Args:
       summary: of the run.
-      console: where to; stdout if None.
-      findings: what is wrong with it.
-      brief: without the samples and commands.
-      phases: the steps after which another phase began, and what the row of each says of it.
+      console: where to print; stdout if None.
+      findings: the run's findings.
+      brief: leave out samples and commands.
+      phases: the steps after which another phase began, and the text of each one's row about it.
     """
     console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in phases]
@@ -139,7 +136,10 @@ def print_summary(
     if not brief:
         lines = [Text(""), *_results(summary), *begun, *_judged(summary), *_samples(summary, console)]
         lines += [Text(""), *_next(summary)]
-    for line in (*lines, *_findings(findings)):
+    for found in findings:
+        lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
+        lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
+    for line in lines:
         console.print(line, soft_wrap=True)
 
 
@@ -156,10 +156,10 @@ def _results(summary: RunSummary) -> list[Text]:
     if summary.after is not None:
         lines.append(_field(f"{measure} before", _shown(summary.before, measure)))
         lines.append(_field(f"{measure} after", f"{_shown(summary.after, measure)}  on {summary.task}", "bold"))
-    for other in summary.others:
-        kind = "accuracy" if other.share else "reward"
-        lines.append(_field(f"{other.name} before", _shown(other.before, kind)))
-        lines.append(_field(f"{other.name} after", _shown(other.after, kind), "bold"))
+    for name, before, after, share in summary.others:
+        kind = "accuracy" if share else "reward"
+        lines.append(_field(f"{name} before", _shown(before, kind)))
+        lines.append(_field(f"{name} after", _shown(after, kind), "bold"))
     if summary.pairs:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
@@ -171,7 +171,7 @@ def _results(summary: RunSummary) -> list[Text]:
 
 
 def _judged(summary: RunSummary) -> list[Text]:
-    """What the reward model believed of some steps, beside what was true: where they part, it is being exploited."""
+    """Return a table of modelled reward next to true accuracy: where they diverge, it is being exploited."""
     shown = summary.judged[:: max(1, -(-len(summary.judged) // SHOWN_STEPS))]
     if not shown:
         return []
@@ -188,17 +188,8 @@ def _judged(summary: RunSummary) -> list[Text]:
 
 
 def _bar(share: float) -> str:
-    """A share of ten signs."""
+    """Draw a share as a bar of ten characters."""
     return f"{'#' * round(10 * share):<10}"
-
-
-def _findings(findings: Sequence[Finding]) -> list[Text]:
-    """What is wrong with the run by its last row, each with what it means and what to change."""
-    lines = []
-    for found in findings:
-        lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
-        lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
-    return lines
 
 
 def _shown(value: float | None, measure: str) -> str:
@@ -211,15 +202,11 @@ def _samples(summary: RunSummary, console: Console) -> list[Text]:
     lines = []
     for pair in worth_showing(summary.pairs):
         lines += [Text(""), *_block("prompt", ("", ""), pair.prompt, console)]
-        lines += _block("before", _verdict(pair.before_score, summary.measure), pair.before, console)
-        lines += _block("after", _verdict(pair.after_score, summary.measure), pair.after, console)
+        for label, text, score in (("before", pair.before, pair.before_score), ("after", pair.after, pair.after_score)):
+            verdict = ("right", "green") if score else ("wrong", "red")
+            shown = (short(score), "") if summary.measure == "reward" else verdict
+            lines += _block(label, shown, text, console)
     return lines
-
-
-def _verdict(score: float, measure: str) -> tuple[str, str]:
-    if measure == "reward":
-        return short(score), ""
-    return ("right", "green") if score else ("wrong", "red")
 
 
 def _block(label: str, verdict: tuple[str, str], text: str, console: Console) -> list[Text]:
@@ -250,3 +237,64 @@ def _next(summary: RunSummary) -> list[Text]:
         _field("try next", ""),
         *(Text(f"  {command}") for command in commands),
     ]
+
+
+def summarise(run_dir: Path, seconds: float) -> RunSummary:
+    """Summarise the first and the last evaluation from ``metrics.jsonl`` and ``samples.jsonl``."""
+    rows = list(read_rows(run_dir / "metrics.jsonl"))
+    steps = rows[-1]["step"] if rows else 0
+    took = Took(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
+    summary = RunSummary(str(run_dir), "", took, others=_others(rows), judged=_judgements(rows))
+    tested = [(row, name) for row in rows if (name := _evaluated(row))]
+    if not tested:
+        return summary
+    (last, name) = tested[-1]
+    first = next(row for row in rows if name in row)  # a phase may test on other tasks
+    task, _, kind = name.removeprefix("eval/").rpartition("/")
+    measure = "accuracy" if kind == "pass@1" else "reward"
+    summary = dataclasses.replace(summary, task=task, measure=measure, after=last[name])
+    if first is last:
+        return summary
+    answers = [row for row in read_rows(run_dir / "samples.jsonl") if row["kind"] == "evaluation"]
+    before, after = ([_answered(row) for row in answers if row["step"] == at["step"]] for at in (first, last))
+    counts = [last[count] for count in last if count.startswith("eval/") and count.endswith("/problems")]
+    return dataclasses.replace(
+        summary, before=first[name], pairs=pair_samples(before, after), problems=int(sum(counts))
+    )
+
+
+def _evaluated(row: dict[str, Any]) -> str:
+    """Return the main metric of a row's evaluation: the accuracy, or the reward where nothing is verified. With several
+    tasks it is the average, which comes first. Empty without an evaluation.
+    """
+    names = (name for name in row if name.startswith("eval/") and name.endswith(("/pass@1", "/reward")))
+    return next(names, "")
+
+
+def _answered(row: dict[str, Any]) -> Answered:
+    reward = math.nan if row.get("reward") is None else row["reward"]
+    score = float(row["correct"]) if "correct" in row else reward
+    return row.get("task", ""), row["prompt"], row["completion"], score
+
+
+def _others(rows: list[dict[str, Any]]) -> tuple[tuple[str, float | None, float, bool], ...]:
+    """Return the other measures, from the first and the last row that has them."""
+    found = []
+    for name, (called, share) in OTHERS.items():
+        values = [row[name] for row in rows if name in row]
+        if values:
+            found.append((called, values[0] if len(values) > 1 else None, values[-1], share))
+    return tuple(found)
+
+
+def _judgements(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float, float | None], ...]:
+    """Return step, mean score and accuracy of every row that has both, and the disagreement of an ensemble: the first
+    of the row's disagreements between reward models.
+    """
+    found = []
+    for row in rows:
+        score, right = row.get("reward_model/mean"), row.get("reward/accuracy")
+        if score is not None and right is not None:
+            names = (name for name in row if name.startswith("reward/") and name.endswith(f"/{DISAGREEMENT}"))
+            found.append((row["step"], score, right, row.get(next(names, ""))))
+    return tuple(found)

@@ -1,35 +1,40 @@
-"""The owner of a run's records: metrics.jsonl, samples.jsonl, TensorBoard curves and, where asked for, wandb."""
+"""A run's records: metrics.jsonl, samples.jsonl, TensorBoard curves, log.txt and, optionally, Weights & Biases."""
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import logging
+import uuid
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.folders import open_nofollow
-from jaxrl_llm.telemetry.reporter import Reporter
-from jaxrl_llm.telemetry.rows import append_rows, cut_after, jsonable, last_row
-from jaxrl_llm.telemetry.wandb_run import WandbRun
+from jaxrl_llm.system.json_lines import append_rows, cut_after, jsonable, last_row
+from jaxrl_llm.system.paths import new_file, open_nofollow
+from jaxrl_llm.telemetry.report import Reporter
 
+SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
+TABLE_ROWS, TABLE_TEXT = 16, 1000
+"""Limits of a table: rows of each kind, and characters of a prompt or a completion."""
 Scalar = float | int | bool | str | None
 
 
 class RunWriter:
-    """Appends each step's metrics once, wherever they are wanted; construct it on one process of a run only.
+    """Writer of each step's metrics to all outputs; construct it on one process of a run only.
 
     Args:
       run_dir: the run's directory; made if missing.
-      resumed_at: the step whose checkpoint the run goes on from: rows of later steps are cut off, so that each step
-        stands once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
+      resumed_at: the step of the checkpoint that the run resumes from: rows of later steps are cut off, so that each
+        step appears once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
       tensorboard: also write curves under ``run_dir/tensorboard``.
       wandb: the project to log to, or None; see ``WandbRun``.
-      config: the run's configuration as plain values, shown beside the curves in wandb.
-      tell: called with each row once it is on the disk, as it stands there.
+      config: the run's configuration as plain values, shown next to the curves in wandb.
+      tell: called with each row once it is on the disk, as it is written there.
 
     Raises:
-      InputError: a new run's directory holds metrics already; a row is no JSON; wandb is asked for and not installed,
-        or refuses.
+      InputError: a new run's directory holds metrics already; a row is not valid JSON; wandb is not installed, or
+        refuses the run.
     """
 
     def __init__(
@@ -45,7 +50,12 @@ class RunWriter:
         wandb_module = import_extra("wandb", "wandb") if wandb else None
         metrics = self._run_dir / "metrics.jsonl"
         samples = self._run_dir / "samples.jsonl"
-        _prepare(metrics, samples, resumed_at)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        for path in (metrics, samples):
+            if resumed_at is not None:
+                cut_after(path, resumed_at)
+            elif path.exists() and path.stat().st_size:
+                raise InputError(f"{self._run_dir} already holds a run: choose another --run_dir, or remove it")
         self._last_step = (last_row(metrics) or {"step": -1})["step"]
         self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
         self._metrics = open_nofollow(metrics)
@@ -67,8 +77,11 @@ class RunWriter:
         self._last_step = step
         if self._tell is not None:
             self._tell({"step": step, **values})
-        if self._curves is not None:
-            _add_curves(self._curves, step, values)
+        for name, value in values.items() if self._curves is not None else ():
+            if isinstance(value, str):
+                self._curves.add_text(name, value, step)
+            elif value is not None:
+                self._curves.add_scalar(name, float(value), step)
         if self._wandb is not None:
             self._wandb.metrics(step, values)
 
@@ -79,11 +92,11 @@ class RunWriter:
             self._wandb.samples(step, rows)
 
     def report(self) -> None:
-        """Begin to write ``report.html`` anew, beside the run; see ``Reporter``."""
+        """Start to rewrite ``report.html``, in a separate process; see ``Reporter``."""
         self._reporter.begin(self._last_step)
 
     def close(self) -> None:
-        """Write out what is buffered and let go of the files; further calls do nothing."""
+        """Flush and close all files; further calls do nothing."""
         self._metrics.close()
         self._samples.close()
         if self._curves is not None:
@@ -103,10 +116,10 @@ class RunWriter:
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """An optional package.
+    """Import an optional package.
 
     Raises:
-      InputError: it is not installed; the line names the extra that brings it.
+      InputError: it is not installed; the message names the extra to install.
     """
     try:
         return importlib.import_module(module)
@@ -114,32 +127,100 @@ def import_extra(module: str, extra: str) -> ModuleType:
         raise InputError(f"{module} is not installed: pip install -e '.[{extra}]' in the checkout") from None
 
 
-def _prepare(metrics: Path, samples: Path, resumed_at: int | None) -> None:
-    metrics.parent.mkdir(parents=True, exist_ok=True)
-    if resumed_at is not None:
-        cut_after(metrics, resumed_at)
-        cut_after(samples, resumed_at)
-    elif any(path.exists() and path.stat().st_size for path in (metrics, samples)):
-        raise InputError(f"{metrics.parent} already holds a run: choose another --run_dir, or remove it")
-
-
 def _tensorboard(run_dir: Path, resumed_at: int | None) -> Any:
     from tensorboardX import SummaryWriter
 
-    if resumed_at is None:
-        return SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
-    # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
-    return SummaryWriter(
-        str(run_dir / "tensorboard"),
-        purge_step=resumed_at + 1,
-        flush_secs=10,
-        filename_suffix=f".from{resumed_at + 1:09d}",
-    )
+    after: dict[str, Any] = {}
+    if resumed_at is not None:
+        # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
+        after = {"purge_step": resumed_at + 1, "filename_suffix": f".from{resumed_at + 1:09d}"}
+    return SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10, **after)
 
 
-def _add_curves(curves: Any, step: int, values: dict[str, Scalar]) -> None:
-    for name, value in values.items():
-        if isinstance(value, str):
-            curves.add_text(name, value, step)
-        elif value is not None:
-            curves.add_scalar(name, float(value), step)
+class WandbRun:
+    """Owner of a run in Weights & Biases; a resumed run continues under the same id.
+
+    Args:
+      wandb: the package.
+      run_dir: directory of wandb's files and of the run's id.
+      project: the project to log to.
+      config: the run's configuration as plain values, shown next to the curves.
+
+    Raises:
+      InputError: wandb refuses to start the run (without an account, for example).
+    """
+
+    def __init__(self, wandb: ModuleType, run_dir: Path, project: str, config: dict[str, Any]):
+        self._table = wandb.Table
+        run_id = run_dir / "wandb_id.txt"
+        if not run_id.exists():
+            with new_file(run_id) as part:
+                part.write_text(uuid.uuid4().hex)
+        try:
+            self._run = wandb.init(
+                project=project, name=run_dir.name, dir=str(run_dir), config=jsonable(config),
+                id=run_id.read_text().strip(), resume="allow", settings=wandb.Settings(console="off"),
+            )  # fmt: skip
+        except wandb.Error as error:
+            raise InputError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from error
+        # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """Log a step's row, without null values."""
+        self._run.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Log a table of a step's samples, if an evaluation's answers are among them."""
+        data = table(step, rows)
+        if data:
+            self._run.log({"step": step, "samples": self._table(columns=list(SAMPLE_COLUMNS), data=data)})
+
+    def close(self) -> None:
+        """Send the remaining data."""
+        self._run.finish()
+
+
+def table(step: int, rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return ``SAMPLE_COLUMNS`` of the first samples of each kind, evaluation first; empty without an evaluation."""
+    found = [[row for row in rows if row.get("kind") == kind] for kind in ("evaluation", "training")]
+    if not found[0]:
+        return []
+    lines = []
+    for row in (row for of_kind in found for row in of_kind[:TABLE_ROWS]):
+        texts = (row["prompt"], row["completion"])
+        prompt, completion = (x if len(x) <= TABLE_TEXT else f"{x[: TABLE_TEXT - 1]}…" for x in texts)
+        # Where an answer was only verified, its reward is 1 or 0.
+        reward = jsonable(float(row["reward"] if "reward" in row else row["correct"]))
+        lines.append([step, row["kind"], prompt, completion, reward])
+    return lines
+
+
+class _Log(logging.FileHandler):
+    """A log file that ignores write errors: the records, which matter more, report a full disk."""
+
+    def _open(self) -> IO[str]:
+        return open_nofollow(Path(self.baseFilename), "a", self.encoding)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def logged(path: Path) -> Generator[None]:
+    """Append the package's log messages to ``path`` within the block, each line with its time."""
+    handler = _Log(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+    package = logging.getLogger("jaxrl_llm")
+    before = package.level, package.propagate
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    package.propagate = False  # some libraries print on the terminal whatever comes to the root
+    try:
+        yield
+    finally:
+        package.setLevel(before[0])
+        package.propagate = before[1]
+        package.removeHandler(handler)
+        handler.close()

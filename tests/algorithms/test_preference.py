@@ -13,6 +13,7 @@ from tiny import logprob_and_entropy
 
 from jaxrl_llm.algorithms import PRESETS, AdvantageContext, PolicyBatch, policy_loss, preference, values
 from jaxrl_llm.algorithms.advantages import GAE
+from jaxrl_llm.algorithms.preference import DPO, IPO
 
 
 def row(path, dtype):
@@ -83,41 +84,35 @@ def test_the_value_loss_reads_no_padding_and_adds_up_over_microbatches(garbage):
 @pytest.mark.parametrize("gamma", ["total_tokenmean", "total_gamma0p1"])
 def test_pretraining_adds_its_negative_log_likelihood(gamma, dtype):
     coef = NUMBERS["PPO_ptx"]["gamma"] if gamma == "total_tokenmean" else 0.1
-    graded = jax.jit(jax.value_and_grad(preference.pretraining_loss))
-    loss, grad = graded(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)), coef)
+    graded = jax.jit(jax.value_and_grad(lambda logp, mask: coef * preference.pretraining_loss(logp, mask)))
+    loss, grad = graded(row("PPO_ptx/ptx_logp", dtype), np.ones((1, 4)))
     check(number("PPO_ptx/ppo_loss").astype(dtype) + loss, f"PPO_ptx/{gamma}", dtype)
     np.testing.assert_allclose(grad, np.full((1, 4), -coef / 4), rtol=1e-6)
     padded = jnp.concatenate([row("PPO_ptx/ptx_logp", dtype), jnp.full((1, 2), jnp.nan, dtype)], axis=1)
     mask = np.arange(6) < 4
-    np.testing.assert_array_equal(preference.pretraining_loss(padded, mask[None], coef), loss)
-    np.testing.assert_allclose(preference.pretraining_loss(padded, mask[None], coef, 8), loss / 2, rtol=1e-6)
+    np.testing.assert_allclose(coef * preference.pretraining_loss(padded, mask[None]), loss, rtol=1e-6)
+    np.testing.assert_allclose(coef * preference.pretraining_loss(padded, mask[None], 8), loss / 2, rtol=1e-6)
 
 
 def margin(chosen, rejected, dtype):
-    ref = [jnp.asarray([x], dtype) for x in NUMBERS["DPO"]["ref"]]
-    return preference.preference_margin(jnp.asarray([chosen], dtype), jnp.asarray([rejected], dtype), *ref)
+    better, worse = (jnp.asarray([x], dtype) for x in NUMBERS["DPO"]["ref"])
+    return jnp.asarray([chosen], dtype) - jnp.asarray([rejected], dtype) - (better - worse)
 
 
 @pytest.mark.parametrize(("loss", "value", "slopes"), [
-    (preference.dpo_loss, "loss", ("grad_w", "grad_l")),
-    (preference.ipo_loss, "ipo_loss_sumlogp", ("ipo_grad_w", None)),
+    (DPO(0.1), "loss", ("grad_w", "grad_l")),
+    (IPO(0.1), "ipo_loss_sumlogp", ("ipo_grad_w", None)),
 ])  # fmt: skip
 def test_dpo_and_ipo_on_sequence_sums(loss, value, slopes, dtype):
     logp = NUMBERS["DPO"]["logp"]
     check(margin(*logp, dtype)[0], "DPO/h", dtype)
-    graded = jax.jit(jax.value_and_grad(lambda x: loss(margin(*x, dtype), 0.1)))
+    graded = jax.jit(jax.value_and_grad(lambda x: jnp.mean(loss(margin(*x, dtype)))))
     found, grads = graded([jnp.asarray(x, dtype) for x in logp])
     check(found, f"DPO/{value}", dtype)
     for grad, name in zip(grads, slopes, strict=True):
         if name is not None:
             check(grad, f"DPO/{name}", dtype)
     np.testing.assert_allclose(grads[0], -grads[1], rtol=1e-6)
-
-
-def test_the_reference_of_a_preference_has_no_gradient():
-    ones = jnp.ones(2)
-    slope = jax.grad(lambda ref: preference.dpo_loss(preference.preference_margin(ones, ones, ref, ones)))(ones)
-    assert not np.any(slope)
 
 
 def test_implicit_rewards_are_beta_times_the_log_ratio():
@@ -131,31 +126,21 @@ def test_ipo_on_averages_by_token(dtype):
     mask = np.arange(5) < np.array([4, 5])[:, None]
     mean = lambda totals: preference.sequence_logp(
         jnp.asarray(np.where(mask, np.asarray(totals)[:, None] / mask.sum(axis=1, keepdims=True), np.nan), dtype),
-        mask, average=True)  # fmt: skip
+        mask) / mask.sum(axis=1).astype(dtype)  # fmt: skip
     new, ref = mean(NUMBERS["DPO"]["logp"]), mean(NUMBERS["DPO"]["ref"])
-    gap = preference.preference_margin(new[:1], new[1:], ref[:1], ref[1:])
-    check(preference.ipo_loss(gap, 0.1), "DPO/ipo_avg_len4_5", dtype)
+    gap = new[:1] - new[1:] - (ref[:1] - ref[1:])
+    check(jnp.mean(IPO(0.1)(gap)), "DPO/ipo_avg_len4_5", dtype)
     whole = preference.sequence_logp(jnp.asarray(np.where(mask, -1.5, np.inf), dtype), mask)
     np.testing.assert_array_equal(whole, [-6.0, -7.5])
 
 
 def test_bradley_terry(dtype):
-    better, worse = (jnp.asarray([x], dtype) for x in NUMBERS["BT"]["r"])
-    loss, grad = jax.jit(jax.value_and_grad(preference.bradley_terry_loss))(better, worse)
+    difference = jnp.asarray([NUMBERS["BT"]["r"][0]], dtype) - jnp.asarray([NUMBERS["BT"]["r"][1]], dtype)
+    loss, grad = jax.jit(jax.value_and_grad(lambda x: jnp.mean(preference.bradley_terry(x))))(difference)
     check(loss, "BT/loss", dtype)
     check(grad[0], "BT/grad_w", dtype)
-    for gap in (0.5, np.array([0.5], np.float32)):
-        check(preference.bradley_terry_loss(better, worse, gap), "BT/margin0p5", dtype)
-
-
-def test_bradley_terry_over_all_pairs(dtype):
-    scores = row("BT_K3/r", dtype)
-    ranked = jax.jit(preference.ranking_loss)(scores)
-    check(ranked, "BT_K3/loss", dtype)
-    pairs = [(i, j) for i in range(3) for j in range(i + 1, 3)]
-    one, columns = jax.jit(preference.bradley_terry_loss), np.asarray(scores)
-    each = [one(columns[:, i], columns[:, j]) for i, j in pairs]
-    np.testing.assert_allclose(ranked, np.mean(each), rtol=1e-6)
+    for gap in (0.5, np.array([0.5], dtype)):
+        check(jnp.mean(preference.bradley_terry(difference, gap)), "BT/margin0p5", dtype)
 
 
 ENDS = np.array([[False, True, False, True, True, False]])
@@ -170,32 +155,28 @@ def at_ends(steps, dtype, elsewhere=np.nan):
 
 def test_a_process_reward_model(dtype):
     scores = number("PRM/s")
-    right = at_ends(np.log(scores / (1 - scores)), dtype)
-    logits = jnp.stack([jnp.where(ENDS, 0, right), right], axis=-1)
-    labels = np.full((1, 6), -100)
-    labels[ENDS] = NUMBERS["PRM"]["labels"]
-    graded = jax.jit(jax.value_and_grad(preference.step_loss))
-    loss, grad = graded(logits, labels, ENDS)
+    values, labels = jnp.asarray(np.log(scores / (1 - scores)), dtype), jnp.asarray(NUMBERS["PRM"]["labels"], dtype)
+    loss, grad = jax.jit(jax.value_and_grad(lambda x: jnp.mean(preference.step_entropy(x, labels))))(values)
     check(loss, "PRM/loss", dtype)
     np.testing.assert_allclose(np.mean(number("PRM/ce_tokens")), number("PRM/loss"), atol=1e-7)
-    assert not np.any(np.asarray(grad)[~ENDS])
     chex.assert_tree_all_finite(grad)
-    assert not graded(logits, labels, np.zeros((1, 6), bool))[0]
 
 
 def test_scores_of_solutions(dtype):
-    scores = at_ends(number("PRM/s"), dtype)
-    check(preference.solution_score(scores, ENDS)[0], "PRM/prod", dtype)
-    check(preference.solution_score(scores, ENDS, lowest=True)[0], "PRM/min", dtype)
+    scores = number("PRM/s").astype(dtype)
+    check(preference.solution_score(scores, "product"), "PRM/prod", dtype)
+    check(preference.solution_score(scores, "minimum"), "PRM/min", dtype)
+    assert preference.solution_score(scores, "last") == scores[-1]
+    assert preference.solution_score(scores[:0], "last") == 0
 
 
 def test_differences_of_scores_as_rewards(dtype):
-    scores, places = at_ends(number("PRM/s"), dtype, elsewhere=7.0), np.flatnonzero(ENDS)
-    found = preference.step_differences(scores, ENDS)
-    assert np.all(np.isnan(np.asarray(found)[~ENDS]))
-    check(found[0, places], "PRM/r_diff_s0_0", dtype)
-    check(jnp.nansum(found), "PRM/sum_diff", dtype)
-    check(preference.step_differences(scores, ENDS, 0.5)[0, places], "PRM/r_diff_s0_half", dtype)
+    scores, places = number("PRM/s").astype(dtype), np.flatnonzero(ENDS)
+    differences = preference.step_differences(scores)
+    check(differences, "PRM/r_diff_s0_0", dtype)
+    check(np.sum(differences), "PRM/sum_diff", dtype)
+    check(preference.step_differences(scores, 0.5), "PRM/r_diff_s0_half", dtype)
+    found = at_ends(differences, dtype)
     context = AdvantageContext(np.arange(6)[None] < 5, values=jnp.zeros((1, 6), dtype), step_rewards=found)
     # Looking no further than the token itself, the advantage is the token's reward, the outcome at the last one.
     check(GAE(0.0, 0.0)(jnp.ones((1, 1), dtype), context)[0, places], "PRM/with_terminal_R1", dtype)
@@ -211,30 +192,28 @@ def test_entropy_and_its_gradient(dtype):
 class Variants(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_losses_of_data_are_one_number_compiled_and_not(self):
-        better, worse, scores = np.float32([1.2, -0.3]), np.float32([0.4, 0.1]), np.float32([[1.2, 0.4, -0.3]])
+        better, worse = np.float32([1.2, -0.3]), np.float32([0.4, 0.1])
         found = self.variant(
-            lambda better, worse, scores: {
-                "dpo": preference.dpo_loss(better - worse, 0.3),
-                "ipo": preference.ipo_loss(better - worse, 0.3),
-                "bradley_terry": preference.bradley_terry_loss(better, worse, 0.25),
-                "ranking": preference.ranking_loss(scores),
+            lambda gaps: {
+                "dpo": jnp.mean(DPO(0.3)(gaps)),
+                "ipo": jnp.mean(IPO(0.3)(gaps)),
+                "bradley_terry": jnp.mean(preference.bradley_terry(gaps, 0.25)),
             }
-        )(better, worse, scores)
+        )(better - worse)
         log_loss = lambda gaps: np.mean(np.log1p(np.exp(-np.asarray(gaps, np.float64))))
         gaps = better - worse
         wanted = {
             "dpo": log_loss(0.3 * gaps),
             "ipo": np.mean((gaps - 1 / 0.6) ** 2),
             "bradley_terry": log_loss(gaps - 0.25),
-            "ranking": log_loss([0.8, 1.5, 0.7]),
         }
         chex.assert_shape([*found.values()], ())
         chex.assert_trees_all_close(found, {name: np.float32(value) for name, value in wanted.items()}, rtol=1e-5)
 
 
-@pytest.mark.parametrize("loss", [preference.dpo_loss, preference.ipo_loss])
+@pytest.mark.parametrize("kind", [DPO, IPO])
 @pytest.mark.parametrize("beta", [0.0, -0.1])
-def test_a_temperature_that_turns_preferences_around_is_refused(loss, beta):
+def test_a_temperature_that_turns_preferences_around_is_refused(kind, beta):
     with pytest.raises(ValueError, match="beta must be above 0"):
-        loss(np.ones(2, np.float32), beta)
-    np.testing.assert_allclose(loss(np.float32(1.5)), loss(np.full(3, 1.5, np.float32)), rtol=1e-6)
+        kind(beta)
+    np.testing.assert_allclose(kind()(np.float32(1.5)), kind()(np.full(3, 1.5, np.float32)), rtol=1e-6)

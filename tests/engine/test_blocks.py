@@ -21,6 +21,7 @@ from jaxrl_llm.engine.blocks import (
 )
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.rollout import Engine, Sampling
+from jaxrl_llm.types import Prompt
 
 RULES = Sampling(max_new_tokens=6)
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3])
@@ -162,3 +163,16 @@ def test_interrupted_completions_share_their_prompt_again(keep):
         np.testing.assert_array_equal(found.tokens, wanted.tokens)
         np.testing.assert_allclose(found.sampler_logp, wanted.sampler_logp, atol=1e-5)
     assert set(stored(e)) == {3}
+
+
+def test_prompts_of_equal_tokens_with_other_arrays_share_nothing():
+    tokens = np.asarray(PROMPTS[0], np.int32)
+    seen = [Prompt(tokens, {"image": np.full(5, value, np.float32)}) for value in (1.0, 2.0, 1.0)]
+    assert seen[0].key == seen[2].key != seen[1].key != Prompt(tokens).key
+    e = Engine(model(), slots=4, max_length=24, chunk=2, group=4)
+    alone = e.generate(model(), [tokens] * 3, range(3), RULES)
+    assert e.prompts_prefilled == 1
+    found = e.generate(model(), seen, range(3), RULES)
+    assert e.prompts_prefilled == 2
+    for one, other in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)

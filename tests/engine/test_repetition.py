@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.engine.repetition import Tail, extend_tail, fresh_tail, tail_of, tail_rule
+from jaxrl_llm.engine.sampling import Tail, extend_tail, fresh_tail, tail_of, tail_rule
 from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.errors import InputError
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine.test_engine import PROMPTS, SEEDS, finished, model
 
-from jaxrl_llm.engine.repetition import tail_of
+from jaxrl_llm.engine.sampling import tail_of
 from jaxrl_llm.rollout import Engine, Repetition, Sampling
 from jaxrl_llm.rollout.groups import whole
 

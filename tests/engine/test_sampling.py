@@ -12,7 +12,7 @@ from oracles import kept_tokens
 from scipy.stats import chi2, kstest
 from tiny import Compilations, equations
 
-from jaxrl_llm.engine.sampling import Asked, as_rule, asked, draw, inverse_cdf, uniforms
+from jaxrl_llm.engine.sampling import Computed, as_rule, asked, draw, inverse_cdf, uniforms
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 
@@ -25,7 +25,7 @@ RULES = {
     "plain": Sampling(), "cool": Sampling(temperature=0.7), "top-k": Sampling(top_k=5), "top-p": Sampling(top_p=0.8),
     "min-p": Sampling(min_p=0.05), "all": Sampling(1.5, top_k=60, top_p=0.95, min_p=0.03),
 }  # fmt: skip
-EVERYTHING = Asked(truncates=True, policy_logp=True, kept=True)
+EVERYTHING = Computed(truncates=True, policy_logp=True, kept=True)
 
 drawn = jax.jit(draw, static_argnums=3)
 

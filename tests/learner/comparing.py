@@ -10,15 +10,15 @@ import numpy as np
 from tiny import VOCAB, logprob_and_entropy, tiny
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.data import Ranked, Stepped, Text
 from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy
-from jaxrl_llm.learner.likelihood import NextToken
+from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import attached
 from jaxrl_llm.stages.preference import pair_samples
 from jaxrl_llm.stages.reward_model import samples_of
 from jaxrl_llm.stages.supervised import sample_of
-from jaxrl_llm.tasks import Ranked, Stepped, Text
 
 T, WIDTH = 11, 18
 LENGTHS = ((3, 8), (5, 1), (2, 4, 7), (6, 3, 2, 9), (4, 4))

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms import PolicyBatch, policy_loss
 from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.update import accumulate
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rollout import Engine, Sampling
@@ -132,28 +132,28 @@ def objective_gradient(params, packed, objectives, **coefficients):
     """Gradient and metrics of an optimiser step of a role with these parameters."""
     role = Role(params, None, jnp.int32(0))
     given = {"temperature": jnp.float32(TEMPERATURE)} | coefficients
-    return jax.jit(lambda role: accumulate(role, packed, objectives, given, Compute(remat="full")))(role)
+    return jax.jit(lambda role: accumulate(role, packed, objectives, given, ComputeOptions(remat="full")))(role)
 
 
-def policy_gradient(params, packed, algorithm, compute=Compute(remat="full"), base=None, **coefficients):
+def policy_gradient(params, packed, algorithm, compute=ComputeOptions(remat="full"), base=None, **coefficients):
     """Gradient and metrics of an optimiser step of a policy's parameters."""
     objective = PolicyGradient(algorithm, "old_logp" in packed.by_token)
     given = {"temperature": jnp.float32(TEMPERATURE)} | coefficients
     return accumulate(Role(params, None, jnp.int32(0), base), packed, (objective,), given, compute)
 
 
-def policy_training(algorithm, optimiser, compute=Compute(remat="full"), several=False):
+def policy_training(algorithm, optimiser, compute=ComputeOptions(remat="full"), several=False):
     """How a policy is trained by an algorithm."""
     objectives = (PolicyGradient(algorithm, several),)
     return Training(objectives, make_update(objectives, build(optimiser), learning_rate(optimiser), compute))
 
 
-def policy_update(algorithm, optimiser, compute=Compute(remat="full"), several=False):
+def policy_update(algorithm, optimiser, compute=ComputeOptions(remat="full"), several=False):
     """``(state, packed) -> (state, metrics)``: an update at the temperature of the rollout, or another one."""
     update = policy_training(algorithm, optimiser, compute, several).update
     return lambda state, packed, temperature=TEMPERATURE: update(state, packed, {"temperature": temperature})
 
 
-def forward_on(mesh, layout, compute=Compute(remat="full")):
+def forward_on(mesh, layout, compute=ComputeOptions(remat="full")):
     """How the learner runs models there."""
     return Forward(layout, compute, TEMPERATURE, mesh)

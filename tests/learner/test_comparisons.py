@@ -32,25 +32,24 @@ from oracles import number
 from tiny import largest_difference
 
 from jaxrl_llm.algorithms.preference import DPO, IPO
+from jaxrl_llm.data import Ranked, Stepped
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.comparisons import PairLoss, Ranking, StepEntropy
 from jaxrl_llm.learner.epochs import _split
 from jaxrl_llm.learner.forward import Forward, on_mesh
 from jaxrl_llm.learner.update import accumulate
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.stages.dataset import with_room
 from jaxrl_llm.stages.preference import PreferenceStage, pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
 from jaxrl_llm.stages.supervised import text_numbers
-from jaxrl_llm.tasks import Ranked, Stepped
 from jaxrl_llm.types import Role
 
 DIVIDED = Layout(8, 40, T, parts=4)
-COMPUTE = Compute(remat="full")
+COMPUTE = ComputeOptions(remat="full")
 
 
 def together(groups):
@@ -280,7 +279,7 @@ def test_a_step_is_right_on_its_labels_side_of_a_half_and_a_half_is_not_above_it
 
 def test_a_row_that_fills_more_than_a_microbatch_is_named_or_given_room_where_rows_are_chosen():
     groups = [(f"rows.jsonl:{n}", samples) for n, samples in enumerate(case("centred").groups, start=1)]
-    one = Forward(Layout(1, 18, T), Compute(), 1.0, one_device())
+    one = Forward(Layout(1, 18, T), ComputeOptions(), 1.0, one_device())
     assert with_room(dataclasses.replace(one, layout=Layout(2, 18, T)), groups, 2).layout.rows == 2
     with pytest.raises(InputError, match=r"rows.jsonl:3: 3 completions .* raise learner.microbatch_rows \(now 1\)"):
         with_room(one, groups, 1)

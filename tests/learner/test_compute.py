@@ -11,8 +11,7 @@ from learner.rollouts import one_device
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.learner.platform import compute_for, layout_for, tokens_in_memory
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Attention, Lora, ModelConfig
+from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.sharding import MeshShape, make_mesh, platform_of
 
 MODEL = ModelConfig("llama", 50, 64, 2, 64, Attention(4, 2, 64))
@@ -57,16 +56,19 @@ def test_few_layers_are_unrolled_on_cpus_only():
 def test_layouts_follow_the_mesh_and_the_attention():
     mesh = one_device()
     assert platform_of(mesh) == "cpu"
-    layout = layout_for(Learner(microbatch_rows=4), Compute(), 300, 200, mesh)
+    layout = layout_for(Learner(microbatch_rows=4), ComputeOptions(), 300, 200, mesh)
     assert (layout.rows, layout.row_tokens, layout.completion_tokens, layout.parts) == (4, 320, 200, 1)
-    assert layout_for(Learner(), Compute(), 160, 128, mesh).row_tokens == 32 + 2 * 128
-    assert layout.share_prompts and not layout_for(Learner(), Compute(attention="splash"), 300, 200, mesh).share_prompts
-    assert layout_for(Learner(row_tokens=310), Compute(), 300, 200, mesh).row_tokens == 310
+    assert layout_for(Learner(), ComputeOptions(), 160, 128, mesh).row_tokens == 32 + 2 * 128
+    assert (
+        layout.share_prompts
+        and not layout_for(Learner(), ComputeOptions(attention="splash"), 300, 200, mesh).share_prompts
+    )
+    assert layout_for(Learner(row_tokens=310), ComputeOptions(), 300, 200, mesh).row_tokens == 310
 
 
 def test_rows_of_a_microbatch_are_chosen_for_the_mesh_the_platform_and_the_memory():
     def rows(mesh, update_tokens=math.inf, **settings):
-        return layout_for(Learner(**settings), Compute(), 300, 200, mesh, MODEL, update_tokens).rows
+        return layout_for(Learner(**settings), ComputeOptions(), 300, 200, mesh, MODEL, update_tokens).rows
 
     def described(platform, fsdp):
         kind = AbstractDevice("a device", 1, platform)
@@ -96,4 +98,4 @@ def test_the_more_a_device_holds_the_fewer_tokens_of_a_microbatch_fit():
 @pytest.mark.parametrize(("tensor", "wanted"), [(1, 320), (2, 320), (3, 384), (5, 320), (6, 384), (7, 448)])
 def test_rows_of_open_length_are_divided_over_tensor(tensor, wanted):
     mesh = make_mesh(MeshShape(1, 1, tensor), jax.devices()[:tensor])
-    assert layout_for(Learner(), Compute(), 300, 200, mesh).row_tokens == wanted
+    assert layout_for(Learner(), ComputeOptions(), 300, 200, mesh).row_tokens == wanted

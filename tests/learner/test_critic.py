@@ -24,6 +24,7 @@ from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.advantages import GAE
+from jaxrl_llm.data import Text
 from jaxrl_llm.learner import (
     Layout,
     Learner,
@@ -41,12 +42,11 @@ from jaxrl_llm.learner.forward import microbatch, on_mesh
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.samples import WINDOW, foreseen, pooled
 from jaxrl_llm.learner.state import NewRole, abstract_state
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.stages.mixture import Mixture
-from jaxrl_llm.tasks import Text
+from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
 from jaxrl_llm.types import Completion, Group, Problem
 
 MODEL = tiny("windows")
@@ -59,7 +59,7 @@ PPO = PRESETS["ppo"]
 def critic_training(optimiser, clip=0.2, epochs=0):
     """How a critic that begins as the policy's layers is trained."""
     objectives = (ValueLoss(clip),)
-    update = make_update(objectives, build(optimiser), learning_rate(optimiser), Compute(remat="full"))
+    update = make_update(objectives, build(optimiser), learning_rate(optimiser), ComputeOptions(remat="full"))
     return Training(objectives, update, NewRole("critic", with_scalar_head, build(optimiser)), epochs)
 
 
@@ -133,7 +133,7 @@ def test_a_critic_does_not_learn_from_what_could_not_be_scored():
     counts = pack(samples, LAYOUT, ("policy", "values")).totals.counts
     assert counts["policy"].tokens - counts["values"].tokens == samples[2].mask.sum() > 0
     text = Text("1", samples[0].prompt, samples[0].tokens, np.ones(len(samples[0].tokens), bool), "rows.jsonl:1")
-    beside = Mixture([text], (), 1, 0, ("policy", "values"), forward_on(one_device(), LAYOUT), print)
+    beside = PretrainingMix([text], (), 1, 0, ("policy", "values"), forward_on(one_device(), LAYOUT), print)
     mixed = [s for group in beside.mixed(groups(samples), 1) for s in group]
     again = pack(mixed, LAYOUT, ("policy", "values", "text")).totals.counts
     assert {name: again[name] for name in counts} == counts, "nor where texts stand beside it"

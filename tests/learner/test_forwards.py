@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Training, create_state, learn, pack
 from jaxrl_llm.learner.epochs import kl_of_policy
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward
 
 MODEL, MESH = tiny("windows"), one_device()
@@ -41,7 +41,7 @@ def step(settings, algorithm):
 
     def whole(state):
         training = (Training(real.objectives, update),)
-        return learn(state, samples, settings, forward_on(MESH, Layout(2, 40, T), Compute()), training, {}, 0)[0]
+        return learn(state, samples, settings, forward_on(MESH, Layout(2, 40, T), ComputeOptions()), training, {}, 0)[0]
 
     state = create_state(tiny("windows"), build(settings.optimiser), algorithm.needs_reference, MESH)
     return embeddings(whole, state)
@@ -69,7 +69,9 @@ def test_a_controller_costs_one_pass_over_each_minibatch():
     batches = [batch.with_tokens(old_logp=np.zeros(batch.mask.shape, np.float32)) for batch in batches]
     state = create_state(tiny("windows"), build(Learner().optimiser), False, MESH)
     assert (
-        embeddings(lambda state: kl_of_policy(state, batches, forward_on(MESH, Layout(2, 40, T), Compute())), state)
+        embeddings(
+            lambda state: kl_of_policy(state, batches, forward_on(MESH, Layout(2, 40, T), ComputeOptions())), state
+        )
         == len(batches)
         == 3
     )
@@ -77,6 +79,6 @@ def test_a_controller_costs_one_pass_over_each_minibatch():
 
 def test_the_count_counts():
     rows = jnp.zeros((2, 4), jnp.int32)
-    once = lambda model: jnp.sum(forward(model, causal_rows(rows), Compute(remat="full")))
+    once = lambda model: jnp.sum(forward(model, causal_rows(rows), ComputeOptions(remat="full")))
     assert embeddings(once, MODEL) == 1 == embeddings(jax.grad(once), MODEL)
     assert embeddings(lambda model: once(model) + once(model), MODEL) == 2

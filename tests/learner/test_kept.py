@@ -24,7 +24,7 @@ from tiny import VOCAB, largest_difference, tiny
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
 from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.samples import to_samples
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -69,7 +69,7 @@ def dense(model, samples):
 
 @functools.partial(jax.jit, static_argnums=2)
 def packed_gradient(model, packed, algorithm):
-    return policy_gradient(model, packed, algorithm, Compute())
+    return policy_gradient(model, packed, algorithm, ComputeOptions())
 
 
 def test_the_sampler_really_cut_tokens_off():
@@ -110,7 +110,7 @@ def test_packed_gradients_are_those_of_dense_masked_logits(name):
         )
         return policy_loss(algorithm, dense(model, samples), batch)[0]
 
-    scored = forward_on(one_device(), LAYOUT, Compute()).by_sample(REFERENCE, samples)
+    scored = forward_on(one_device(), LAYOUT, ComputeOptions()).by_sample(REFERENCE, samples)
     for row, values in zip(np.asarray(reference), scored, strict=True):
         np.testing.assert_allclose(values, row[: len(values)], atol=1e-5)
     wide = Layout(2, 60, T)

@@ -21,15 +21,14 @@ from learner.rollouts import (
 from tiny import KINDS, largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.checkpoint import Checkpoints, flatten, restore_policy
-from jaxrl_llm.engine.weight_transfer import weights_for_sampling
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten, restore_policy
+from jaxrl_llm.engine.backend import weights_for_sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Lora, ModelConfig
+from jaxrl_llm.models.config import ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, logits, to_parameters
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.models.lora import attached, create, merge, model_of, policy_model
@@ -38,7 +37,7 @@ from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path
 
 LORA = Lora(rank=2, alpha=3.0)
-LAYOUT, COMPUTE = Layout(8, 22, T), Compute(remat="full")
+LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
 MODEL = tiny("windows")
 OPTIMISER = Optimiser(learning_rate=1e-2, weight_decay=0.1)
 
@@ -157,7 +156,7 @@ def test_in_bfloat16_both_round_the_same_sum():
     np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)
     packed = pack(rollout(), LAYOUT)
     grads, _ = jax.eval_shape(
-        lambda p, b: policy_gradient(p, packed, PRESETS["dapo"], Compute("bfloat16"), b), policy, base
+        lambda p, b: policy_gradient(p, packed, PRESETS["dapo"], ComputeOptions("bfloat16"), b), policy, base
     )
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 

@@ -20,11 +20,11 @@ from learner.rollouts import (
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.data import Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
-from jaxrl_llm.learner.likelihood import NextToken
-from jaxrl_llm.stages.mixture import Mixture, pieces, room
-from jaxrl_llm.tasks import Text
+from jaxrl_llm.learner.objectives import NextToken
+from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix, pieces, room
 
 MODEL = tiny("windows")
 LAYOUT = Layout(2, 22, T)
@@ -41,7 +41,7 @@ def text(number, prompt=1, size=4):
 
 
 TEXTS = tuple(text(number, prompt=1 + number % 2, size=3 + number % 4) for number in range(5))
-MIXTURE = Mixture(TEXTS, (), 3, 0, ("policy",), forward_on(one_device(), LAYOUT), lambda status: None)
+MIXTURE = PretrainingMix(TEXTS, (), 3, 0, ("policy",), forward_on(one_device(), LAYOUT), lambda status: None)
 
 
 def mixed(drawn=3):

@@ -24,7 +24,7 @@ from learner.rollouts import (
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
-from jaxrl_llm.algorithms.preference import dpo_loss, pretraining_loss, sequence_logp
+from jaxrl_llm.algorithms.preference import DPO, pretraining_loss, sequence_logp
 from jaxrl_llm.algorithms.surrogates import Surrogate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import (
@@ -36,13 +36,13 @@ from jaxrl_llm.learner import (
     to_samples,
 )
 from jaxrl_llm.learner.objectives import Objective
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.types import Completion, Group, Problem
 
 MODEL = tiny("windows")
 MOVED = jax.tree.map(lambda a, b: a + 0.02 * b, MODEL, tiny("windows", 5))
 LAYOUTS = (Layout(2, 22, T), Layout(4, 60, T))
-COMPUTE = Compute(remat="full")
+COMPUTE = ComputeOptions(remat="full")
 OPTIMISER = Optimiser(learning_rate=1e-2)
 
 
@@ -75,7 +75,7 @@ class Text(Objective):
     outputs: ClassVar[tuple[str, ...]] = ("logp",)
 
     def __call__(self, outputs, batch, counts, coefficients):
-        loss = pretraining_loss(outputs["logp"], batch.mask, 0.5, counts.tokens)
+        loss = 0.5 * pretraining_loss(outputs["logp"], batch.mask, counts.tokens)
         return loss, {"loss": loss, "text/loss": loss}
 
 
@@ -105,7 +105,7 @@ def test_a_loss_of_pairs_is_that_of_rows_side_by_side(layout):
 
     def loss(model):
         gain = sequence_logp(unpacked_logp(model, samples) - reference, mask)
-        return dpo_loss(gain[:half] - gain[half:], 0.3)
+        return jnp.mean(DPO(0.3)(gain[:half] - gain[half:]))
 
     wanted, gradients = jax.value_and_grad(loss)(MOVED)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
@@ -224,7 +224,7 @@ def test_objectives_of_one_role_share_a_forward_pass_and_count_their_own_rows():
     found, metrics = objective_gradient(MOVED, packed, both)
     policy, alone = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, rollout()), has_aux=True)(MOVED)
     mask = padded(text, "mask").astype(bool)
-    ptx, slope = jax.value_and_grad(lambda m: pretraining_loss(unpacked_logp(m, text), mask, 0.5))(MOVED)
+    ptx, slope = jax.value_and_grad(lambda m: 0.5 * pretraining_loss(unpacked_logp(m, text), mask))(MOVED)
     assert largest_difference(found, jax.tree.map(jnp.add, policy, slope)) < 1e-5
     np.testing.assert_allclose(metrics["loss"], alone["loss"] + ptx, rtol=1e-5)
     np.testing.assert_allclose(metrics["text/loss"], ptx, rtol=1e-5)

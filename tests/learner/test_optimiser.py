@@ -12,14 +12,13 @@ from learner.rollouts import T, one_device, policy_update, rollout
 from tiny import tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.config.phases import remembered
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import as_before, build, on_device
 from jaxrl_llm.learner.state import abstract_state, reset_optimiser
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
 KINDS = {
@@ -255,7 +254,7 @@ def test_where_moments_lie_changes_nothing():
     mesh, states = one_device(), []
     for kind in ("adamw", "offloaded"):
         config = KINDS[kind]
-        update = policy_update(PRESETS["dapo"], config, Compute())
+        update = policy_update(PRESETS["dapo"], config, ComputeOptions())
         with jax.set_mesh(mesh):
             state = create_state(tiny("plain"), build(config), False, mesh)
             states.append(update(state, on_mesh(pack(rollout("plain"), Layout(8, 22, T)), mesh))[0])

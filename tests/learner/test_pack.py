@@ -125,3 +125,23 @@ def test_the_longest_that_fits_and_one_more():
     assert (packed.rows.group == 1).all() and packed.mask[0, 0].all()
     with pytest.raises(InputError, match="a prompt of 10 and a completion of 5 tokens exceed learner.row_tokens 14"):
         pack([dataclasses.replace(longest, prompt=np.ones(S - T + 1, np.int32))], Layout(1, S, T))
+
+
+def test_prompts_of_equal_tokens_with_other_arrays_are_two():
+    one = sample([1, 2, 3], np.full(2, 9, np.int32), np.ones(2, bool), np.zeros(2, np.float32), 0.0)
+    seen = [
+        dataclasses.replace(
+            one,
+            scalars={"advantages": value},
+            arrays=one.arrays | {"image": np.full(2, value, np.float32)},
+            prompt_arrays={"image": np.full(3, value, np.float32)},
+        )
+        for value in (1.0, 2.0, 1.0)
+    ]
+    packed = pack(seen, Layout(2, S, T))
+    rows = packed.rows
+    for r, group, branch in {(r, rows.group[0, r, c], rows.branch[0, r, c]) for r, c in np.argwhere(rows.branch[0])}:
+        read = (rows.group[0, r] == group) & ((rows.branch[0, r] == 0) | (rows.branch[0, r] == branch))
+        assert read.sum() == 5 and len(set(packed.by_column["image"][0, r][read])) == 1
+    held = packed.by_column["image"][0][(rows.group[0] > 0) & (rows.branch[0] == 0)]
+    assert sorted(held.tolist()) == [1.0] * 3 + [2.0] * 3, "the two that are one share it"

@@ -21,7 +21,7 @@ from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.values import value_loss
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.learner import (
     Layout,
     Learner,
@@ -37,12 +37,12 @@ from jaxrl_llm.learner import (
 from jaxrl_llm.learner.forward import outputs_of
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.state import NewRole, abstract_state
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
 
 MODEL = tiny("windows")
 LAYOUTS = (Layout(2, 22, T), Layout(4, 60, T))
-COMPUTE = Compute(remat="full")
+COMPUTE = ComputeOptions(remat="full")
 OPTIMISER = Optimiser(learning_rate=1e-2)
 
 

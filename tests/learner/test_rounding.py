@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config.learning import LEAST_STEP
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.settings import LEAST_STEP
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.sharding import MeshShape
 

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.learner import Layout, pack, to_samples
 from jaxrl_llm.learner.packing import rows_of
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
@@ -48,7 +48,7 @@ def made():
 
 
 def reference(samples):
-    return forward_on(one_device(), LAYOUT, Compute()).by_sample(REFERENCE, samples)
+    return forward_on(one_device(), LAYOUT, ComputeOptions()).by_sample(REFERENCE, samples)
 
 
 def samples_of(algorithm, rewards=REWARDS, drop=(), score=reference, earlier=True):
@@ -142,7 +142,7 @@ def test_advantages_by_token_survive_packing():
     wide = np.zeros((len(samples), T), np.float32)
     for row, values in zip(wide, reference(samples), strict=True):
         row[: len(values)] = values
-    found, _ = jax.jit(lambda m, p: policy_gradient(m, p, algorithm, Compute()))(
+    found, _ = jax.jit(lambda m, p: policy_gradient(m, p, algorithm, ComputeOptions()))(
         MODEL, packed.with_tokens(ref_logp=ref)
     )
 

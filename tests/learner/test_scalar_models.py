@@ -13,7 +13,7 @@ import pytest
 from learner.rollouts import TEMPERATURE, WIDTH, T, one_device, padded, rollout
 from tiny import largest_difference, tiny
 
-from jaxrl_llm.checkpoint import Checkpoints, flatten, restore_policy
+from jaxrl_llm.checkpoints.store import Checkpoints, flatten, restore_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, make_update, pack
 from jaxrl_llm.learner.forward import on_mesh, score
@@ -22,8 +22,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import scores
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import causal_rows, forward, from_parameters, to_parameters
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
@@ -33,7 +32,7 @@ from jaxrl_llm.sharding.rules import parameter_path
 from jaxrl_llm.types import Role
 
 LORA = Lora(rank=2, alpha=3.0)
-LAYOUT, COMPUTE = Layout(8, 22, T), Compute(remat="full")
+LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
 BASE = tiny("plain")
 OPTIMISER = Optimiser(learning_rate=1e-2, weight_decay=0.1)
 TOKENS, LENGTHS = np.arange(24).reshape(2, 12), (12, 5)

@@ -29,14 +29,14 @@ from jaxrl_llm.learner import Layout, Optimiser, PolicyGradient, create_state, p
 from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import NewRole
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 
-COMPUTE = Compute(remat="full")
+COMPUTE = ComputeOptions(remat="full")
 LAYOUTS = {
-    "one row": (Layout(1, 20, T), Compute()),
+    "one row": (Layout(1, 20, T), ComputeOptions()),
     "two rows": (Layout(2, 22, T), COMPUTE),
-    "four rows": (Layout(4, 60, T), Compute(remat="dots", unroll=True)),
-    "two parts, own prompts": (Layout(4, 40, T, parts=2, share_prompts=False), Compute()),
+    "four rows": (Layout(4, 60, T), ComputeOptions(remat="dots", unroll=True)),
+    "two parts, own prompts": (Layout(4, 40, T, parts=2, share_prompts=False), ComputeOptions()),
 }
 WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 """GSPO with a band that the tiny model's ratios fall inside and outside of."""
@@ -218,7 +218,7 @@ def test_nothing_counted_gives_no_gradient():
 def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
     # Rows of several parts: here CPUs refused attention's scores when run.
     packed = pack(rollout(), Layout(2, 160, T))
-    found, metrics = policy_gradient(MODEL, packed, PRESETS["dapo"], Compute("bfloat16", "full"))
+    found, metrics = policy_gradient(MODEL, packed, PRESETS["dapo"], ComputeOptions("bfloat16", "full"))
     wanted, _ = packed_gradient(MODEL, pack(rollout(), LAYOUTS["two rows"][0]), PRESETS["dapo"])
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)} and metrics[
         "loss"
@@ -229,7 +229,7 @@ def test_a_forward_pass_in_bfloat16_still_gives_float32_gradients():
 
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     narrow = jax.tree.map(lambda x: x.astype("bfloat16"), MODEL)
-    summed = functools.partial(policy_gradient, algorithm=PRESETS["dapo"], compute=Compute("bfloat16"))
+    summed = functools.partial(policy_gradient, algorithm=PRESETS["dapo"], compute=ComputeOptions("bfloat16"))
     grads, _ = jax.eval_shape(summed, narrow, pack(rollout(), LAYOUTS["two rows"][0]))
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 

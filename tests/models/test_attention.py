@@ -9,19 +9,18 @@ import pytest
 from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.attention import MOST, PREFIXES, SHORT, Rows, attention_over
-from jaxrl_llm.models.compute import Compute
-from jaxrl_llm.models.config import Attention
+from jaxrl_llm.models.config import Attention, ComputeOptions
 from jaxrl_llm.models.decoder import forward
+from jaxrl_llm.models.layers import MOST, PREFIXES, SHORT, TokenRows, attention_over
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
-SPLASH = Compute(attention="splash", interpret=True)
-CUDNN = Compute(attention="cudnn", interpret=True)
+SPLASH = ComputeOptions(attention="splash", interpret=True)
+CUDNN = ComputeOptions(attention="cudnn", interpret=True)
 
 
 def packed(width, lengths, shared, rows=2):
     """Rows of groups: each a prompt of a third, then two branches of it where ``shared``; the rest is padding."""
-    out = Rows(*(np.zeros((rows, width), np.int32) for _ in Rows._fields))
+    out = TokenRows(*(np.zeros((rows, width), np.int32) for _ in TokenRows._fields))
     out.tokens[:] = np.random.default_rng(0).integers(0, VOCAB, out.tokens.shape)
     start = 0
     for number, length in enumerate(lengths, start=1):
@@ -69,7 +68,7 @@ def graded(attend, real, q, k, v):
 def test_parts_of_a_row_equal_the_whole(width, lengths, window):
     config, rows = Attention(4, 2, 8, softcap=5.0, scale=0.5), packed(width, lengths, True, 1)
     given = inputs(config, 1, width)
-    attend = functools.partial(attention_over(rows, config, Compute()), window=jnp.int32(window))
+    attend = functools.partial(attention_over(rows, config, ComputeOptions()), window=jnp.int32(window))
     found = graded(attend, rows.group > 0, *given)
     wanted = graded(functools.partial(whole, config, rows, window=window), rows.group > 0, *given)
     assert largest_difference(found, wanted) < 1e-5
@@ -80,7 +79,7 @@ def test_long_rows_never_hold_all_scores_and_no_row_makes_those_above_the_diagon
     for width in (1024, 4096):
         rows = jax.tree.map(jnp.asarray, packed(width, (width,), False, 1))
         given = jax.eval_shape(functools.partial(inputs, config, 1, width))
-        loss = lambda rows, *given: jnp.sum(attention_over(rows, config, Compute())(*given, jnp.int32(0)))
+        loss = lambda rows, *given: jnp.sum(attention_over(rows, config, ComputeOptions())(*given, jnp.int32(0)))
         traced = jax.make_jaxpr(jax.grad(loss, argnums=(1, 2, 3)))(rows, *given)
         made = [v.aval.size for e in equations(traced.jaxpr) for v in e.outvars]
         assert max(made) <= config.heads * width * (MOST if width > SHORT else width // PREFIXES), width
@@ -89,7 +88,9 @@ def test_long_rows_never_hold_all_scores_and_no_row_makes_those_above_the_diagon
 
 def assert_half_is_made(config, width):
     rows, given = packed(width, (width,), False, 1), jax.eval_shape(functools.partial(inputs, config, 1, width))
-    traced = jax.make_jaxpr(functools.partial(attention_over(rows, config, Compute()), window=jnp.int32(0)))(*given)
+    traced = jax.make_jaxpr(functools.partial(attention_over(rows, config, ComputeOptions()), window=jnp.int32(0)))(
+        *given
+    )
     products = [e.outvars[0].aval for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
     scores = sum(x.size for x in products if config.head_dim not in x.shape)
     assert 0.5 <= scores / (config.heads * width**2) < 0.6
@@ -108,7 +109,7 @@ def test_kernels_equal_xla_through_a_model(kind, compute):
 
         return jax.value_and_grad(loss, has_aux=True)(model)
 
-    assert largest_difference(graded(model, compute), graded(model, Compute())) < 1e-5
+    assert largest_difference(graded(model, compute), graded(model, ComputeOptions())) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])

@@ -21,7 +21,7 @@ from jaxrl_llm.models.cache import (
     with_columns,
 )  # fmt: skip
 from jaxrl_llm.models.decoder import by_layer, causal_rows, forward
-from jaxrl_llm.models.decoding import beginnings, decode, extend
+from jaxrl_llm.models.decoding import decode, extend, shared_prefix
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 PROMPTS, LENGTH, CHUNKS = (1, 4, 6), 14, (3, 3)
@@ -111,7 +111,7 @@ def test_rows_that_read_their_beginning_from_a_block_get_what_those_with_a_copy_
     own = insert(empty_cache(model.config, 4, 6, jnp.float32), whole, jnp.arange(4), lengths)
     blocks = with_columns(take_rows(whole, jnp.array([2, 0, 2, 0])), 8)
     lanes = jnp.array([4, 3, 1, 5] if parts == 1 else [4, 3, 1, 3])
-    before = beginnings(blocks, lengths, lanes, parts, 3)
+    before = shared_prefix(blocks, lengths, lanes, parts, 3)
     found, same = jax.jit(lambda: step(own, lengths=jnp.full(4, 4), before=before))()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
     for a, b in zip(same, new, strict=True):

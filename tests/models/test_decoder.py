@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import (
-    Rows,
+    TokenRows,
     causal_rows,
     forward,
     from_parameters,
@@ -32,7 +32,7 @@ hidden = jax.jit(lambda model, rows: forward(model, rows))
 
 def packed_row(width):
     """The groups of ``TREE`` in one row, and for each completion the columns of its path (prompt, then itself)."""
-    columns, paths = {name: np.zeros((1, width), np.int32) for name in Rows._fields}, []
+    columns, paths = {name: np.zeros((1, width), np.int32) for name in TokenRows._fields}, []
     at = 0
     for group, (prompt, branches) in TREE.items():
         first = at
@@ -49,7 +49,7 @@ def packed_row(width):
             if branch:
                 paths.append((prompt + tokens, [*range(first, first + len(prompt)), *range(span.start, span.stop)]))
             at = span.stop
-    return Rows(**columns), paths
+    return TokenRows(**columns), paths
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +65,7 @@ def test_packed_rows_equal_one_row_for_each_completion(kind):
 def test_packing_keeps_groups_apart_bit_for_bit():
     model = tiny("windows")
     rows, _ = packed_row(24)
-    other = Rows(rows.tokens.copy(), *rows[1:])
+    other = TokenRows(rows.tokens.copy(), *rows[1:])
     other.tokens[rows.group != 1] = 17
     before, after = (np.asarray(hidden(model, r))[0][rows.group[0] == 1] for r in (rows, other))
     np.testing.assert_array_equal(before, after)
@@ -118,7 +118,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 
     @functools.partial(jax.jit, static_argnums=1)
     def graded(model, how):
-        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, Compute(remat=how)))))(model)
+        return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, ComputeOptions(remat=how)))))(model)
 
     plain, again = graded(model, "none"), graded(model, remat)
     np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
@@ -129,7 +129,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
 def test_bfloat16_stays_bfloat16(kind):
     model, rows = tiny(kind, dtype="bfloat16"), packed_row(24)[0]
     traced = jax.make_jaxpr(
-        lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, Compute(remat="full")))))(m)
+        lambda m: jax.grad(lambda w: jnp.sum(unembed(w, forward(w, rows, ComputeOptions(remat="full")))))(m)
     )(model)
     products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
     forward_only = jax.make_jaxpr(lambda m: unembed(m, forward(m, rows)))(model)

@@ -13,7 +13,7 @@ from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
 from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.models.decoder import from_parameters, initialise, unembed
-from jaxrl_llm.models.logprobs import token_logprobs
+from jaxrl_llm.models.heads import token_logprobs
 from jaxrl_llm.sharding import BATCH, MeshShape, make_mesh, shardings
 
 P, N, D = 2, 23, 16

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tiny import KINDS, tiny
 
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward, unembed
+from jaxrl_llm.models.heads import token_logprobs
 from jaxrl_llm.models.layers import product
-from jaxrl_llm.models.logprobs import token_logprobs
 
 OPTIMISED = True
 
@@ -56,7 +56,7 @@ def test_products_of_bfloat16_are_summed_in_float32():
 def test_only_programs_for_cpus_widen_the_operands(kind):
     model, rows = tiny(kind, dtype="bfloat16"), causal_rows(np.zeros((2, 6), np.int32))
     targets = np.zeros((2, 6), np.int32)
-    compute = Compute("bfloat16", "full")
+    compute = ComputeOptions("bfloat16", "full")
 
     def loss(m):
         hidden = forward(m, rows, compute)

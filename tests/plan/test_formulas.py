@@ -16,13 +16,13 @@ from jaxrl_llm.engine.sampling import asked
 from jaxrl_llm.engine.slots import as_rules, empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.decoder import initialise
-from jaxrl_llm.plan.arrays import abstract_mesh, arrays, bytes_per_device
-from jaxrl_llm.plan.formulas import attention_share, counts, forward_flops, update_flops, visible_pairs, work
+from jaxrl_llm.plan.device_memory import resident
 from jaxrl_llm.plan.lowering import compile_one, subject
-from jaxrl_llm.plan.memory import resident
+from jaxrl_llm.plan.roofline import attention_share, counts, forward_flops, update_flops, visible_pairs, work
+from jaxrl_llm.plan.shapes import abstract_mesh, arrays, bytes_per_device
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.stages.programs import coefficients_of
+from jaxrl_llm.stages.rl.ingredients import coefficients_of
 
 MESHES = [(1, 8, 1), (2, 2, 2)]
 
@@ -100,7 +100,7 @@ def test_attention_hides_half_at_best():
 
 def test_six_n_per_token_is_the_known_count():
     """Qwen2.5-0.5B by hand: 24 layers of 14,909,440 weights in products, a head of 136,134,656, and short rows."""
-    from jaxrl_llm.plan.shapes import model_config
+    from jaxrl_llm.plan.lowering import model_config
 
     config, _ = model_config("Qwen/Qwen2.5-0.5B")
     n = counts(config)
@@ -113,7 +113,7 @@ def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
     run = tiny_run(mesh)
     one = subject(run, CONFIG, jax.devices())
     model = initialise(CONFIG, jax.random.key(0))
-    held = arrays(one.outline, model, abstract_mesh(mesh), abstract_mesh(mesh))
+    held = arrays(one.outline, model, abstract_mesh(run.mesh.sizes(8)), abstract_mesh(run.mesh.sizes(8)))
     state = learner.create_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, one.mesh)
     slots = empty_slots(CONFIG, held.slot_shape, jnp.float32, one.where)
     for planned, real in [(held.state, state), (held.slots, slots)]:

@@ -16,6 +16,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import learner
 from jaxrl_llm.config import BatchSize, Preference, RewardModel, Scoring, Supervised
 from jaxrl_llm.config.origin import Origin
+from jaxrl_llm.data import Pairs, Steps, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Learner
 from jaxrl_llm.learner.objectives import names_of
@@ -24,23 +25,19 @@ from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Attention, Lora, ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.plan import memory
-from jaxrl_llm.plan.arrays import bytes_per_device
-from jaxrl_llm.plan.formulas import counts, work
-from jaxrl_llm.plan.lowering import programs, subject
-from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.picture import draw
-from jaxrl_llm.plan.planning import plan
-from jaxrl_llm.plan.report import lines, to_json
-from jaxrl_llm.plan.search import best, table
-from jaxrl_llm.plan.shapes import architectures, model_config
-from jaxrl_llm.plan.topology import describe
+from jaxrl_llm.plan import device_memory
+from jaxrl_llm.plan.lowering import architectures, model_config, programs, subject
+from jaxrl_llm.plan.machines import describe, parse_topology
+from jaxrl_llm.plan.planning import best, plan
+from jaxrl_llm.plan.roofline import counts, work
+from jaxrl_llm.plan.shapes import bytes_per_device
+from jaxrl_llm.plan.tables import draw, lines, table, to_json
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import ModelReward
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.tasks import Pairs, Rows, Steps, Texts
+from jaxrl_llm.tasks import Rows
 from jaxrl_llm.telemetry.progress import Progress, Schedule
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -131,7 +128,7 @@ def test_bytes_of_all_models_are_those_that_a_device_really_holds(critic, sooner
     settings = build(run.learner.optimiser)
     model = initialise(CONFIG, jax.random.key(0))
     state = learner.create_state(model, settings, True, one.mesh, run.learner.lora, 0, [begins])
-    planned = memory.learning(run, one.arrays, memory.resident(one.arrays), 0, False)
+    planned = device_memory.learning(run, one.arrays, device_memory.resident(one.arrays), 0, False)
     roles = state.roles
     assert planned.weights == held_by_one((roles["policy"].params, roles["policy"].base))
     assert planned.optimiser == held_by_one(roles["policy"].opt_state)
@@ -228,7 +225,7 @@ def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, ran
     model = initialise(CONFIG, jax.random.key(0))
     model = with_scalar_head(model) if isinstance(run, RewardModel) else model
     state = learner.create_state(model, build(run.learner.optimiser), False, one.mesh, run.learner.lora)
-    planned = memory.learning(run, one.arrays, memory.resident(one.arrays), 0, False)
+    planned = device_memory.learning(run, one.arrays, device_memory.resident(one.arrays), 0, False)
     assert planned.weights == held_by_one((state.policy.params, state.policy.base)) > 0
     assert planned.optimiser == held_by_one(state.policy.opt_state) > 0
     assert planned.reference == planned.critic == planned.judges == planned.sampled == planned.cache == 0

@@ -6,9 +6,9 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.plan.formulas import counts
+from jaxrl_llm.plan.lowering import model_config, published
 from jaxrl_llm.plan.machines import CHIPS, EXAMPLES, parse_topology
-from jaxrl_llm.plan.shapes import model_config, published
+from jaxrl_llm.plan.roofline import counts
 
 
 @pytest.mark.parametrize("text, devices, shape", [

@@ -10,12 +10,9 @@ from plan.tinyrun import CONFIG, tiny_run, with_learner
 
 from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
-from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.picture import draw
-from jaxrl_llm.plan.planning import compilable, plan
-from jaxrl_llm.plan.report import lines, write
-from jaxrl_llm.plan.search import best, candidates, table
-from jaxrl_llm.plan.topology import compiles_cudnn, describe
+from jaxrl_llm.plan.machines import compiles_cudnn, describe, parse_topology
+from jaxrl_llm.plan.planning import best, candidates, compilable, plan
+from jaxrl_llm.plan.tables import draw, lines, table, write
 
 GPUS = parse_topology("h100:8")
 SLICE = parse_topology("v5e:2x2")

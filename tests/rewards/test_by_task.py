@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rewards import Accuracy, Format, LengthPenalty, Scorer, Threshold
-from jaxrl_llm.rewards.by_task import OfTasks
+from jaxrl_llm.rewards.bounds import TaskReward
 from jaxrl_llm.rewards.functions import as_reward
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.types import Completion, Problem
@@ -29,8 +29,8 @@ REWARDS = {
 @pytest.fixture(scope="module")
 def scores():
     rewards = (
-        OfTasks(Accuracy(2.0), ("sums", "both")),
-        OfTasks(Threshold(Format(".*[0-9]"), 1.0, 0.5), ("forms",)),
+        TaskReward(Accuracy(2.0), ("sums", "both")),
+        TaskReward(Threshold(Format(".*[0-9]"), 1.0, 0.5), ("forms",)),
         LengthPenalty(0.1),
     )
     with Scorer(rewards) as scorer:
@@ -58,7 +58,7 @@ def raises(problem, completion):
 
 
 def test_a_function_is_called_for_its_own_tasks_alone():
-    rewards = (LengthPenalty(1.0), OfTasks(as_reward(raises), ("forms",)))
+    rewards = (LengthPenalty(1.0), TaskReward(as_reward(raises), ("forms",)))
     with Scorer(rewards, on_error=-5.0) as scorer:
         found = scorer.score(ITEMS)
     assert found.failures.of["raises/forms"] == (2, 2) and found.failures.fraction("raises/forms") == 1
@@ -67,5 +67,5 @@ def test_a_function_is_called_for_its_own_tasks_alone():
 
 
 def test_names_tell_the_tasks():
-    rewards = (OfTasks(Accuracy(), ("a",)), OfTasks(Accuracy(2.0), ("b", "c")), Accuracy())
+    rewards = (TaskReward(Accuracy(), ("a",)), TaskReward(Accuracy(2.0), ("b", "c")), Accuracy())
     assert list(named(rewards)) == ["accuracy/a", "accuracy/b+c", "accuracy"]

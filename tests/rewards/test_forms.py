@@ -1,5 +1,6 @@
 """Functions of your own in all the forms that people bring: what each is given, and what its answers mean."""
 
+import asyncio
 import dataclasses
 import functools
 import math
@@ -9,8 +10,8 @@ import pytest
 from rewards import sample_forms as forms
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.calls import AT_ONCE, Call, Outcome, Runner, perform
-from jaxrl_llm.rewards.forms import form_of
+from jaxrl_llm.rewards.calls import AT_ONCE, Call, Outcome, perform
+from jaxrl_llm.rewards.functions import form_of
 from jaxrl_llm.types import Completion, Problem
 
 
@@ -27,7 +28,7 @@ def asked(function, items, batch=None, seconds=5.0):
     """The outcomes, of one call for a batch or what is async, else of one for each item."""
     form = form_of(function, batch)
     shares = [items] if form.batch or form.waits else [[one] for one in items]
-    with Runner() as runner:
+    with asyncio.Runner() as runner:
         return [
             outcome for share in shares for outcome in perform(function, Call("f", share, form, seconds), runner.run)
         ]

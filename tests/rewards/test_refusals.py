@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxrl_llm.config.legacy import current
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, Threshold
-from jaxrl_llm.rewards.refusals import REFUSED
-from jaxrl_llm.rollout.groups import describe
+from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, StepFunction, TaskReward, Threshold
+from jaxrl_llm.rewards.shaping import REFUSED
+from jaxrl_llm.rollout.measures import describe
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
@@ -72,7 +73,7 @@ def test_refusals_are_a_part_of_their_own_and_no_reward():
     texts = ("I cannot help with that: 3", "3", "4")
     items = [(PROBLEM, completion(text)) for text in texts]
     watched = {REFUSED: Threshold(Refusals(), 0.5)}
-    with Scorer((Accuracy(),), watched=watched, asked={"asked": Format("4")}) as scorer:
+    with Scorer((Accuracy(),), watched=watched, on_request={"asked": Format("4")}) as scorer:
         whole, only = scorer.score(items), scorer.only(items, (REFUSED, "not there"))
         asked = scorer.only(items, ("asked",))
     assert whole.reward.tolist() == whole.accuracy.tolist() == only.accuracy.tolist() == [1, 1, 0]
@@ -98,3 +99,9 @@ def test_the_share_of_a_steps_completions_is_told_where_it_is_measured():
     other = dataclasses.replace(group, parts={REFUSED: np.array([1.0, np.nan])})
     assert describe([group, other])["completions/refusal_fraction"] == 2 / 3
     assert not [name for name in describe([dataclasses.replace(group, parts={})]) if "refus" in name]
+
+
+def test_rewards_that_have_moved_are_found_by_their_old_names():
+    moved = {"refusals:Refusals": Refusals, "by_task:OfTasks": TaskReward, "steps:StepFunction": StepFunction}
+    for old, kind in moved.items():
+        assert current(f"jaxrl_llm.rewards.{old}") == f"{kind.__module__}:{kind.__name__}"

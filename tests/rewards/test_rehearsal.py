@@ -6,8 +6,8 @@ import pytest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import LengthPenalty, Scorer, accuracy
-from jaxrl_llm.rewards.rehearsal import invented
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
+from jaxrl_llm.rewards.verify import dry_run_completion
 from jaxrl_llm.types import Problem
 
 
@@ -23,7 +23,7 @@ def problem(answer, **fields):
 @pytest.mark.parametrize("extractor", ["last_number", "boxed", "tag:result", "after:think", "after:####", "whole"])
 def test_the_invented_completion_is_right_and_looks_sampled(tokenizer, extractor):
     asked = problem("12", extractor=extractor)
-    made = invented(asked, tokenizer)
+    made = dry_run_completion(asked, tokenizer)
     assert accuracy(asked, made) == 1.0 and made.finish_reason == "stop"
     assert tokenizer.decode(made.tokens, skip_special_tokens=True) == made.text
     assert made.tokens.dtype == np.int32 and made.sampler_logp.dtype == np.float32 and made.mask.all()
@@ -41,18 +41,18 @@ def test_a_reward_that_fails_is_refused_and_its_traceback_kept_until_it_does_not
 
     with Scorer((mine, LengthPenalty(0.1)), folder=tmp_path) as scorer:
         with pytest.raises(InputError) as refused:
-            scorer.rehearse(problem("12"), tokenizer)
+            scorer.dry_run(problem("12"), tokenizer)
         place = f"test_rehearsal.py:{mine.__code__.co_firstlineno + 2}: ZeroDivisionError: division by zero"
         assert str(refused.value).endswith(f"{place} (traceback in {tmp_path / REWARD_ERROR})")
         assert "return [1.0] if broken is None" in (tmp_path / REWARD_ERROR).read_text()
         broken = False
-        scorer.rehearse(problem(""), tokenizer)
+        scorer.dry_run(problem(""), tokenizer)
         assert not list(tmp_path.iterdir())
         broken = None
         with pytest.raises(
             InputError, match=r"test_rehearsal.py:\d+: TypeError: returned \[1.0\], which is no number$"
         ):
-            scorer.rehearse(problem("12"), tokenizer)
+            scorer.dry_run(problem("12"), tokenizer)
 
 
 def test_where_two_rewards_fail_both_tracebacks_are_kept_and_the_worse_is_told(tmp_path, tokenizer):
@@ -62,8 +62,8 @@ def test_where_two_rewards_fail_both_tracebacks_are_kept_and_the_worse_is_told(t
     def always(problem, completion):
         raise RuntimeError("never")
 
-    made = invented(problem("12"), tokenizer)
-    empty = invented(problem("12", extractor="whole"), tokenizer)
+    made = dry_run_completion(problem("12"), tokenizer)
+    empty = dry_run_completion(problem("12", extractor="whole"), tokenizer)
     object.__setattr__(empty, "text", "")
     with Scorer((sometimes, always), folder=tmp_path) as scorer:
         failures = scorer.score([(problem("12"), empty), (problem("12"), made)]).failures

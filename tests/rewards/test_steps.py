@@ -13,8 +13,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Failures, LengthPenalty, Panel, Scorer, Scores, StepFunction, calls
 from jaxrl_llm.rewards.functions import Lost
-from jaxrl_llm.rewards.scorer import _from_plain, _interleaved, _plain
-from jaxrl_llm.rewards.steps import last_token
+from jaxrl_llm.rewards.judge import interleaved, last_token
 from jaxrl_llm.types import Completion
 
 WORDS = StepFunction("sample_steps:words")
@@ -127,12 +126,12 @@ def test_steps_that_failed_leave_a_completion_unscorable_where_that_is_asked_for
 def test_what_a_share_says_of_steps_comes_through_bit_for_bit(tokenizer):
     whole = scored((Accuracy(), StepFunction("sample_steps:words", 0.1)), tokenizer)
     shares = [scored((Accuracy(), StepFunction("sample_steps:words", 0.1)), tokenizer, TEXTS[at::2]) for at in (0, 1)]
-    gathered = _interleaved([_from_plain(json.loads(json.dumps(_plain(share)))) for share in shares], 3)
+    gathered = interleaved([Scores.from_plain(json.loads(json.dumps(share.to_plain()))) for share in shares], 3)
     assert [x.tobytes() for x in gathered.steps] == [x.tobytes() for x in whole.steps]
     assert {x.dtype for x in gathered.steps} == {np.dtype("float32")}
     alone = scored((StepFunction("sample_steps:words", 0.1),), tokenizer, TEXTS[:1])
     idle = scored((StepFunction("sample_steps:words", 0.1),), tokenizer, ())
-    assert len(_interleaved([alone, idle], 1).steps) == 1, "a process may have nothing to score"
+    assert len(interleaved([alone, idle], 1).steps) == 1, "a process may have nothing to score"
 
 
 def test_a_panel_adds_up_steps(tokenizer):

@@ -11,10 +11,10 @@ import pytest
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Collect, Engine, Sampling
-from jaxrl_llm.rollout.admission import AdmissionPolicy
 from jaxrl_llm.rollout.collect import Sampler, collect
-from jaxrl_llm.rollout.groups import Carryover, GroupSource, describe, informative, request_seed, share_correct, whole
-from jaxrl_llm.rollout.loops import loops, written
+from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative, whole
+from jaxrl_llm.rollout.measures import describe, loops, share_correct, written
+from jaxrl_llm.rollout.respond import request_seed
 from jaxrl_llm.tasks import Curriculum, Dropping, Prompts, Scheduled, Shuffled, Table, Task, load
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -43,7 +43,7 @@ def test_a_curriculum_counts_an_answer_for_as_much_of_it_as_is_right():
     groups = [group(accuracy) for accuracy in ([0.5, 0.75, 0.25, 0.5], [1.0, 1.5], [0.0, -1.0], [0.5, 0.5])]
     groups = [dataclasses.replace(g, problem=dataclasses.replace(g.problem, id=str(n))) for n, g in enumerate(groups)]
     stream = Scheduled(Curriculum(drop=Dropping(1, 1), strength=0), [g.problem for g in groups], 0)
-    memory = stream.told({}, groups)
+    memory = stream.observe({}, groups)
     assert stream.success(memory).tolist() == [0.5, 1, 0, 0.5]
     assert memory["streak"].tolist() == [0, 1, -1, 0], "what is right in part is neither solved nor unsolved"
 

@@ -13,8 +13,7 @@ from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rules import Controlled, Decision, EntropyControlled, TeachesNothing
-from jaxrl_llm.stages.programs import coefficients_of, moved_by_rules, objectives_of
-from jaxrl_llm.stages.rl import rules_for
+from jaxrl_llm.stages.rl.ingredients import coefficients_of, moved_by_rules, objectives_of, rules_for
 
 SMOKE = configs.load_config("smoke")[1]
 

@@ -22,8 +22,8 @@ from jaxrl_llm.recipes import Recipe
 from jaxrl_llm.rules import Decision, NotANumber, OnStall, Resets, decide, rules_of
 from jaxrl_llm.rules.guards import GUARD
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.rl import rules_for
-from jaxrl_llm.step import apply
+from jaxrl_llm.stages.rl.ingredients import rules_for
+from jaxrl_llm.trainer.step import apply
 
 SMOKE = configs.load_config("smoke")[1]
 KL = "event/reference_reset"

@@ -12,6 +12,7 @@ from tiny import Compilations
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.data import Texts
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout.settings import Ptx
@@ -34,9 +35,10 @@ from jaxrl_llm.rules import (
     decide,
 )  # fmt: skip
 from jaxrl_llm.rules.guards import FewKept
-from jaxrl_llm.stages.rl import rules_for
-from jaxrl_llm.step import LoopState, apply
-from jaxrl_llm.tasks import Table, Texts
+from jaxrl_llm.stages.rl.ingredients import rules_for
+from jaxrl_llm.tasks import Table
+from jaxrl_llm.trainer.context import LoopState
+from jaxrl_llm.trainer.step import apply
 from jaxrl_llm.types import Role, TrainState
 
 SMOKE = configs.load_config("smoke")[1]

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxrl_llm.cli.processes import take_distributed, together
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.loop import agreed_to_stop
 from jaxrl_llm.rewards import Accuracy, Function, Scorer
 from jaxrl_llm.sharding.distributed import Disagreement
-from jaxrl_llm.signals import Preemption
+from jaxrl_llm.system.signals import Preemption
+from jaxrl_llm.trainer.loop import agreed_to_stop
 from jaxrl_llm.types import Completion, Group, Problem
 
 ANSWERS = ("4", "hang", "5", "raise", "4")

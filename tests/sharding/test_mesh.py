@@ -28,9 +28,16 @@ def slices_of(row):
     (MeshShape(-1, 1, 2, slices=4), (4, 1, 2)), (MeshShape(1, -1, 1, rollout=4, slices=2), (2, 2, 1)),
 ])  # fmt: skip
 def test_every_slice_has_copies_of_its_own(shape, wanted):
-    assert shape.sizes(8) == wanted
+    assert tuple(shape.sizes(8).values()) == wanted
     mesh = make_mesh(shape)
     assert mesh.devices.shape == wanted and batch_parts(mesh) == wanted[0] * wanted[1]
+
+
+def test_sizes_are_found_by_the_names_of_their_axes():
+    shape = MeshShape(2, -1, 2, rollout=4)
+    assert shape.sizes(12) == {"data": 2, "fsdp": 2, "tensor": 2} == dict(make_mesh(MeshShape(2, 2, 2)).shape)
+    assert shape.sampling_sizes(12) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert batch_parts(shape.sizes(12)) == batch_parts(make_mesh(MeshShape(2, 2, 2))) == 4
 
 
 @pytest.mark.parametrize(("shape", "message"), [

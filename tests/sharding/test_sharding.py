@@ -17,7 +17,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models.compute import Compute
+from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import by_layer, causal_rows, forward, initialise
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import BATCH, MeshShape, batch_parts, constrain, fitting, make_mesh, shardings
@@ -124,7 +124,7 @@ def kept_of_a_layer(mesh, columns):
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model, shardings(model, mesh)
         )
         tokens = jax.ShapeDtypeStruct((8, columns), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(BATCH)))
-        loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), Compute(remat="full"))))
+        loss = lambda m, t: jnp.sum(jnp.square(forward(m, causal_rows(t), ComputeOptions(remat="full"))))
         with jax.set_mesh(mesh):
             made = jax.jit(jax.grad(loss), out_shardings=shardings(model, mesh)).lower(like, tokens).compile()
         found.append(made.memory_analysis().temp_size_in_bytes)
@@ -192,7 +192,7 @@ def test_paths_are_found_inside_whatever_holds_the_model():
     ((1, -1, 1), 8, (1, 8, 1)), ((-1, 2, 2), 8, (2, 2, 2)), ((2, 2, 2), 8, (2, 2, 2)), ((1, 1, -1), 1, (1, 1, 1)),
 ])  # fmt: skip
 def test_sizes_of_the_mesh(given, devices, wanted):
-    assert MeshShape(*given).sizes(devices) == wanted
+    assert tuple(MeshShape(*given).sizes(devices).values()) == wanted
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -9,7 +9,7 @@ import pytest
 from learner.rollouts import one_device
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoint import Checkpoints, host_file
+from jaxrl_llm.checkpoints.store import Checkpoints, host_file
 from jaxrl_llm.config import find_start, load_config, located, to_json, validate
 from jaxrl_llm.config.origin import Origin
 from jaxrl_llm.errors import InputError
@@ -18,10 +18,10 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rollout.groups import RECORDS, Carryover
-from jaxrl_llm.stages.streams import statistics, stream_of
-from jaxrl_llm.step import LoopState
+from jaxrl_llm.stages.rl.problems import statistics, stream_of
 from jaxrl_llm.tasks import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, Shuffled
-from jaxrl_llm.tasks.interleaved import Interleaved
+from jaxrl_llm.tasks.stream import Interleaved
+from jaxrl_llm.trainer.context import LoopState
 from jaxrl_llm.types import Group, Problem
 
 
@@ -46,13 +46,13 @@ def played(stream, count, solves, memory=None, start=0):
         problem, memory = stream.next(number, memory)
         index = int(problem.id[1:])
         asked.append(index)
-        memory = stream.told(memory, [answered(problem, solves(index))])
+        memory = stream.observe(memory, [answered(problem, solves(index))])
     return asked, memory
 
 
 def told(stream, *results, memory=None):
     """What is remembered after these (index, right of 4), in one call."""
-    return stream.told(memory or {}, [answered(stream.problems[i], right) for i, right in results])
+    return stream.observe(memory or {}, [answered(stream.problems[i], right) for i, right in results])
 
 
 def test_without_any_part_all_are_asked_once_then_all_again_and_counted():
@@ -62,7 +62,7 @@ def test_without_any_part_all_are_asked_once_then_all_again_and_counted():
     assert asked[:10] != asked[10:20]
     assert memory["tries"].tolist() == [12] * 10 and memory["solved"].tolist() == [3 * (i % 5) for i in range(10)]
     assert memory["last"].tolist() == [max(n for n in range(30) if asked[n] == i) for i in range(10)]
-    assert stream.measured({}, memory) == {
+    assert stream.metrics({}, memory) == {
         "curriculum/active": 10, "curriculum/dropped_solved": 0, "curriculum/dropped_unsolved": 0,
         "curriculum/success": pytest.approx(0.5),
     }  # fmt: skip
@@ -73,7 +73,7 @@ def test_prioritised_draws_in_proportion_to_what_is_not_solved():
     np.testing.assert_allclose(weights / weights.sum(), [0.066667, 0.333333, 0.6], atol=1e-6)  # ALGORITHMS.md, 18
     stream = Scheduled(Curriculum(Prioritised(), strength=0), problems(4), 5)
     groups = [answered(stream.problems[i], right, of=10) for i, right in enumerate((9, 5, 1))]
-    memory = stream.told({}, groups)  # the fourth was never tried: its success is the prior, 0.5
+    memory = stream.observe({}, groups)  # the fourth was never tried: its success is the prior, 0.5
     counts = np.bincount([int(stream.next(n, memory)[0].id[1:]) for n in range(8000)], minlength=4)
     np.testing.assert_allclose(counts / 8000, np.array([0.1, 0.5, 0.9, 0.5]) / 2, atol=0.015)
     harder = np.bincount(
@@ -108,20 +108,20 @@ def test_easy_to_hard_opens_the_easiest_share_evenly():
     turned = dataclasses.replace(easy, rising=False)
     again, _ = played(Scheduled(Curriculum(easy_to_hard=turned), stream.problems, 1), 4, lambda i: 2)
     assert {level[i] for i in again} == {9, 8, 7}
-    assert stream.measured({}, {**memory, "asked": 10})["curriculum/active"] == 4
+    assert stream.metrics({}, {**memory, "asked": 10})["curriculum/active"] == 4
 
 
 def test_easy_to_hard_counts_from_the_first_prompt_of_its_task():
     stream = Scheduled(
         Curriculum(easy_to_hard=EasyToHard("level", over=40, start=0.2)), problems(10, level=range(10)), 1
     )
-    assert stream.measured({}, {})["curriculum/active"] == 2
+    assert stream.metrics({}, {})["curriculum/active"] == 2
     memory = {}
     for number in range(500, 510):
         _, memory = stream.next(number, memory)
-    assert memory["since"] == 500 and stream.measured({}, memory)["curriculum/active"] == 4
+    assert memory["since"] == 500 and stream.metrics({}, memory)["curriculum/active"] == 4
     of_old = {name: value for name, value in memory.items() if name != "since"}
-    assert stream.measured({}, of_old)["curriculum/active"] == 10
+    assert stream.metrics({}, of_old)["curriculum/active"] == 10
 
 
 def test_easy_to_hard_by_success_begins_with_what_was_solved():
@@ -144,7 +144,7 @@ def test_what_is_always_or_never_solved_is_dropped_and_visited_again():
             at = [number for number, one in enumerate(asked) if one == index]
             gaps = np.diff(at)
             assert (gaps[: visits - 1] < 4 * 9).all() and (gaps[visits - 1 :] >= 4 * 9).all() and len(at) > visits
-    found = stream.measured({}, memory)
+    found = stream.metrics({}, memory)
     active = stream.active(200, memory)
     assert found["curriculum/active"] == active.sum() >= 3 and active[2::3].all()
     assert found["curriculum/dropped_solved"] + found["curriculum/dropped_unsolved"] == 9 - active.sum()
@@ -162,13 +162,13 @@ def test_all_are_asked_where_all_are_dropped_and_that_is_an_event_once():
     stream = Scheduled(Curriculum(Prioritised(), drop=Dropping(1, 1)), problems(3), 0)
     before = told(stream, (0, 4), (1, 0))
     after = told(stream, (2, 4), memory=before)
-    assert "event/curriculum_exhausted" not in stream.measured({}, before)
-    assert stream.measured({}, before)["curriculum/active"] == 1
-    found = stream.measured(before, after)
+    assert "event/curriculum_exhausted" not in stream.metrics({}, before)
+    assert stream.metrics({}, before)["curriculum/active"] == 1
+    found = stream.metrics(before, after)
     assert (
         found["event/curriculum_exhausted"].startswith("all 3 problems are dropped") and found["curriculum/active"] == 3
     )
-    assert "event/curriculum_exhausted" not in stream.measured(after, after)
+    assert "event/curriculum_exhausted" not in stream.metrics(after, after)
     assert {stream.next(n, after)[0].id for n in range(60)} == {"p0", "p1", "p2"}
 
 
@@ -191,9 +191,9 @@ def test_answers_that_nobody_could_verify_are_no_visit():
     assert not memory["tries"].any() and not memory["streak"].any()
     partly = answered(stream.problems[1], 4)
     partly = dataclasses.replace(partly, accuracy=np.array([np.nan, 1, 1, np.nan]))
-    memory = stream.told(memory, [partly, answered(problems(9)[8], 4)])
+    memory = stream.observe(memory, [partly, answered(problems(9)[8], 4)])
     assert memory["tries"].tolist() == [0, 2, 0] and memory["streak"].tolist() == [0, 1, 0]
-    assert np.isnan(stream.measured({}, {})["curriculum/success"])
+    assert np.isnan(stream.metrics({}, {})["curriculum/success"])
 
 
 def test_what_is_remembered_is_replaced_and_the_order_depends_on_it_and_the_seed_alone():
@@ -206,10 +206,10 @@ def test_what_is_remembered_is_replaced_and_the_order_depends_on_it_and_the_seed
     assert rest == whole[40:] and json.dumps(codec.to_json(again)) == json.dumps(codec.to_json(end))
     assert json.dumps(codec.to_json(half)) == kept, "the memory that is handed in stays as it was"
     assert played(dataclasses.replace(stream, seed=7), 80, lambda i: i % 5)[0] != whole
-    together = stream.told(half, [answered(stream.problems[i], i % 5) for i in (1, 2, 1)])
+    together = stream.observe(half, [answered(stream.problems[i], i % 5) for i in (1, 2, 1)])
     apart = half
     for i in (1, 2, 1):
-        apart = stream.told(apart, [answered(stream.problems[i], i % 5)])
+        apart = stream.observe(apart, [answered(stream.problems[i], i % 5)])
     assert json.dumps(codec.to_json(together)) == json.dumps(codec.to_json(apart))
 
 
@@ -218,8 +218,8 @@ def test_what_was_remembered_of_other_problems_is_forgotten():
     _, memory = played(Scheduled(parts, problems(7), 0), 30, lambda i: 4)
     other = Scheduled(parts, problems(5), 0)
     assert played(other, 10, lambda i: 2, memory)[0] == played(other, 10, lambda i: 2)[0]
-    assert len(other.told(memory, [answered(problems(5)[1], 2)])["tries"]) == 5
-    assert other.measured(memory, memory)["curriculum/active"] == 5
+    assert len(other.observe(memory, [answered(problems(5)[1], 2)])["tries"]) == 5
+    assert other.metrics(memory, memory)["curriculum/active"] == 5
 
 
 def test_many_problems_cost_little():
@@ -230,8 +230,8 @@ def test_many_problems_cost_little():
     began, memory = time.process_time(), {}
     for number in range(64):
         problem, memory = stream.next(number, memory)
-    memory = stream.told(memory, [answered(problem, 2)] * 64)
-    stream.measured({}, memory)
+    memory = stream.observe(memory, [answered(problem, 2)] * 64)
+    stream.metrics({}, memory)
     assert time.process_time() - began < 1.0  # 0.06 s on an idle core
 
 
@@ -331,7 +331,7 @@ def test_tasks_that_ask_the_same_begin_with_their_own_counts(tmp_path):
     groups = [
         answered(tasks[name][i], right) for name, i, right in (("loose", 0, 4), ("strict", 0, 0), ("strict", 1, 0))
     ]
-    left = Carryover(stream=both.told({}, groups))
+    left = Carryover(stream=both.observe({}, groups))
     counted = host_file(tmp_path / "checkpoints" / "1")
     counted.parent.mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps(to_json(load_config("smoke")[1])))

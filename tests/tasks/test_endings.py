@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from tasks.test_turns import BRACKETS, FORGETS, STOP, TALK, TINY, UNMARKED, says
 
-from jaxrl_llm.tasks import CHATML, Pairs, Table, Task, load_texts
-from jaxrl_llm.tasks.endings import closed, closing_of
-from jaxrl_llm.tasks.template import template_fingerprint
+from jaxrl_llm.data import Pairs, load_texts
+from jaxrl_llm.data.chats import closed, closing_of
+from jaxrl_llm.tasks import Table, Task
+from jaxrl_llm.tasks.template import CHATML, template_fingerprint
 from jaxrl_llm.types import Completion
 
 TAILED = "{% for m in messages %}{{ m['content'] }}{{ eos_token }} ;{% endfor %}"

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import extract, integer, number
+from jaxrl_llm.tasks import extract, integer
+from jaxrl_llm.tasks.extract import number
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.tasks import Interleaved, Shuffled, of_tasks
-from jaxrl_llm.tasks.interleaved import going_on, places_in, turn
+from jaxrl_llm.tasks import Shuffled, of_tasks
+from jaxrl_llm.tasks.stream import Interleaved, going_on, places_in, turn
 from jaxrl_llm.types import Group, Problem
 
 weights = st.lists(st.one_of(st.integers(1, 20), st.floats(0.01, 50.0)), min_size=2, max_size=9)
@@ -49,10 +49,10 @@ class Counting:
     def next(self, number, memory):
         return self.problems[number % len(self.problems)], memory
 
-    def told(self, memory, groups):
+    def observe(self, memory, groups):
         return {"told": memory.get("told", 0) + len(groups)}
 
-    def measured(self, before, after):
+    def metrics(self, before, after):
         return {"new": after.get("told", 0) - before.get("told", 0)}
 
 
@@ -107,12 +107,12 @@ def test_a_stream_is_told_of_its_own_groups_alone_and_measures_them():
     mixed = Interleaved({name: Counting(problems(name, 2)) for name in "abc"}, dict.fromkeys("abc", 1.0))
     _, first = asked_of(mixed, 6)
     before = json.dumps(first)
-    second = mixed.told(first, [group_of("a"), group_of("b"), group_of("b")])
-    third = mixed.told(second, [group_of("b")])
+    second = mixed.observe(first, [group_of("a"), group_of("b"), group_of("b")])
+    third = mixed.observe(second, [group_of("b")])
     assert json.dumps(first) == before, "what was handed in has changed"
     assert third["streams"] == {"a": {"told": 1}, "b": {"told": 3}, "c": {}}
     assert third["asked"] == {"a": 2, "b": 2, "c": 2}
-    assert mixed.measured(second, third) == {"task/a/new": 0, "task/b/new": 1, "task/c/new": 0}
+    assert mixed.metrics(second, third) == {"task/a/new": 0, "task/b/new": 1, "task/c/new": 0}
 
 
 def test_a_single_task_stays_as_it_is():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tasks.test_texts import ASK, EDITED, GOOD, STOP, TINY, A, B, loaded, plain
 
+from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import Pairs, Steps, Table, Texts, difference, fingerprint, load_texts
+from jaxrl_llm.tasks import Table, difference, fingerprint
 
 LONG = {
     Texts: {"prompt": "q", "completion": "b" * 9},

@@ -16,9 +16,9 @@ import pytest
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.forms import columns, is_chat
+from jaxrl_llm.rewards.functions import columns, is_chat
 from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, begun, load
-from jaxrl_llm.tasks.generate import forget
+from jaxrl_llm.tasks.gym import forget
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
 
@@ -164,7 +164,7 @@ def test_reasoning_gym_repeats_itself_by_seed():
 
 def generating():
     """Processes of this one that generate problems."""
-    command = ["pgrep", "-P", str(os.getpid()), "-f", "jaxrl_llm.tasks.generate"]
+    command = ["pgrep", "-P", str(os.getpid()), "-f", "jaxrl_llm.tasks.gym"]
     return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
 
 
@@ -237,7 +237,7 @@ def test_reasoning_gym_refuses_in_one_line(source, message):
 
 OFFLINE = """
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.forms import columns, is_chat
+from jaxrl_llm.rewards.functions import columns, is_chat
 from jaxrl_llm.tasks import HubDataset
 import sys
 local = HubDataset(sys.argv[1], split="train", answer_field="solution.text", answer_extractor="last_number")

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import ReasoningGym, Table, Task, difference, fingerprint, load, prompt_key
+from jaxrl_llm.tasks import ReasoningGym, Table, Task, difference, fingerprint, load
+from jaxrl_llm.tasks.prompts import prompt_key
 from jaxrl_llm.types import Problem
 
 ONE_DIGIT_SUMS = Task(

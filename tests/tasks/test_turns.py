@@ -4,9 +4,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl_llm.data import Pairs, Steps, Texts, load_texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
-from jaxrl_llm.tasks import Pairs, Steps, Table, Task, Texts, encode, load_texts
+from jaxrl_llm.tasks import Table, Task, encode
 from jaxrl_llm.types import Problem
 
 TINY = tiny_tokenizer()

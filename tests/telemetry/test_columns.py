@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxrl_llm.telemetry import columns
+from jaxrl_llm.system.text import count, seconds, short
+from jaxrl_llm.telemetry import table
 
 ROW = {
     "reward/mean": -0.0769,
@@ -29,7 +30,7 @@ ROW = {
     ],
 )
 def test_durations(value, text):
-    assert columns.seconds(value) == text
+    assert seconds(value) == text
 
 
 @pytest.mark.parametrize(
@@ -44,18 +45,18 @@ def test_durations(value, text):
     ],
 )
 def test_numbers(value, text):
-    assert columns.short(value) == text
+    assert short(value) == text
 
 
 def titles(width, row=ROW):
-    return [column.title for column in columns.columns_for(width, row).columns]
+    return [column.title for column in table.columns_for(width, row).columns]
 
 
 def test_eighty_characters_hold_what_a_step_of_reinforcement_learning_has():
     everything = ["reward", "accuracy", "length", "entropy", "grad norm", "tokens/s", "seconds"]
     assert titles(80) == titles(80, ROW | {"loss": 0.5}) == everything
-    assert columns.columns_for(80, ROW).gap == 1
-    assert columns.columns_for(120, ROW).gap == 2
+    assert table.columns_for(80, ROW).gap == 1
+    assert table.columns_for(120, ROW).gap == 2
     assert "loss" in titles(120, ROW | {"loss": 0.5})
 
 
@@ -65,12 +66,12 @@ def test_a_run_has_the_columns_of_what_it_measures():
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 100])
 def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
-    layout = columns.columns_for(width, ROW)
-    line, heading = columns.line(layout, "12/400", "2h07", ROW), columns.heading(layout)
+    layout = table.columns_for(width, ROW)
+    line, heading = table.line(layout, "12/400", "2h07", ROW), table.heading(layout)
     assert len(line) == len(heading) <= width
     for column in layout.columns:
         end = heading.index(column.title) + len(column.title)
-        assert line[:end].endswith(columns.cell(column, ROW)) and line[end] == " "
+        assert line[:end].endswith(column.cell(ROW)) and line[end] == " "
 
 
 def test_the_reward_is_the_last_column_to_go():
@@ -78,10 +79,10 @@ def test_the_reward_is_the_last_column_to_go():
 
 
 def test_what_is_missing_or_not_finite_is_shown_as_such():
-    cells = {column.title: columns.cell(column, ROW) for column in columns.COLUMNS}
+    cells = {column.title: column.cell(ROW) for column in table.COLUMNS}
     assert cells["grad norm"] == "-" and cells["accuracy"] == "100.0 %"
-    assert [columns.cell(columns.COLUMNS[0], row) for row in ({}, {"reward/mean": None})] == ["-", "-"]
-    assert columns.cell(columns.COLUMNS[0], {"reward/mean": float("inf")}) == "inf"
+    assert [table.COLUMNS[0].cell(row) for row in ({}, {"reward/mean": None})] == ["-", "-"]
+    assert table.COLUMNS[0].cell({"reward/mean": float("inf")}) == "inf"
 
 
 def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
@@ -91,15 +92,15 @@ def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
         "eval/a/b/problems": 26.0,
         "eval/c/reward": float("nan"),
     }
-    assert columns.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
-    assert columns.evaluation({"entropy": 1.0}) == ""
+    assert table.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
+    assert table.evaluation({"entropy": 1.0}) == ""
     row = {
         "event/reference_reset": True,
         "event/resumed": False,
         "event/teaches_nothing": "no token is in the loss",
         "kl": 0.0,
     }
-    assert [columns.event(*one) for one in columns.happened(row)] == [
+    assert [table.event(*one) for one in table.happened(row)] == [
         "reference reset",
         "teaches nothing: no token is in the loss",
     ]
@@ -115,4 +116,4 @@ def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
     ],
 )
 def test_sizes(value, text):
-    assert columns.count(value) == text
+    assert count(value) == text

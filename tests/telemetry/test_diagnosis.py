@@ -14,8 +14,8 @@ from histories import change, flat_then, healthy, kinds, of, rise, rows, sick
 
 from jaxrl_llm import config, learner, recipes, rewards, rollout, rules
 from jaxrl_llm.algorithms import surrogates
+from jaxrl_llm.diagnosis.history import MEASURED, ROLLED_BACK, history
 from jaxrl_llm.telemetry import Finding, diagnose
-from jaxrl_llm.telemetry.diagnosis.history import MEASURED, ROLLED_BACK, history
 
 MATTERS = {
     "entropy_collapse": ["entropy", "reward/mean"],

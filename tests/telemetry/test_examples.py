@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from jaxrl_llm.telemetry.examples import EVERY_S, Example, Examples, chosen
-from jaxrl_llm.telemetry.lines import abridge, head, tail
-from jaxrl_llm.telemetry.panel import Panel
+from jaxrl_llm.system.text import abridge, head, tail
+from jaxrl_llm.telemetry.panel import EVERY_S, Example, Examples, Panel, chosen
 from jaxrl_llm.types import Completion, Group, Problem
 
 NONE = np.zeros(0, np.int32)

@@ -10,12 +10,9 @@ from rich.console import Console
 from terminals import Terminal
 
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.compiling import Compiling
-from jaxrl_llm.telemetry.header import model_line, steps_line
-from jaxrl_llm.telemetry.logs import logged
-from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.telemetry.status import patience
+from jaxrl_llm.telemetry.pace import Compiling, Schedule
+from jaxrl_llm.telemetry.progress import Progress, model_line, patience, steps_line
+from jaxrl_llm.telemetry.writers import logged
 
 RUN = """
 import numpy as np
@@ -193,7 +190,7 @@ class Found:
     def __init__(self, findings):
         self._findings = findings
 
-    def see(self, row):
+    def new(self, row):
         found, self._findings = self._findings, []
         return found
 

@@ -9,11 +9,10 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models
 
-from jaxrl_llm import evaluate
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.builtin import tiny_tokenizer
-from jaxrl_llm.telemetry.pieces import pieces
-from jaxrl_llm.telemetry.records import LOGGED_ANSWERS, LOGGED_TOKENS, Learned, record, training_lines
+from jaxrl_llm.rollout import evaluate
+from jaxrl_llm.telemetry.records import LOGGED_ANSWERS, LOGGED_TOKENS, Learned, record, token_texts, training_lines
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Completion, Group, Problem
 
@@ -36,9 +35,9 @@ def group(*completions):
 def learned_from(*groups, **arrays):
     """Samples in another order than their groups."""
     samples = [
-        Sample(g.prompt, c.tokens, c.mask, {"advantages": c.tokens[0] / 8}, arrays)
-        for g in reversed(groups)
-        for c in g.completions
+        Sample(g.prompt, c.tokens, c.mask, {"advantages": c.tokens[0] / 8}, arrays, place=(n, i))
+        for n, g in reversed(list(enumerate(groups)))
+        for i, c in enumerate(g.completions)
     ]
     return Learned(groups, samples, spelled)
 
@@ -64,6 +63,7 @@ def test_advantages_of_tokens_are_written_with_their_mean_over_those_that_count(
         one.tokens,
         np.array([True, False, False]),
         arrays={"advantages": np.array([0.5, 0.0, -2.0], np.float32), "fresh": np.ones(3, bool)},
+        place=(0, 0),
     )
     (line,) = training_lines(Learned([group(one)], [sample], spelled))
     assert line["advantage"] == 0.5
@@ -97,9 +97,9 @@ def test_lines_on_the_disk_are_rows_of_the_step(tmp_path):
 def test_pieces_together_are_the_text(text):
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = pieces(tokens, tokenizer)
+    found = token_texts(tokens, tokenizer)
     assert "".join(found) == text and len(found) == len(tokens)
-    assert pieces([tokenizer.eos_token_id], tokenizer) == [tokenizer.eos_token]
+    assert token_texts([tokenizer.eos_token_id], tokenizer) == [tokenizer.eos_token]
 
 
 def test_bytes_that_make_no_letters_end_nothing():
@@ -109,18 +109,18 @@ def test_bytes_that_make_no_letters_end_nothing():
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>")
-    assert pieces([257, 258], tokenizer) == ["a", "b"]
+    assert token_texts([257, 258], tokenizer) == ["a", "b"]
     torn = [62, 171, 257, 217]
-    assert pieces(torn, tokenizer) == [tokenizer.decode([token]) for token in torn]
-    assert pieces(torn, tokenizer)[::2] == ["=", "a"]
+    assert token_texts(torn, tokenizer) == [tokenizer.decode([token]) for token in torn]
+    assert token_texts(torn, tokenizer)[::2] == ["=", "a"]
 
 
 def test_the_learners_numbers_stand_beside_the_samplers():
     one = group(completion("ab"))
     (line,) = training_lines(learned_from(one, old_values=np.array([0.25, 0.5], np.float32)))
     assert line["by_token"]["old_values"] == [0.25, 0.5]
-    again = dataclasses.replace(one.completions[0], tokens=one.completions[0].tokens.copy())
-    (line,) = training_lines(dataclasses.replace(learned_from(one), groups=[group(again)]))
+    others = [dataclasses.replace(sample, place=(1, 0)) for sample in learned_from(one).samples]
+    (line,) = training_lines(Learned([one], others, spelled))
     assert "advantage" not in line, "a sample belongs to its completion, not to one that looks like it"
 
 

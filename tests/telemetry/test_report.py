@@ -11,11 +11,17 @@ import time
 import pytest
 from commands import command
 
+from jaxrl_llm.codec import flat
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.telemetry.report import page, write_report
-from jaxrl_llm.telemetry.report.files import MOST_POINTS, curves_of, flat
-from jaxrl_llm.telemetry.report.thinning import MOST_BYTES, MOST_COMPLETIONS, choose_lines, thinned
-from jaxrl_llm.telemetry.reporter import Reporter
+from jaxrl_llm.telemetry.report import Reporter, page, write_report
+from jaxrl_llm.telemetry.report.contents import (
+    MOST_BYTES,
+    MOST_COMPLETIONS,
+    MOST_POINTS,
+    choose_lines,
+    curves_of,
+    thinned,
+)
 from jaxrl_llm.telemetry.writers import RunWriter
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
@@ -216,7 +222,7 @@ def test_a_run_whose_files_cannot_be_read_is_named(tmp_path):
 
 
 def test_settings_have_dotted_names():
-    assert flat({"a": {"b": [{"c": 1}, {"c": 2}]}, "d": [1, 2], "e": None}) == {
+    assert flat({"a": {"b": [{"c": 1}, {"c": 2}]}, "d": [1, 2], "e": None}, whole_lists=True) == {
         "a.b.0.c": 1, "a.b.1.c": 2, "d": [1, 2], "e": None
     }  # fmt: skip
 

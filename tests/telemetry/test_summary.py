@@ -7,10 +7,17 @@ import shlex
 import pytest
 from rich.console import Console
 
+from jaxrl_llm.system.text import abridge
 from jaxrl_llm.telemetry import Finding
-from jaxrl_llm.telemetry.lines import abridge
-from jaxrl_llm.telemetry.summarise import summarise
-from jaxrl_llm.telemetry.summary import RunSummary, SamplePair, Took, pair_samples, print_summary, worth_showing
+from jaxrl_llm.telemetry.summary import (
+    RunSummary,
+    SamplePair,
+    Took,
+    pair_samples,
+    print_summary,
+    summarise,
+    worth_showing,
+)
 
 BEFORE = [
     ("sums", "1 + 1", "2", True),

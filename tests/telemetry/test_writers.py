@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.telemetry.rows import read_rows
-from jaxrl_llm.telemetry.wandb_run import table
-from jaxrl_llm.telemetry.writers import RunWriter, import_extra
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.telemetry.writers import RunWriter, import_extra, table
 
 
 def lines(path):

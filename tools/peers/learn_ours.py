@@ -12,7 +12,7 @@ from typing import Any
 from learning import OUT, work
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.launch import train
+from jaxrl_llm.trainer.launch import train
 
 
 def tell(directory: Path, began: float, group: int) -> None:

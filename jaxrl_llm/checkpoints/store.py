@@ -1,0 +1,290 @@
+"""Checkpoints: everything that a run needs to resume, written by Orbax in the background.
+
+A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state:
+data cursor, surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in
+a file next to it. Random numbers need no state: they are functions of the run's seed and of counters.
+"""
+
+import dataclasses
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import codec
+from jaxrl_llm.checkpoints import integrity
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.fingerprint import fingerprint
+from jaxrl_llm.sharding import abstract, replicated, shardings
+from jaxrl_llm.types import Role, TrainState
+
+
+def flatten(state: TrainState) -> dict[str, Any]:
+    """Return the arrays of a state by path, with fingerprints of the weights in place of a frozen base (``base/...``).
+
+    Wrappers of the model library leave no trace in the names.
+    """
+    bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
+    for name, base in bases.items():
+        only_shapes = isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct)
+        state = state.with_role(name, base=jax.eval_shape(fingerprint, base) if only_shapes else fingerprint(base))
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def unflatten(arrays: dict[str, Any], like: TrainState) -> TrainState:
+    """Rebuild a state with the structure of ``like`` from the arrays of ``flatten``, without bases."""
+    for name in like.roles:
+        like = like.with_role(name, base=None)
+    paths, treedef = jax.tree.flatten_with_path(like)
+    return jax.tree.unflatten(treedef, [arrays[_name(path)] for path, _ in paths])
+
+
+SHORT = {
+    "roles/policy/params": "policy",
+    "roles/policy/opt_state": "opt_state",
+    "roles/policy/updates": "updates",
+    "roles/policy/base": "base",
+    "frozen/reference": "reference",
+}
+"""Short names in checkpoints for the parts that every run has, from before there were other roles."""
+
+
+def _name(path: tuple) -> str:
+    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    name = "/".join(part for part in parts if part not in ("weights", "value"))
+    for long, short in SHORT.items():
+        if name == long or name.startswith(f"{long}/"):
+            return short + name.removeprefix(long)
+    return name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Newest:
+    """Orbax's preservation policy: the newest checkpoints that count, and the newest of all."""
+
+    keep: int
+    counts: Callable[[int], bool]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return which of these checkpoints, the oldest first, are kept."""
+        steps = [one.step for one in checkpoints]
+        kept = {*[step for step in steps if self.counts(step)][-self.keep :], *steps[-1:]}
+        return [step in kept for step in steps]
+
+
+ARRAYS = "arrays.zlib"
+"""The file of the host state's arrays, concatenated, next to its JSON."""
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+"""Folders of steps in writing, or left behind by a killed process."""
+
+
+class Checkpoints:
+    """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
+
+    Args:
+      directory: the folder; made when first needed.
+      keep: the number of checkpoints to keep; None for all.
+      counts: whether a step counts towards these. Of the others, such as one at which a run was stopped, only the
+        newest is kept, until there is a newer checkpoint.
+    """
+
+    def __init__(self, directory: Path, keep: int | None = 2, counts: Callable[[int], bool] = lambda step: True):
+        import orbax.checkpoint as ocp
+
+        self._args = ocp.args
+        self._directory = Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=None if keep is None else _Newest(keep, counts),
+            create=True,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._arrays: dict[int, bytes] = {}  # of the host, by step, until they are written
+
+    def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
+        """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
+
+        ``host``: JSON values and arrays.
+        An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced.
+        """
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
+        host, arrays = codec.apart(host)
+        if jax.process_index() == 0:
+            self._arrays[step] = arrays
+        items = self._args.Composite(state=self._args.StandardSave(flatten(state)), host=self._args.JsonSave(host))
+        self._manager.save(step, args=items, force=True)
+
+    def wait(self) -> None:
+        """Wait until pending writes are complete."""
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
+        """Restore the state and host values of a step, laid out on this mesh, whichever mesh it was saved from.
+
+        Args:
+          step: a complete one.
+          like: shapes and dtypes of the state.
+          mesh: of the restored state.
+          base: the frozen model, if ``like`` has one: a checkpoint holds only its fingerprint.
+
+        Raises:
+          InputError: the checkpoint has other arrays than this configuration, or another base.
+        """
+        self.wait()
+        place = self._directory / str(step)
+        has_base = like.policy.base is not None
+        state = restore_parts(place, like.with_role("policy", base=None), mesh, base if has_base else None, whole=True)
+        if has_base:
+            state = state.with_role("policy", base=jax.device_put(base, shardings(base, mesh)))
+        return state, read_host(place)
+
+    def _seal(self) -> None:
+        """Write the host's arrays and the checksums of a step, in the writing thread, before the step gets its final
+        name: no step exists without them."""
+        if jax.process_index() == 0:
+            for step in self._directory.glob(UNFINISHED):
+                arrays = self._arrays.pop(int(step.name.partition(".")[0]), b"")
+                if arrays:
+                    (step / "host" / ARRAYS).write_bytes(zlib.compress(arrays, 1))
+                integrity.seal(step)
+
+    def close(self) -> None:
+        """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
+
+        Raises:
+          Exception: of a write that failed in the background (Orbax's own kinds; a full disk among them).
+        """
+        manager = self._manager
+        self._manager = None
+        if manager is None:
+            return
+        try:
+            manager.wait_until_finished()
+        finally:
+            manager.close()
+            if jax.process_index() == 0:
+                for unfinished in self._directory.glob(UNFINISHED):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and jax.process_count() > 1:
+            return  # a write is done when all processes are, and they may be gone: the next start removes what it left
+        try:
+            self.close()
+        except Exception:
+            if kind is None:  # an error that is under way already is the one to tell
+                raise
+
+
+def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
+    """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model or an adapter."""
+    return restore_parts(step_directory, parts_of_policy(like), mesh, base).policy.params
+
+
+def parts_of_policy(params: Any, opt_state: Any = None) -> TrainState:
+    """Return a state of only these parts of the policy, for ``restore_parts``."""
+    return TrainState({"policy": Role(params, opt_state, None)}, {})
+
+
+def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, whole: bool = False) -> Any:
+    """Restore parts of the state of a complete step; the arrays of the others are not read.
+
+    Args:
+      step_directory: ``checkpoints/STEP``.
+      like: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in place of the others.
+      mesh: of the restored parts, whichever mesh they were saved from.
+      base: the frozen model of the adapter, if there is one.
+      whole: refuse a checkpoint with other parts.
+
+    Raises:
+      InputError: the checkpoint is of another model or another base, or cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    wanted = flatten(abstract(like, shardings(like, mesh)))
+    parts = {_part(name) for name in wanted} | {"base"}
+    for path, x in () if base is None else jax.tree.leaves_with_path(jax.eval_shape(fingerprint, base)):
+        wanted[f"base/{_name(path)}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
+    saved = _saved(step_directory)
+    for name in sorted(saved.keys() | wanted.keys()):
+        has = saved.get(name) if whole or _part(name) in parts else None
+        wants = wanted[name].shape if name in wanted else None
+        if has != wants:
+            remedy = "give the model that it was trained from"
+            if whole:
+                remedy = "take the settings that it was saved with, or start over with --fresh"
+            raise InputError(f"the checkpoint has {name} of shape {has}, this configuration {wants}: {remedy}")
+    with ocp.PyTreeCheckpointer() as reader:
+        args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
+        arrays = reader.restore(Path(step_directory).absolute() / "state", args=args)
+    for path, value in () if base is None else jax.tree.leaves_with_path(jax.device_get(fingerprint(base))):
+        name = _name(path)
+        if not np.array_equal(arrays[f"base/{name}"], value):
+            raise InputError(
+                f"the adapter was trained beside another model than the one that is loaded now ({name} differs): "
+                "give the files it was begun with, or start over with --fresh"
+            )
+    return unflatten(arrays, like)
+
+
+def holds(step_directory: Path, like: TrainState) -> bool:
+    """Whether a complete step has these parts of a state, in these shapes; ``like`` as for ``restore_parts``."""
+    target = {_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(like)}
+    saved = _saved(step_directory)
+    return all(saved.get(name) == shape for name, shape in target.items())
+
+
+def _part(name: str) -> str:
+    """Return the part of a state that an array of a checkpoint belongs to: ``policy``, ``roles/critic/params``."""
+    return "/".join(name.split("/")[: 3 if name.startswith("roles/") else 1])
+
+
+def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays of a complete step by name.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as reader:
+        try:
+            found = reader.metadata(Path(step_directory).absolute() / "state").item_metadata.tree
+            return {name: tuple(meta.shape) for name, meta in found.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            reason = "it holds no state" if isinstance(error, AttributeError) else str(error).splitlines()[0]
+            raise InputError(
+                f"{step_directory} cannot be read ({reason}): remove it to go back to the step before"
+            ) from None
+
+
+def host_file(step_directory: Path) -> Path:
+    """Return the path of the host state's JSON of a complete step: readable without JAX or Orbax."""
+    return step_directory / "host" / "metadata"
+
+
+def read_host(step_directory: Path) -> Any:
+    """Read the host state of a complete step: JSON values, and arrays that were stored as such."""
+    path = host_file(step_directory)
+    arrays = path.with_name(ARRAYS)
+    packed = zlib.decompress(arrays.read_bytes()) if arrays.exists() else b""
+    return codec.together(json.loads(path.read_text()), packed)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the complete steps in a ``checkpoints`` folder, sorted, without starting JAX or Orbax."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())

@@ -1,0 +1,93 @@
+"""``jaxrl-llm report``, a page about runs for a browser, and ``jaxrl-llm reset``, a manual reset of the reference."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.cli.flags import first, take
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.system.paths import local, writable
+
+REPORT_USAGE = """usage: jaxrl-llm report RUN [RUN ...] [--out FILE]
+
+Writes what runs have measured and said as one page: curves, findings, where the time went, completions, settings.
+Several runs are drawn over each other. The page needs no network. Without --out it is RUN/report.html; of several
+runs it is report.html in this folder. Training writes RUN/report.html by itself, at evaluations and at its end."""
+RESET_USAGE = """usage: jaxrl-llm reset RUN [--with_optimiser]
+
+Makes the policy of a run its reference; with --with_optimiser the optimiser begins anew too. A run that is training
+does so after the step that it is in, another one after its next step, once it is gone on with. It is an event of that
+step, whose models are kept for good as RUN@STEP."""
+
+
+def report(arguments: list[str]) -> int:
+    """Run ``report RUN [RUN ...] [--out FILE]``; return the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(REPORT_USAGE)
+        return 0
+    out = take(arguments, "--out", True)
+    runs = [first(arguments, REPORT_USAGE, "report needs a run: jaxrl-llm report runs/quickstart"), *arguments]
+    unknown = [argument for argument in arguments if argument.startswith("-")]
+    if unknown:
+        raise InputError(f"report does not know {unknown[0]}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
+    directories = list(dict.fromkeys(Path(local(run)) for run in runs))
+    for directory in directories:
+        if not directory.is_dir():
+            raise InputError(f"{directory} is no run: give the folder that holds its metrics.jsonl")
+    path = Path(out or ("report.html" if len(directories) > 1 else directories[0] / "report.html"))
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        raise InputError(f"{path} {wrong}; give a file in a folder that exists with --out")
+    from jaxrl_llm.telemetry.report import write_report
+
+    with writable(path, "--out"):
+        write_report(directories, path)
+    print(f"{path} is written: open it in a browser")
+    return 0
+
+
+def reset(arguments: list[str]) -> int:
+    """Run ``reset RUN [--with_optimiser]``; return the exit code.
+
+    Raises:
+      InputError: the run does not exist, or keeps no reference in its current phase.
+    """
+    name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart")
+    if name is None:
+        return 0
+    if {"-h", "--help"} & set(arguments):
+        print(RESET_USAGE)
+        return 0
+    with_optimiser = bool(take(arguments, "--with-optimiser", False))
+    if arguments:
+        raise InputError(f"reset does not know {arguments[0]}: jaxrl-llm reset RUN [--with_optimiser]")
+    from jaxrl_llm import config as configs
+    from jaxrl_llm.checkpoints import snapshots
+    from jaxrl_llm.trainer.requests import ask
+
+    directory = Path(name)
+    path = directory / "config.json"
+    require(configs.is_run(path), f"{name} is no run: give the folder that holds its config.json")
+    # Classes of its own are looked for only where the method, or a phase, is made of some.
+    run: Any = configs.read(path, own=False).run
+    phased = bool(configs.rules_of_run(run).phases)
+    if not configs.is_whole(run if phased else getattr(run, "recipe", None)):
+        run = configs.read(path).run
+    # Each phase begins with a checkpoint or a snapshot.
+    places = snapshots.kept(directory)
+    number = snapshots.phase_of(places[max(places)]) if places else 0
+    kept_by = isinstance(run, configs.Run)
+    require(kept_by, f"{name} is a {type(run).__name__} run, which keeps no reference that could be reset")
+    phase = configs.phases_of(run)[number].name
+    where = f" in phase {phase}" if phase else ""
+    run = configs.in_phase(run, number)
+    algorithm = run.recipe.algorithm
+    require(
+        algorithm.needs_reference or run.output.monitor_kl,
+        f"{name} keeps no reference{where}, since its recipe.algorithm.kl_coef is {algorithm.kl_coef:g}: "
+        f"begin a run with a KL, or with --monitor_kl, from its weights: jaxrl-llm train CONFIG --from {name}",
+    )
+    with writable(directory, "RUN"):
+        ask(directory, with_optimiser)
+    also = " and its optimiser" if with_optimiser else ""
+    print(f"{name} resets its reference{also} after the step that it is in, or after its next one")
+    return 0

@@ -1,0 +1,208 @@
+"""Validation of a configuration before anything is loaded."""
+
+import dataclasses
+import math
+import operator
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+from jaxrl_llm.algorithms.ratios import TruncatedIS
+from jaxrl_llm.algorithms.reduce import ConstantLength
+from jaxrl_llm.config.mixture import has_accuracy, overlong_weight, parts_of_task, rewards_of
+from jaxrl_llm.config.origin import is_ours
+from jaxrl_llm.config.run import Configuration, Run
+from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.sharding import BATCH, batch_parts
+from jaxrl_llm.system.setting import annotations, check_settings
+
+KINDS = (Run, Supervised, Preference, RewardModel)
+"""The types of configurations: a file sets ``config`` to one of them; ``stages.STAGES`` maps each to its training."""
+NAMES = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "None",
+}
+"""The names of plain types in messages for people."""
+PLAIN = (bool, int, float, str, types.NoneType, tuple, list, dict, type)
+"""Types that cannot take the place of a dataclass; an object of a class from outside this package can."""
+
+
+def resolved(run: Any) -> Any:
+    """Return the run with its open settings filled in; only a ``Run`` has open settings.
+
+    Filled in are the recipe's temperature, the budget as Dr. GRPO's constant, a correction for tokens sampled by an
+    older policy if sampling runs ahead, and the size of the overlong punishment. A filter of groups by accuracy
+    becomes one by reward if a task lacks an ``Accuracy`` reward: it would drop groups that all can teach.
+    """
+    if not isinstance(run, Run):
+        return run
+    rollout = run.rollout
+    recipe = run.recipe
+    algorithm = run.recipe.algorithm
+    reads = run.recipe.filter_groups
+    if reads == "accuracy" and not all(has_accuracy(rewards_of(run, part)) for part in parts_of_task(run.task)):
+        reads = "reward"
+    if rollout.temperature is None:
+        rollout = dataclasses.replace(rollout, temperature=run.recipe.temperature)
+    if algorithm.reduce == ConstantLength(None):
+        algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(rollout.max_new_tokens))
+    if rollout.collect.staleness and not (algorithm.corrects_sampler or algorithm.ratio.anchor == "sampler"):
+        algorithm = dataclasses.replace(algorithm, correction=TruncatedIS())
+    weight = overlong_weight(run) or recipe.overlong_weight
+    recipe = dataclasses.replace(recipe, algorithm=algorithm, filter_groups=reads, overlong_weight=weight)
+    return dataclasses.replace(run, rollout=rollout, recipe=recipe)
+
+
+def check_run(run: Configuration) -> None:
+    """Refuse settings that cannot work, in a run without phases; InputError names the field, its value and the
+    remedy."""
+    run = resolved(run)
+    check_settings(run)
+    check_finite(run)  # last, since the checks of a field say more
+
+
+def check_types(value: Any) -> None:
+    """Refuse a field of this dataclass, or of a dataclass inside it, if its value matches none of its annotated types.
+
+    Raises:
+      InputError: names the field, its value, and what it takes.
+    """
+    for name, found, hint in _fields(value):
+        if not _fits(found, hint):
+            shown = f"{type(found).__name__}(...)" if dataclasses.is_dataclass(type(found)) else f"{found!r:.80}"
+            raise InputError(f"{name} is {shown}: give {_described(hint)}")
+
+
+def check_finite(value: Any) -> None:
+    """Refuse an infinite number in this dataclass and in those inside it: the settings and the report of a run are
+    JSON, which cannot hold one. Classes from outside this package may have them.
+
+    Raises:
+      InputError: names the field, its value, and what it takes.
+    """
+    for name, found, hint in _fields(value):
+        numbers = found if isinstance(found, (tuple, list)) else (found,)
+        if any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
+            free = types.NoneType in _alternatives(hint)
+            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
+
+
+def _fields(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of a dataclass of this package and of those inside it, outer ones first: dotted name, value and
+    annotation. ``where``: the dataclass's own field, with a dot at the end."""
+    hints = annotations(type(value)) if is_ours(type(value)) else {}
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        name = f"{where}{field.name}"
+        if field.name in hints:
+            yield name, found, hints[field.name][0]
+        for part, label in _inside(found, name):
+            yield from _fields(part, f"{label}.")
+
+
+def _inside(value: Any, name: str) -> list[tuple[Any, str]]:
+    """Return the dataclasses in a field's value, with their dotted names."""
+    if isinstance(value, (tuple, list)):
+        return [pair for index, item in enumerate(value) for pair in _inside(item, f"{name}[{index}]")]
+    return [(value, name)] if dataclasses.is_dataclass(value) and not isinstance(value, type) else []
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value fits an annotation. Functions, protocols and the contents of mappings are not checked."""
+    return any(_fits_one(value, one) for one in _alternatives(wanted))
+
+
+def _fits_one(value: Any, wanted: Any) -> bool:
+    if typing.get_origin(wanted) is typing.Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(wanted))
+    if wanted is bool:
+        return isinstance(value, bool)
+    if wanted is int:
+        return not isinstance(value, bool) and _is_whole(value)
+    if wanted is float:
+        return not isinstance(value, bool) and hasattr(value, "__float__")
+    if wanted is str:
+        return isinstance(value, (str, os.PathLike))
+    if wanted is types.NoneType:
+        return value is None
+    if typing.get_origin(wanted) is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(item, typing.get_args(wanted)[0]) for item in value)
+    if typing.get_origin(wanted) is Mapping:
+        return isinstance(value, Mapping)
+    if dataclasses.is_dataclass(wanted):
+        return isinstance(value, wanted) or not (isinstance(value, PLAIN) or is_ours(type(value)))
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _alternatives(wanted: Any) -> tuple[Any, ...]:
+    together = typing.get_origin(wanted) in (typing.Union, types.UnionType)
+    return typing.get_args(wanted) if together else (wanted,)
+
+
+def _described(wanted: Any) -> str:
+    """Describe an annotation for people: ``a whole number or None``."""
+    found = []
+    for one in _alternatives(wanted):
+        if typing.get_origin(one) is typing.Literal:
+            found.extend(repr(choice) for choice in typing.get_args(one))
+        elif one in NAMES:
+            found.append(NAMES[one])
+        elif typing.get_origin(one) is tuple:
+            inner = _described(typing.get_args(one)[0])
+            found.append(f"a tuple of {inner}, of one alone as (x,)")
+        elif typing.get_origin(one) is Mapping:
+            found.append("a dict")
+        else:
+            found.append(f"{one.__name__}(...)")
+    return " or ".join(dict.fromkeys(found))
+
+
+def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
+    """Refuse a mesh that does not fit the devices or the batch, before any weight is loaded."""
+    require(
+        processes == 1 or not run.mesh.rollout,
+        f"mesh.rollout {run.mesh.rollout} sets devices aside within one process, and this run has {processes}: set "
+        "it to 0",
+    )
+    sizes = run.mesh.sizes(devices)
+    tensor, parts = sizes["tensor"], batch_parts(sizes)
+    rows = run.learner.microbatch_rows
+    row_tokens = run.learner.row_tokens
+    require(
+        row_tokens % tensor == 0,
+        f"learner.row_tokens {row_tokens} does not divide over mesh tensor {tensor}, so its positions would lie "
+        f"whole on each of these devices: make it a multiple of {tensor}, or 0 to choose",
+    )
+    require(
+        rows % parts == 0,
+        f"learner.microbatch_rows {rows} does not divide over mesh {' x '.join(BATCH)} = "
+        f"{' x '.join(str(sizes[axis]) for axis in BATCH)}: make it a multiple of {parts}, or 0 to choose",
+    )
+
+
+def validate_on_model(run: Run, model: ModelConfig) -> None:
+    """Refuse prompts and completions longer than the model's positions, before anything is compiled."""
+    rollout = run.rollout
+    positions = model.attention.max_positions
+    require(
+        rollout.max_length <= positions,
+        f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} and rollout.max_new_tokens {rollout.max_new_tokens} "
+        f"need {rollout.max_length} positions, and the model was made for {positions}: lower one by "
+        f"{rollout.max_length - positions}",
+    )

@@ -1,0 +1,21 @@
+"""New locations of classes that older config.json files name elsewhere: an alias table, old to new."""
+
+MOVED: dict[str, str] = {
+    "jaxrl_llm.rewards.by_task:OfTasks": "jaxrl_llm.rewards.bounds:TaskReward",
+    "jaxrl_llm.rewards.refusals": "jaxrl_llm.rewards.shaping",
+    "jaxrl_llm.rewards.steps": "jaxrl_llm.rewards.functions",
+    "jaxrl_llm.tasks.collected": "jaxrl_llm.data.datasets",
+    "jaxrl_llm.tasks.texts": "jaxrl_llm.data.datasets",
+}
+"""New names by old ones: modules (``package.module``) that keep their class names, and classes
+(``package.module:Class``)."""
+
+
+def current(name: str) -> str:
+    """Return the current ``module:class`` of a class that any version may have written.
+
+    >>> current("jaxrl_llm.tasks.task:Task")
+    'jaxrl_llm.tasks.task:Task'
+    """
+    module, _, path = name.partition(":")
+    return MOVED.get(name) or f"{MOVED.get(module, module)}:{path}"

@@ -1,0 +1,344 @@
+"""Chats as token ids: the mask of learned tokens, and the ends of the assistant's turns for models that score them.
+
+A chat is written in pieces: the prompt as ``encode`` writes it, the assistant's text, the token that ends its turn,
+the template's text up to its next turn. A piece is tokenised in place: its ids are those that it adds to the ids of the
+text before it (the last characters of which suffice). If a token would cross the border, the piece is tokenised by
+itself, as a policy writes it that continues the text before.
+
+The assistant's text appears word for word, but for surrounding white space, which is as the template writes it; text
+that a template adds to the last turn only is left out. The end of a turn is learned if the template ends turns with a
+token at which the model's completions stop; else only that of the last turn, by the token that ends a text.
+
+A model that scores an answer may read on to the end of the template's text, ``Pieces.closing``: no policy learns that.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data.formats import OPTIONS, THOUGHTS, WEIGHT, shared
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
+from jaxrl_llm.types import Completion, Message
+
+_MARKS = 64  # characters by which a template marks a thought, or what follows it, at most
+_NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
+_ASKED = [{"role": "user", "content": "Is it so?"}]
+_ANSWER = {"role": "assistant", "content": "Yes."}
+
+
+class Pieces:
+    """Conversion of chats to texts and of texts to token ids, piece by piece, with the ends of texts and turns.
+
+    Args:
+      wording: settings of the chat's text.
+      tokenizer: of the model.
+      stop_ids: tokens at which the model's completions end.
+      options: passed to the template in addition to the messages.
+    """
+
+    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: Mapping[str, Any]):
+        self.plain = wording.template == "plain"
+        self.tokenizer = tokenizer
+        self._wording = wording
+        self._stop_ids = tuple(stop_ids)
+        self._options = options
+
+    def check_read(self, name: str, what: str) -> None:
+        """Refuse an option or field that the template would ignore.
+
+        Raises:
+          InputError: the template does not name it.
+        """
+        text = "" if self.plain else template_text(self._wording, self.tokenizer)
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise InputError(f"{what} {name}, which the chat template does not read; leave it out, or give another one")
+
+    def rendered(self, messages: list[Message], asks: bool = True) -> str:
+        """Return the text of a chat; with ``asks`` up to where the assistant continues."""
+        return rendered(messages, self._wording, self.tokenizer, asks, self._options)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def after(self, before: str, *pieces: str) -> list[list[int]]:
+        """Return the ids of each of several pieces of text that follow a prompt's text one after the other."""
+        found = []
+        for piece in pieces:
+            near = before[-_NEAR:]
+            known, whole = self.ids(near), self.ids(near + piece)
+            found.append(whole[len(known) :] if whole[: len(known)] == known else self.ids(piece))
+            before += piece
+        return found
+
+    @functools.cached_property
+    def end(self) -> int:
+        """Id of the token that ends a text and stops the model's completions.
+
+        Raises:
+          InputError: neither the tokenizer nor the model names one.
+        """
+        own = self.tokenizer.eos_token_id
+        found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
+        if not found:
+            raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
+        return found[0]
+
+    def once(self, text: str) -> str:
+        """Return the text without its own end tokens and the white space after them: one end will be added to it.
+
+        Raises:
+          InputError: the text has nothing else.
+        """
+        found = self._ends.sub("", text)
+        if found != text and not found.strip():
+            raise InputError(f"{text[:40]!r} is empty but for its end; complete the row or leave it out")
+        return found
+
+    @functools.cached_property
+    def _ends(self) -> re.Pattern[str]:
+        tokenizer = self.tokenizer
+        ids = {*self._stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+        texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
+        some = "|".join(re.escape(text) for text in texts if text.strip())
+        return re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")
+
+    def ends_in(self, glue: str, ids: list[int]) -> int:
+        """Count the ids after the assistant's text, ``glue``, that end its turn."""
+        text, _ = self._turn_end
+        if not text or not glue.lstrip().startswith(text.lstrip()):
+            return 0
+        return next((at + 1 for at, token in enumerate(ids) if token in self._stop_ids), 0)
+
+    @functools.cached_property
+    def closing(self) -> list[int] | None:
+        """Ids of all that a chat template writes after the assistant's last text, such as a stop token and a line end.
+
+        None for ``plain``, which writes nothing there, and for a template that does not repeat the text.
+        """
+        whole = "" if self.plain else self.rendered([*worded(_ASKED, self._wording), _ANSWER], asks=False)
+        _, said, closing = whole.rpartition(_ANSWER["content"])
+        return self.ids(closing) if said else None
+
+    @property
+    def turn(self) -> list[int]:
+        """Ids that end the assistant's turn: the template's, up to the first of the model's stop tokens; if it writes
+        none of them, the token that ends a text.
+        """
+        return self._turn_end[1] or [self.end]
+
+    @functools.cached_property
+    def _turn_end(self) -> tuple[str, list[int]]:
+        """Text and ids up to the first stop token after a turn of the assistant; empty without one."""
+        if self.plain:
+            return "", []
+        asked = worded(_ASKED, self._wording)
+        before, whole = self.rendered(asked), self.rendered([*asked, _ANSWER, *_ASKED])
+        said = said_of(before, _ANSWER, whole)
+        if said is None:
+            return "", []
+        ids = self.ids(whole[len(before) + len(said) :].partition(_ASKED[0]["content"])[0])
+        stops = [at for at, token in enumerate(ids) if token in self._stop_ids]
+        if not stops:
+            return "", []
+        ids = ids[: stops[0] + 1]
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+
+
+def closing_of(wording: Wording, tokenizer: Any) -> list[int] | None:
+    """Return ``Pieces.closing`` of chats with this wording."""
+    return Pieces(wording, tokenizer, (), {}).closing
+
+
+def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
+    """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
+
+    Its stop token is part of that end, or is replaced by it; truncated completions stay as they are.
+
+    Args:
+      completion: sampled by a policy.
+      closing: see ``Pieces.closing``; None leaves all completions as they are.
+    """
+    tokens = completion.tokens
+    if closing is None or completion.finish_reason != "stop":
+        return tokens
+    ends = [size for size in range(1, min(len(closing), len(tokens)) + 1) if [*tokens[-size:]] == [*closing[:size]]]
+    return np.concatenate([tokens[: len(tokens) - max(ends, default=1)], np.asarray(closing, np.int32)])
+
+
+def thought_of(message: Message) -> str:
+    """Return the assistant's reasoning before this message; empty if the message has none."""
+    return next((message[name] for name in THOUGHTS if name in message), "")
+
+
+def said_of(before: str, message: Message, whole: str) -> str | None:
+    """Return the text in ``whole`` after ``before`` that holds the assistant's reasoning and answer; None if other text
+    follows. It includes the template's marks before and between the two.
+    """
+    if not whole.startswith(before):
+        return None
+    content, thought = message["content"], thought_of(message)
+    if not thought and whole.startswith(content, len(before)):
+        return content
+    marked = rf".{{0,{_MARKS}}}?"
+    begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*"
+    found = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(whole, len(before))
+    return found and found[0]
+
+
+class Writer:
+    """Encoder of prompts and of the messages after them as token ids.
+
+    Args:
+      wording: settings of the prompt's text.
+      tokenizer: of the model.
+      stop_ids: tokens at which the model's completions end.
+      options: passed to the template in addition to the messages.
+      closes: whether the last turn ends as the template writes it, not as the model's completions do.
+
+    Attributes:
+      pieces: converts texts to ids, with the ends of texts and turns.
+
+    Raises:
+      InputError: the tokenizer is missing, or the template does not read one of the options.
+    """
+
+    def __init__(
+        self,
+        wording: Wording,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        options: Mapping[str, Any],
+        closes: bool = False,
+    ):
+        check_tokenizer(tokenizer)
+        self.pieces = Pieces(wording, tokenizer, stop_ids, options)
+        self._wording = wording
+        for name in options:
+            self.pieces.check_read(name, f"{OPTIONS} has")
+        self._closes = closes
+
+    @property
+    def ending(self) -> list[int]:
+        """Ids that end the last turn of an answer or a chat."""
+        closing = self.pieces.closing if self._closes else None
+        return self.pieces.turn if closing is None else closing
+
+    def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
+        """Return a prompt's text up to the start of the answer, and its ids, int32[p]: those of ``encode``."""
+        pieces = self.pieces
+        text = pieces.rendered(self._worded(messages))
+        begins = bos(text, pieces.tokenizer) if pieces.plain else []
+        return text, np.asarray(begins + pieces.ids(text), np.int32)
+
+    def text(self, text: str) -> np.ndarray:
+        """Encode a plain text with its end, int32[t], after BOS if the tokenizer begins every text with it."""
+        text = self.pieces.once(text)
+        begins = bos(text, self.pieces.tokenizer)
+        return np.asarray(begins + self.pieces.ids(text) + [self.pieces.end], np.int32)
+
+    def answer(self, prompt: Sequence[Message], before: str, answer: Message) -> np.ndarray:
+        """Encode the assistant's answer to a prompt with the text ``before``, and the end of its turn, int32[t]."""
+        chat = [*self._worded(prompt), *self._ended([answer])]
+        return np.asarray(self._last(chat, before), np.int32)
+
+    def turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Encode a chat with the assistant first and last in ``rest``: return the prompt's ids, int32[p], those that
+        follow, int32[t], and their mask, bool[t]: True for the assistant's text and the ends of its turns, except in
+        messages that are not learned.
+
+        Raises:
+          InputError: the template rewrites an earlier turn of the assistant, or cannot mark turns.
+        """
+        pieces = self.pieces
+        before, asked = self.prompt(prompt)
+        begins = self._worded(prompt)
+        chat = [*begins, *self._ended(rest)]
+        speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for at, following in zip(speaks[:-1], speaks[1:], strict=True):
+            whole = pieces.rendered(chat[:following])
+            said = said_of(before, chat[at], whole)
+            if said is None or pieces.plain:
+                raise InputError(_why(chat[at]["content"], pieces.plain))
+            glue = whole[len(before) + len(said) :]
+            learned, others = pieces.after(before, said, glue)
+            ends = pieces.ends_in(glue, others)
+            tokens += learned + others
+            mask += [WEIGHT not in chat[at]] * (len(learned) + ends) + [False] * (len(others) - ends)
+            before = whole
+        last = self._last(chat, before)
+        mask += [WEIGHT not in chat[-1]] * len(last)
+        return asked, np.asarray(tokens + last, np.int32), np.asarray(mask, bool)
+
+    def joined(self, prompt: Sequence[Message], rest: Sequence[Message], plain: bool) -> tuple[np.ndarray, int]:
+        """Encode a prompt and its answer as TRL's ``SFTTrainer`` does: return the ids of the whole, tokenised in one
+        piece, with the template's text after the last turn, int32[t]; and the number of first ids that are the
+        prompt's.
+
+        ``plain``: both are single texts, which no template wraps, followed by one end of a text.
+
+        Raises:
+          InputError: the chat has several turns, and no template to mark them.
+        """
+        pieces = self.pieces
+        if pieces.plain and len(rest) > 1:
+            raise InputError(_why("", plain=True))
+        if plain or pieces.plain:
+            texts = [message["content"] for message in self._worded(prompt)]
+            before = "\n\n".join(texts)
+            whole = before + "\n\n".join(message["content"] for message in self._ended(rest))
+            begins = bos(before, pieces.tokenizer)
+            asked, ids = begins + pieces.ids(before), [*begins, *pieces.ids(whole), self.pieces.end]
+        else:
+            chat = self._worded(prompt)
+            asked = pieces.ids(pieces.rendered(chat))
+            ids = pieces.ids(pieces.rendered([*chat, *self._ended(rest)], asks=False))
+        return np.asarray(ids, np.int32), len(shared(asked, ids))
+
+    def _last(self, chat: list[Message], before: str) -> list[int]:
+        """Return the ids of the assistant's last message, after the text before it, and the end of its turn."""
+        content = chat[-1]["content"]
+        if not self.pieces.plain:
+            said = said_of(before, chat[-1], self.pieces.rendered(chat, asks=False))
+            thought = thought_of(chat[-1])
+            if said is None and thought:
+                raise InputError(
+                    f"the chat template does not write the thought {thought[:40]!r} of the assistant where it answers; "
+                    "leave it out, or give another template"
+                )
+            content = said or content
+        return [*self.pieces.after(before, content)[0], *self.ending]
+
+    def _worded(self, messages: Iterable[Message]) -> list[Message]:
+        return worded(self._ended(messages), self._wording)
+
+    def _ended(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages without end tokens that the assistant's texts contain.
+
+        Raises:
+          InputError: a message has a field that the template does not read, or nothing but its end.
+        """
+        found = [dict(message) for message in messages]
+        for message in found:
+            for name in THOUGHTS:
+                if name in message:
+                    self.pieces.check_read(name, "a message has")
+            if message["role"] == "assistant":
+                message["content"] = self.pieces.once(message["content"])
+        return found
+
+
+def _why(content: str, plain: bool) -> str:
+    """Explain why a chat of several turns cannot be learned."""
+    if plain:
+        return "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
+    return (
+        f"the chat template rewrites the assistant's earlier turn {content[:40]!r}, which can then not be learned "
+        "in place; give another template, or a row for each turn"
+    )

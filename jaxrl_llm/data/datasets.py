@@ -1,0 +1,321 @@
+"""Data of the supervised stages: texts to learn, preferences, steps with labels; and the examples made of rows."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from jaxrl_llm.data import formats
+from jaxrl_llm.data.chats import Writer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.prompts import prompt_key
+from jaxrl_llm.tasks.sources import HubDataset, Rows, Table
+from jaxrl_llm.tasks.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text to learn by heart.
+
+    Attributes:
+      id: made from the prompt, as a Problem's is; rows of one prompt share it.
+      prompt: int32[p], p >= 1, the tokens before the first one that may be learned.
+      tokens: int32[t], the tokens after it, with the one that ends the text.
+      mask: bool[t], True where a token is learned.
+      where: place of the row, such as ``rows.jsonl:3``.
+    """
+
+    id: str
+    prompt: np.ndarray
+    tokens: np.ndarray
+    mask: np.ndarray
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the text after it."""
+        return len(self.prompt) + len(self.tokens)
+
+    def cut(self, most: int) -> "Text | None":
+        """Return the example cut to its first ``most`` tokens; None if none of these is learned."""
+        room = max(most - len(self.prompt), 0)
+        mask = self.mask[:room]
+        return dataclasses.replace(self, tokens=self.tokens[:room], mask=mask) if mask.any() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """Completions of one prompt, each better than those after it; two completions make a preference.
+
+    Attributes:
+      id, prompt, where: as in Text.
+      completions: int32[t] each, with the token that ends it, the best first; at least two, no two equal.
+      margin: amount by which the better should win, from the row; 0 if it has none.
+    """
+
+    id: str
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    margin: float
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the longest completion."""
+        return len(self.prompt) + max(len(tokens) for tokens in self.completions)
+
+    def cut(self, most: int) -> "Ranked | None":
+        """Return the example with each completion cut to ``most`` tokens with its prompt; None if one is empty or two
+        are equal.
+        """
+        room = max(most - len(self.prompt), 0)
+        parts = tuple(tokens[:room] for tokens in self.completions)
+        same = len({part.tobytes() for part in parts}) < len(parts)
+        return None if same or not room else dataclasses.replace(self, completions=parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+    """A completion in steps, with a label of each.
+
+    Attributes:
+      id, prompt, where: as in Text.
+      tokens: int32[t], the steps, each but the last with its separator, and the token that ends the text.
+      ends: int32[k], the index in ``tokens`` of each step's last token, its separator included; rising.
+      labels: float32[k], in [0, 1]; 1 is a right step.
+    """
+
+    id: str
+    prompt: np.ndarray
+    tokens: np.ndarray
+    ends: np.ndarray
+    labels: np.ndarray
+    where: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the steps."""
+        return len(self.prompt) + len(self.tokens)
+
+    def cut(self, most: int) -> "Stepped | None":
+        """Return the example cut to the steps that end within its first ``most`` tokens; None without any."""
+        count = int(np.sum(self.ends < most - len(self.prompt)))
+        if not count:
+            return None
+        ends = self.ends[:count]
+        return dataclasses.replace(self, tokens=self.tokens[: ends[-1] + 1], ends=ends, labels=self.labels[:count])
+
+
+Example = Text | Ranked | Stepped
+
+
+def longest(rows: Iterable[Example]) -> tuple[int, str]:
+    """Return the number of tokens of the longest row, and its place; 0 and an empty text without rows."""
+    return max(((row.length, row.where) for row in rows), key=lambda found: found[0], default=(0, ""))
+
+
+Row = TypeVar("Row", bound=Example, covariant=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(Generic[Row]):
+    """Base of the data of the supervised stages.
+
+    Attributes:
+      source: of the rows: a table, a data set of the hub, rows in memory (a list of dictionaries, a
+        ``datasets.Dataset``), or a frozen dataclass of your own with ``read()`` and ``label``.
+      template, system, suffix, date: as in Task; prompts are written as those of a Task with equal settings.
+      holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
+      name: in metrics; None means the source's.
+      overlong: handling of a row that is too long for the run: ``refuse``, ``drop``, or ``truncate`` it at its end.
+      bad_rows: handling of a row that cannot be used: ``refuse`` or ``drop``.
+    """
+
+    source: Table | HubDataset | Rows | Any  # Any: flags leave a class of yours as it is
+    template: str = "tokenizer"
+    system: str | None = None
+    suffix: str = ""
+    holdout: float = 0.0
+    name: str | None = None
+    date: str | None = None
+    overlong: Literal["refuse", "drop", "truncate"] = dataclasses.field(default="refuse", kw_only=True)
+    bad_rows: Literal["refuse", "drop"] = dataclasses.field(default="refuse", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.source, "read") and not hasattr(self.source, "problems"):
+            object.__setattr__(self, "source", Rows(self.source))
+
+    @property
+    def label(self) -> str:
+        """Name of the data in metrics."""
+        return self.name or getattr(self.source, "label", type(self.source).__name__)
+
+    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Row:
+        """Encode one row as token ids.
+
+        Raises:
+          InputError: the row cannot be used.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts(Data[Text]):
+    """Texts to learn by heart. A row has ``messages``, or ``prompt`` and ``completion``, or ``text``; if it has several
+    of these, the first is read.
+
+    Attributes:
+      source: of the rows: a table, a data set of the hub, rows in memory (a list of dictionaries, a
+        ``datasets.Dataset``), or a frozen dataclass of your own with ``read()`` and ``label``.
+      template, system, suffix, date: as in Task; prompts are written as those of a Task with equal settings.
+      holdout: share of the distinct prompts, in [0, 1), that is held out for evaluation.
+      name: in metrics; None means the source's.
+      overlong, bad_rows: handling of a row that is too long for the run, or that cannot be used.
+      learn: ``completion``, the assistant's text in all its turns; ``all``, every token but the first; or ``trl``, the
+        tokens that TRL's ``SFTTrainer`` learns from a row: no template wraps a ``prompt`` and ``completion`` that are
+        text, all of ``messages`` is learned, and so is the template's text after the last turn. A row with ``text`` is
+        learned as a whole.
+    """
+
+    learn: Literal["completion", "all", "trl"] = "completion"
+
+    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Text:
+        """Encode one row as token ids; see ``Data``."""
+        columns = formats.columns_of(row, formats.TEXTS)
+        if formats.flag_of(row, formats.LABEL) is False:
+            raise InputError(
+                f"{formats.LABEL} is false, so the text is a bad one, and texts are learned; leave the row out"
+            )
+        if columns == ("text",):
+            text = formats.plain_text(row["text"], "text")
+            tokens = writer.text(text)
+            key = prompt_key([{"role": "text", "content": text}])
+            return Text(key[:16], tokens[:1], tokens[1:], np.ones(len(tokens) - 1, bool), where)
+        if columns == ("messages",):
+            prompt, rest = formats.split_chat(formats.chat_of(row["messages"], "messages"))
+        else:
+            prompt = formats.prompt_of(row["prompt"])
+            rest = formats.answer_of(row["completion"], "completion")
+        if self.learn != "completion" and any(formats.WEIGHT in message for message in (*prompt, *rest)):
+            raise InputError(
+                f"a message has {formats.WEIGHT} 0, and learn {self.learn!r} learns all: take learn 'completion'"
+            )
+        if self.learn == "trl":
+            plain = all(isinstance(row.get(name), str) for name in columns)
+            tokens, begins = writer.joined(prompt, rest, plain)
+            begins = 1 if columns == ("messages",) else max(begins, 1)
+            asked, tokens = tokens[:begins], tokens[begins:]
+            mask = np.ones(len(tokens), bool)
+        else:
+            asked, tokens, mask = writer.turns(prompt, rest)
+        if self.learn == "all":
+            tokens = np.concatenate([asked[1:], tokens])
+            asked, mask = asked[:1], np.ones(len(tokens), bool)
+        if not mask.any():
+            raise InputError(
+                f"every message of the assistant has {formats.WEIGHT} 0: nothing is learned; leave the row out"
+            )
+        return Text(prompt_key(prompt)[:16], asked, tokens, mask, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(Data[Ranked]):
+    """Preferences. A row has ``prompt``, ``chosen`` and ``rejected``; or only the last two, as chats that share their
+    beginning; or ``prompt`` and ``completions``, the best first. It may have a ``margin``, a number, and mark with
+    ``rejected_cut_off`` that the rejected one was truncated and has no end.
+
+    Attributes:
+      source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
+    """
+
+    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Ranked:
+        """Encode one row as token ids; see ``Data``."""
+        columns = formats.columns_of(row, formats.PAIRS)
+        prompt, answers, names = formats.ranking_of(row, columns)
+        before, asked = writer.prompt(prompt)
+        tokens = tuple(writer.answer(prompt, before, answer) for answer in answers)
+        if formats.flag_of(row, formats.CUT_OFF):
+            tokens = (*tokens[:-1], tokens[-1][: len(tokens[-1]) - len(writer.ending)])
+        for (one, first), (other, second) in itertools.combinations(zip(names, tokens, strict=True), 2):
+            if np.array_equal(first, second):
+                raise InputError(f"{one} and {other} are equal; leave the row out, it prefers nothing")
+        return Ranked(prompt_key(prompt)[:16], asked, tokens, formats.margin_of(row), where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps(Data[Stepped]):
+    """Solutions with labelled steps. A row has ``prompt``, ``completions`` (the steps) and ``labels``.
+
+    Attributes:
+      source, template, system, suffix, holdout, name, date, overlong, bad_rows: as in Texts.
+      separator: text between two steps, counted with the first.
+    """
+
+    separator: str = "\n"
+
+    def example(self, row: dict[str, Any], where: str, writer: Writer) -> Stepped:
+        """Encode one row as token ids; see ``Data``."""
+        formats.columns_of(row, formats.STEPS)
+        prompt = formats.prompt_of(row["prompt"])
+        steps, labels = formats.steps_of(row)
+        before, asked = writer.prompt(prompt)
+        last = writer.pieces.once(steps[-1])
+        written = writer.pieces.after(before, *(step + self.separator for step in steps[:-1]), last)
+        tokens = np.asarray([*itertools.chain(*written), *writer.pieces.turn], np.int32)
+        ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
+        return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
+
+
+Kind = Literal["texts", "pairs", "steps"]
+"""Kinds of rows that are made of collected answers: ``Texts``, ``Pairs`` or ``Steps``."""
+KINDS: dict[type, Kind] = {Texts: "texts", Pairs: "pairs", Steps: "steps"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """Answers of the run's own model, sampled before its first step and kept in the run's directory.
+
+    As ``Texts`` they are right answers (rejection sampling), as ``Pairs`` a right one and a wrong one of one problem,
+    as ``Steps`` answers with steps labelled by the share of continuations that reach the right result. Unfinished
+    answers never count as right: they would teach not to stop.
+
+    Attributes:
+      task: the problems, and their verifier; held-out problems are not asked. Its template, system
+        message and suffix are those of the data.
+      samples: K answers to each problem.
+      temperature: of the sampling, above 0.
+      top_p: keep the smallest set of most likely tokens that reaches this mass; 1 keeps all.
+      limit: maximum number of problems asked; 0 for all.
+      keep: of each problem's right answers the ``first``, the ``shortest``, or ``all`` that differ; of pairs, one with
+        that answer, or as many as can be made without using an answer twice.
+      match_length: of pairs: pair answers of similar length, so that length is not a preference; if not, right and
+        wrong ones in the order in which they were sampled.
+      cut_off: of pairs: whether right answers are also preferred to truncated ones. Their rows are marked
+        (``rejected_cut_off``), and their end is not learned.
+      continuations: of steps: k, sampled from the end of each step but the last.
+    """
+
+    task: Task
+    samples: int = 8
+    temperature: float = 1.0
+    top_p: float = 1.0
+    limit: int = 0
+    keep: Literal["first", "shortest", "all"] = "first"
+    match_length: bool = False
+    cut_off: bool = False
+    continuations: int = 8
+
+    @property
+    def label(self) -> str:
+        """Name of the data if it has no name of its own."""
+        return self.task.label
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        """Refuse to read rows, since a model has to answer first.
+
+        Raises:
+          InputError: always.
+        """
+        raise InputError(f"the answers to {self.label} are collected by a run: train one, or use jaxrl-llm collect")

@@ -1,0 +1,341 @@
+"""Formats of the rows of the supervised stages, after TRL's data sets: their columns, and the values in them.
+
+The caller adds the row's place to the errors raised here.
+"""
+
+import dataclasses
+import decimal
+import itertools
+import json
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.prompts import shown
+from jaxrl_llm.types import Message
+
+Columns = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """Columns of the rows of a kind of data.
+
+    Attributes:
+      kind: its name.
+      sets: of columns: a row has at least one of them, and the first that it has is read.
+      beside: further columns, read if a row has them.
+    """
+
+    kind: str
+    sets: tuple[Columns, ...]
+    beside: Columns
+
+
+CUT_OFF = "rejected_cut_off"
+"""Column of pairs: true if the worse completion was truncated, and so has no end of its turn."""
+OPTIONS = "chat_template_kwargs"
+"""Column of every kind: options of the chat template in addition to the messages, such as ``enable_thinking``."""
+LABEL = "label"
+"""Column of texts, as in TRL's unpaired preferences: true if the completion is a good one."""
+
+TEXTS = RowFormat("Texts", (("messages",), ("prompt", "completion"), ("text",)), (LABEL, OPTIONS))
+PAIRS = RowFormat(
+    "Pairs",
+    (("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("prompt", "completions")),
+    ("margin", CUT_OFF, OPTIONS),
+)
+STEPS = RowFormat("Steps", (("prompt", "completions", "labels"),), (OPTIONS,))
+
+ELSEWHERE = {
+    "chosen": "Pairs does",
+    "rejected": "Pairs does",
+    "margin": "Pairs does",
+    CUT_OFF: "Pairs does",
+    "completions": "Pairs does, as a ranking, and Steps, with labels",
+    "labels": "Steps does, for a process reward model",
+    LABEL: "make Pairs of the good and the bad completions of a prompt",
+    "tools": "tools are not written into prompts",
+    "image": "models here read text alone",
+    "images": "models here read text alone",
+    "videos": "models here read text alone",
+    "audio": "models here read text alone",
+}
+"""Columns that change the lesson of a row, so that no kind of data ignores one silently: the kind that reads each, or
+the reason why none does.
+"""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with the assistant's reasoning; the chat template writes them."""
+WEIGHT = "weight"
+"""Field of a message, as in OpenAI's fine-tuning format: ``"0"`` if it is not learned, absent otherwise."""
+UNWRITTEN = {
+    "tool_calls": "a call of tools",
+    "function_call": "a call of tools",
+    "images": "images",
+    "videos": "videos",
+    "audio": "sound",
+}
+"""Fields of a message that are never written, so that a row with one is refused."""
+
+
+def unboxed(value: Any) -> Any:
+    """Convert NumPy arrays to lists and its scalars to Python's numbers, at any depth."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: unboxed(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [unboxed(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def columns_of(row: dict[str, Any], form: RowFormat) -> Columns:
+    """Return the first set of columns that a row has; a column that holds None counts as absent.
+
+    Raises:
+      InputError: the row has no set, or a column that changes its lesson and that this kind of data does not read.
+    """
+    has = [name for name, value in row.items() if value is not None]
+    reads = {*form.beside, *itertools.chain(*form.sets)}
+    for name in has:
+        if name in ELSEWHERE and name not in reads and not _is_empty(row[name]):
+            raise InputError(
+                f"the row has {name}, which {form.kind} does not read ({ELSEWHERE[name]}); leave the column out"
+            )
+    for columns in form.sets:
+        if all(name in has for name in columns):
+            return columns
+    sets = "; or ".join(", ".join(columns) for columns in form.sets)
+    raise InputError(f"the row has the columns {', '.join(has) or 'none'}; a row has {sets}")
+
+
+def flag_of(row: dict[str, Any], column: str) -> bool | None:
+    """Return whether a column is true; None if the row lacks it.
+
+    Raises:
+      InputError: the value is not a boolean.
+    """
+    value = row.get(column)
+    if value is None or isinstance(value, bool):
+        return value
+    raise InputError(f"{column} is {shown(value)}; it must be true or false, or leave the column out")
+
+
+def options_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row's options of the chat template by name; an option that is None counts as absent.
+
+    Raises:
+      InputError: the value is not an object with names, or not of plain values.
+    """
+    given = {} if row.get(OPTIONS) is None else row[OPTIONS]
+    try:
+        plain = isinstance(given, dict) and json.loads(json.dumps(given)) == given
+    except (TypeError, ValueError):
+        plain = False
+    if not plain:
+        raise InputError(f"{OPTIONS} is {shown(given)}; it must be a JSON object of the template's options by name")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def plain_text(value: Any, column: str) -> str:
+    """Return a text that is not empty.
+
+    Raises:
+      InputError: the value is not text, or empty.
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{column} is a {type(value).__name__}; it must be text")
+    if not value.strip():
+        raise InputError(f"{column} is empty; complete the row or leave it out")
+    return value
+
+
+def chat_of(value: Any, column: str) -> list[Message]:
+    """Return chat messages with role, content, reasoning, and the weight that decides whether they are learned.
+
+    Raises:
+      InputError: the value is not a chat, or a message has a field that is not written, or a weight that is not 0 or 1.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise InputError(f"{column} is no list of chat messages with role and content")
+    chat = []
+    for message in value:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise InputError(f"{column} holds what is no chat message with role and content, both text")
+        for name, what in UNWRITTEN.items():
+            if not _is_empty(message.get(name)):
+                raise InputError(f"{column} holds {what}, which is not written; leave the row out")
+        found = {"role": message["role"], "content": message["content"]}
+        for name in THOUGHTS:
+            if not _is_empty(message.get(name)):
+                found[name] = plain_text(message[name], f"{name} in {column}")
+        weight = message.get(WEIGHT)
+        if weight is not None and _number(weight) not in (0.0, 1.0):
+            raise InputError(
+                f"{WEIGHT} in {column} is {shown(weight)}; it is 1, or 0 for a message that is not learned"
+            )
+        chat.append(found if weight is None or _number(weight) else found | {WEIGHT: "0"})
+    return chat
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def prompt_of(value: Any) -> list[Message]:
+    """Convert a prompt to chat messages; a text becomes one of the user.
+
+    Raises:
+      InputError: the value is neither, it is empty, or it has no message of the user.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": plain_text(value, "prompt")}]
+    chat = chat_of(value, "prompt")
+    if not any(message["role"] == "user" for message in chat):
+        raise InputError("prompt has no message of the user; add one")
+    return chat
+
+
+def answer_of(value: Any, column: str) -> list[Message]:
+    """Convert an answer to messages that begin and end with the assistant's; a text becomes one of them.
+
+    Raises:
+      InputError: the value has another form, or a message of the assistant is empty.
+    """
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": plain_text(value, column)}]
+    chat = chat_of(value, column)
+    if chat[0]["role"] != "assistant":
+        raise InputError(f"{column} begins with a message of the {chat[0]['role']}; it is the assistant's")
+    return _answered(chat, column)
+
+
+def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Split a chat into its prompt and the rest, from the assistant's first message after one of the user on.
+
+    Raises:
+      InputError: the last message is not the assistant's, or one of the assistant's is empty.
+    """
+    _answered(chat[-1:], "messages")
+    asked = [at for at, message in enumerate(chat) if message["role"] == "user"]
+    if not asked:
+        raise InputError("messages has no message of the user; add one")
+    first = next(at for at in range(asked[0], len(chat)) if chat[at]["role"] == "assistant")
+    return chat[:first], _answered(chat[first:], "messages")
+
+
+def ranking_of(row: dict[str, Any], columns: Columns) -> tuple[list[Message], list[Message], tuple[str, ...]]:
+    """Return the prompt, the assistant's message in each completion, the best first, and the names of the completions.
+
+    Raises:
+      InputError: there are too few completions, or they share no prompt.
+    """
+    if "completions" in columns:
+        sides = row["completions"]
+        if not isinstance(sides, list | tuple) or len(sides) < 2:
+            raise InputError("completions is no list of two or more, the best first")
+        names = tuple(f"completions[{index}]" for index in range(len(sides)))
+    else:
+        sides, names = (row["chosen"], row["rejected"]), ("chosen", "rejected")
+    if "prompt" in columns:
+        prompt = prompt_of(row["prompt"])
+        rests = [_rest(side, prompt, name) for side, name in zip(sides, names, strict=True)]
+        return prompt, rests, names
+    if any(isinstance(side, str) for side in sides):
+        raise InputError("chosen and rejected are text, and the row has no prompt; give it one, or chats")
+    chats = [chat_of(side, name) for side, name in zip(sides, names, strict=True)]
+    begins = shared(*chats)
+    if not begins or len(begins) == len(chats[0]) == len(chats[1]):
+        raise InputError(f"chosen and rejected {'are equal' if begins else 'share no prompt'}; mend the row")
+    prompt = prompt_of(begins)
+    return prompt, [_rest(chat, prompt, name) for chat, name in zip(chats, names, strict=True)], names
+
+
+def margin_of(row: dict[str, Any]) -> float:
+    """Return the margin by which a pair's better side should win; 0 if the row has none.
+
+    Raises:
+      InputError: the value is not a number.
+    """
+    given = row.get("margin")
+    margin = 0.0 if given is None else _number(given)
+    if margin is None:
+        raise InputError(f"margin is {shown(given)}; it must be a number")
+    return margin
+
+
+def steps_of(row: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """Return the steps of a solution, and the label of each, in [0, 1].
+
+    Raises:
+      InputError: a value has another form, or the counts differ.
+    """
+    steps, labels = row["completions"], row["labels"]
+    for name, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list | tuple) or not value:
+            raise InputError(f"{name} is no list with something in it; give one for each step")
+    if len(steps) != len(labels):
+        raise InputError(f"the row has {len(steps)} steps in completions and {len(labels)} labels; give each step one")
+    texts = [plain_text(step, f"completions[{index}]") for index, step in enumerate(steps)]
+    values = []
+    for index, label in enumerate(labels):
+        value = float(label) if isinstance(label, bool) else _number(label)
+        if value is None or not 0 <= value <= 1:
+            raise InputError(f"labels[{index}] is {shown(label)}; a label is true, false, or from 0 to 1")
+        values.append(value)
+    return texts, values
+
+
+def _rest(side: Any, prompt: list[Message], name: str) -> Message:
+    """Return the assistant's message in a completion: text, its message, or a chat that repeats the prompt before it.
+
+    Raises:
+      InputError: the value has another form.
+    """
+    if isinstance(side, str):
+        return {"role": "assistant", "content": plain_text(side, name)}
+    chat = chat_of(side, name)
+    rest = chat[len(prompt) :] if chat[: len(prompt)] == prompt else chat
+    if [message["role"] for message in rest] != ["assistant"]:
+        raise InputError(
+            f"{name} has {len(rest)} messages after the prompt ({', '.join(m['role'] for m in rest[:4])}); "
+            "it is one of the assistant"
+        )
+    if WEIGHT in rest[0]:
+        raise InputError(f"{name} has {WEIGHT} 0, and both sides of a comparison are learned; leave the row out")
+    return _answered(rest, name)[0]
+
+
+def shared(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
+    """Return the longest common beginning of two sequences."""
+    count = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return one[: min(len(one), len(other)) if count is None else count]
+
+
+def _answered(chat: list[Message], column: str) -> list[Message]:
+    """Check a chat and return it.
+
+    Raises:
+      InputError: its last message is not the assistant's, or one of the assistant's is empty.
+    """
+    if chat[-1]["role"] != "assistant":
+        raise InputError(f"{column} ends with a message of the {chat[-1]['role']}; the assistant's is learned")
+    for message in chat:
+        if message["role"] == "assistant":
+            plain_text(message["content"], f"the assistant's message in {column}")
+    return chat
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | decimal.Decimal):
+        return None
+    try:
+        found = float(value)
+    except (OverflowError, ValueError):  # more than a float holds; a decimal that signals not-a-number
+        return None
+    return found if math.isfinite(found) else None

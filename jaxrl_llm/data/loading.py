@@ -1,0 +1,153 @@
+"""Loading of the data of the supervised stages: rows as token ids, in a part to learn from and a held-out part."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic
+
+from jaxrl_llm.data.chats import Writer
+from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
+from jaxrl_llm.data.formats import options_of, unboxed
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.tasks.prompts import BadRow, content, sound
+from jaxrl_llm.tasks.task import check, check_split, check_template, held_out_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedTexts(Generic[Row]):
+    """The rows: each occurs once, and each prompt in one of the two parts.
+
+    Attributes:
+      train: in the source's order.
+      held_out: in the order of their prompts' hashes, so that the first n are a fair sample.
+      notes: a line for each kind of change to the rows, with counts.
+      left_out: the note about rows that were dropped or truncated; empty without such rows.
+    """
+
+    train: tuple[Row, ...]
+    held_out: tuple[Row, ...]
+    notes: tuple[str, ...]
+    left_out: str = ""
+
+
+def load_texts(
+    data: Data[Row],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    room: Callable[[Row], float] | None = None,
+    closes: bool = False,
+) -> LoadedTexts[Row]:
+    """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine.
+
+    Args:
+      data: Texts, Pairs or Steps.
+      tokenizer: of the model.
+      stop_ids: tokens at which the model's completions end, ``ModelConfig.tokens.eos``.
+      room: maximum number of tokens of a row; longer ones are dropped or truncated as ``data.overlong`` says, or left
+        for the caller to refuse. None: no limit.
+      closes: whether answers end as the chat template writes them, for models that score them; no policy learns that.
+
+    Raises:
+      InputError: settings are wrong, the source cannot be read, a row cannot be used and is not to be dropped (with
+        file and line), or no row is left to train on.
+    """
+    check_texts(data)
+    bad: list[str] = []
+    overlong: list[str] = []
+    truncated: list[str] = []
+    found: dict[str, Any] = {}
+    read = 0
+    for example in _usable(data, tokenizer, stop_ids, closes, bad):
+        read += 1
+        kept: Any = example
+        most = math.inf if room is None else room(example)
+        if example.length > most and data.overlong != "refuse":
+            kept = example.cut(int(most)) if data.overlong == "truncate" else None
+            (overlong if kept is None else truncated).append(f"{example.where}, {example.length} tokens")
+        if kept is not None:
+            found.setdefault(hashlib.sha256(content(kept).encode()).hexdigest(), kept)
+    parts = {"bad dropped": bad, "overlong dropped": overlong, "truncated": truncated}
+    told = [f"{len(rows)} {what} (first: {rows[0]})" for what, rows in parts.items() if rows]
+    left_out = f"of {read + len(bad)} rows {', '.join(told)}" if told else ""
+    notes = [left_out] if left_out else []
+    duplicates = read - len(overlong) - len(found)
+    if duplicates:
+        notes.append(f"{duplicates} duplicates of a row merged, {len(found)} distinct rows left")
+    keys = set(held_out_keys({row.id for row in found.values()}, data.holdout))
+    train = tuple(row for row in found.values() if row.id not in keys)
+    held_out = tuple(sorted((row for row in found.values() if row.id in keys), key=lambda row: row.id))
+    if not train:
+        raise InputError(
+            f"{data.label} has no row left to train on: {len(found)} from the source, {len(held_out)} held out"
+            f"{''.join('; ' + note for note in notes)}; give it more rows"
+        )
+    return LoadedTexts(train, held_out, tuple(notes), left_out)
+
+
+def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
+    """Yield rows as token ids; if the data drops unusable rows, add the reasons to ``bad`` instead of raising."""
+    writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
+
+    def made(where: str, given: dict[str, Any]) -> Row:
+        row = unboxed(given)
+        try:
+            options = json.dumps(options_of(row), sort_keys=True)
+            return data.example(row, where, writer(options))
+        except InputError as error:
+            raise BadRow(f"{where}: {error}") from error
+
+    rows = itertools.starmap(made, itertools.starmap(sound, data.source.read()))
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except BadRow as error:
+            if data.bad_rows == "refuse":
+                raise
+            bad.append(str(error))
+
+
+def check_texts(data: Data[Any]) -> None:
+    """Refuse data of a supervised stage that cannot work, before anything is loaded.
+
+    Raises:
+      InputError: a source without rows, an unknown template, a holdout outside [0, 1), a bad date.
+    """
+    if not hasattr(data.source, "read"):
+        raise InputError(
+            f"a {type(data.source).__name__} makes problems, and {type(data).__name__} needs rows: give a Table, a "
+            "HubDataset, rows in memory, or a dataclass with read()"
+        )
+    check_template(data.template)
+    check_split(data.holdout, data.date)
+
+
+def check_collected(source: Collected, kind: Kind, before: str) -> None:
+    """Refuse settings that cannot collect, before anything is loaded.
+
+    ``before``: prefix of the names of the fields in messages, such as ``--``.
+
+    Raises:
+      InputError: names field, value and remedy.
+    """
+    check(source.task)
+    for name, least in {"samples": 2 if kind == "pairs" else 1, "continuations": 1, "limit": 0}.items():
+        value = getattr(source, name)
+        if value < least:
+            raise InputError(f"{before}{name} must be at least {least} to collect {kind}, got {value}")
+    if source.temperature <= 0:
+        raise InputError(
+            f"{before}temperature must be above 0, got {source.temperature}: without it all answers to a problem are "
+            "the same"
+        )
+    if not 0 < source.top_p <= 1:
+        raise InputError(f"{before}top_p must be above 0 and at most 1, got {source.top_p}")
+    if source.task.verifier == "none":
+        raise InputError(
+            f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"
+        )

@@ -1,0 +1,326 @@
+"""Checks of a run: one for each kind of trouble, a pure function of the run's history.
+
+The value of a metric alone says little: checks compare it with the run's own past, require a change to last, and
+tolerate much in a run that learns. The thresholds are ours, chosen on synthetic and real runs.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.diagnosis import findings, trends
+from jaxrl_llm.diagnosis.change_point import ChangePoint, Limit, change_point, lasting, smoothed
+from jaxrl_llm.diagnosis.findings import Finding, of_change
+from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
+from jaxrl_llm.diagnosis.history import MEASURED, ROLLED_BACK, TESTED, History, Series, history, total
+from jaxrl_llm.diagnosis.trends import fallen, improved, learned, recent, risen
+from jaxrl_llm.system.json_lines import jsonable
+from jaxrl_llm.system.text import short
+
+log = logging.getLogger(__name__)
+
+READ = {"step", ROLLED_BACK, *MEASURED}
+"""The metrics that a diagnosis reads, in addition to evaluations."""
+EVERY = 10
+"""Steps between two diagnoses, or a twentieth of all so far if that is more: a longer history takes longer."""
+SMALL = 0.1
+"""The gradient norm below which there are no spikes: a converged run has tiny gradients."""
+APART, FEWEST_BELOW, LEAST_SPACING = 16.0, 10, 0.03
+"""A spike's distance in mean spacings of the heights below it, the fewest such heights, and the least mean spacing."""
+SHORT = 200
+"""The number of gradients up to which two spikes are many; a rare single one is harmless."""
+
+
+def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]:
+    """Diagnose a run by the rows of its ``metrics.jsonl``; return findings in the order of their beginning.
+
+    Only the pinned names of metrics are read; a missing, null or non-numeric value counts as unmeasured. Troubles that
+    are over by the last row are not reported, except spikes of the gradient. At most one finding of each kind.
+    ``steps``: planned steps of an unfinished run; it counts as stalled only after half of them without progress.
+    """
+    run = history(rows, steps)
+    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    return sorted(found, key=lambda finding: finding.step)
+
+
+class FindingTracker:
+    """A tracker of a run's rows that diagnoses them during the run, for guards and for people.
+
+    Guards get all findings, at steps that depend on nothing else: equal whether or not the run was interrupted. People
+    get each kind once, when it is first found.
+
+    Args:
+      steps: that the run ends with.
+      earlier: the rows of a run that is resumed; findings in them have been reported to people.
+    """
+
+    def __init__(self, steps: int, earlier: Iterable[Mapping[str, Any]] = ()):
+        self._steps = steps
+        self._rows: list[dict[str, Any]] = []
+        for row in earlier:
+            self.take(row)
+        self._next = EVERY
+        self._told = {finding.kind for finding in diagnose(self._rows, steps)}
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Keep a row, or merge later metrics of the last step into its row."""
+        read = {
+            name: plain
+            for name, value in row.items()
+            if (name in READ or TESTED.fullmatch(name)) and (plain := jsonable(value)) is not None
+        }
+        if self._rows and read.get("step") in (None, self._rows[-1].get("step")):
+            self._rows[-1] |= read
+        else:
+            self._rows.append(read)
+
+    def found(self, row: Mapping[str, Any]) -> list[Finding]:
+        """Keep the row and return all findings after its step; empty at steps without a diagnosis."""
+        self.take(row)
+        step = int(row["step"])
+        if step == 0 or not (looks(step) or any(TESTED.fullmatch(name) for name in row)):
+            return []
+        return diagnose(self._rows, self._steps)
+
+    def new(self, row: Mapping[str, Any]) -> list[Finding]:
+        """Keep the row and return new kinds of findings; diagnoses after an evaluation, or at regular intervals."""
+        self.take(row)
+        step = int(row["step"])
+        if step < self._next and not any(TESTED.fullmatch(name) for name in row):
+            return []
+        self._next = step + max(EVERY, step // 20)
+        try:
+            new = [finding for finding in diagnose(self._rows, self._steps) if finding.kind not in self._told]
+        except Exception:
+            log.exception("what goes wrong could not be told")  # no run ends for its diagnosis
+            return []
+        self._told |= {finding.kind for finding in new}
+        return new
+
+
+def looks(step: int) -> bool:
+    """Whether guards diagnose after this step: each ``EVERY``-th at first, then less often; a function of it."""
+    at = 0
+    while at < step:
+        at += max(EVERY, at // 20)
+    return at == step
+
+
+def above(least: float, times: float = 1.0, more: float = 0.0, always: float = np.inf) -> Limit:
+    """Return a limit for a metric that is bad when it grows.
+
+    Args:
+      least: never bad below.
+      times: bad from this multiple of the past level.
+      more: bad from this difference to the past level.
+      always: bad from here at any past level.
+    """
+    return lambda past: np.minimum(np.maximum(np.maximum(least, times * past), past + more), always)
+
+
+def entropy_collapse(run: History) -> Finding | None:
+    """Find an entropy near 0, far below its own past, while neither reward nor evaluation rises."""
+    found = change_point(run["entropy"], _near_zero, False)
+    if found is None or learned(run):
+        return None
+    step = found.step
+    # Texts have no reward: there the loss tells.
+    if improved(run, step) if _scored(run) else fallen(run["loss"], step):
+        plateau = trends.stalled(run)
+        late = max(plateau.step, found.reached) if plateau else run.last
+        if run.last - late < run.last / 3:
+            return None
+        step = found.reached
+    return of_change("entropy_collapse", step, found, run)
+
+
+def entropy_explosion(run: History) -> Finding | None:
+    """Find an entropy far above its own past; less far if nothing is learned meanwhile."""
+    found = _grown(run, "entropy", above(0.5, 2.0, 0.4), above(1.5, 3.0, 1.2), relative=True)
+    return of_change("entropy_explosion", found.steep, found, run) if found else None
+
+
+def length_collapse(run: History) -> Finding | None:
+    """Find completions that shrank to 55 % of their length or less, while nothing is learned."""
+    lengths = run["completions/mean_length"]
+    found = change_point(lengths, lambda past: 0.55 * past, False)
+    if found is None or not _tells(run, found, found.after < found.before / 3):
+        return None
+    return None if _excused(run, found) else of_change("length_collapse", found.step, found, run)
+
+
+def length_explosion(run: History) -> Finding | None:
+    """Find completions that grew to 1.8 times their length or more, while nothing is learned."""
+    lengths = run["completions/mean_length"]
+    found = change_point(lengths, above(0.0, 1.8), True, relative=True)
+    if found is None or not _tells(run, found, found.after > 3 * found.before):
+        return None
+    excused = improved(run, found.step) or (learned(run) and found.after < 4 * found.before)
+    return None if excused else of_change("length_explosion", found.steep, found, run)
+
+
+def truncation(run: History) -> Finding | None:
+    """Find many truncated completions, either more than before or from the start without decline."""
+    found = _grown(run, "completions/truncated_fraction", above(0.2, more=0.15), above(0.3, more=0.2))
+    found = found or _always(run, "completions/truncated_fraction", 0.5)
+    return of_change("truncation", found.step, found, run) if found else None
+
+
+def repetition(run: History) -> Finding | None:
+    """Find many repetitive completions, either more than before or from the start without decline."""
+    found = _grown(run, "completions/repetition_fraction", above(0.15, more=0.12), above(0.25, more=0.15))
+    found = found or _always(run, "completions/repetition_fraction", 0.4)
+    return of_change("repetition", found.step, found, run) if found else None
+
+
+def no_signal(run: History) -> Finding | None:
+    """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise.
+
+    If almost no group teaches, a rising evaluation does not excuse a flat reward.
+    """
+    found = change_point(run["reward/zero_std_fraction"], above(0.8), True)
+    if found is None or learned(run):
+        return None
+    rewards = run["reward/mean"]
+    none_left = found.after > 0.95 and len(rewards) and not risen(rewards, found.step)
+    if not none_left and improved(run, found.step):
+        return None
+    return of_change("no_signal", found.step, found, run)
+
+
+def kl_runaway(run: History) -> Finding | None:
+    """Find a KL that grew many times and is large in itself; less large if nothing is learned."""
+    found = _grown(run, "kl", above(0.2, 5.0), above(0.4, 8.0), relative=True)
+    return of_change("kl_runaway", found.steep, found, run) if found else None
+
+
+def clip_saturation(run: History) -> Finding | None:
+    """Find many tokens with a cut gradient; a clip on whole sequences cuts about one in seven in good runs."""
+    clipped = total(run["clip_fraction/low"], run["clip_fraction/high"])
+    found = change_point(clipped, above(0.2, 4.0, 0.1, always=0.3), True)
+    return of_change("clip_saturation", found.step, found, run) if found else None
+
+
+def sampler_mismatch(run: History) -> Finding | None:
+    """Find a disagreement of sampler and learner on the tokens that were just sampled."""
+    found = change_point(run["sampler/logp_abs_diff_mean"], above(0.02, 5.0, always=0.1), True, relative=True)
+    found = found or change_point(run["sampler/logp_abs_diff_max"], above(1.5, 8.0, always=5.0), True, relative=True)
+    return of_change("sampler_mismatch", found.step, found, run) if found else None
+
+
+def gradient_spikes(run: History) -> Finding | None:
+    """Find several gradients far above all others, close together; or lasting growth to ten times the past norm."""
+    measured = run["grad_norm"]
+    # Where all advantages are 0 there is none.
+    gradients = Series(measured.steps[measured.values > 0], measured.values[measured.values > 0])
+    if len(gradients) < 2 * lasting(len(gradients)):
+        return None
+    if found := change_point(gradients, above(SMALL, 10.0), True, relative=True):
+        start = np.median(gradients.values[: recent(len(gradients))])
+        if found.after > 5 * start:
+            changed = f"grew from {short(found.before)} to {short(found.after)} and stays there"
+            return findings.finding("gradient_spikes", found.step, changed=changed)
+    values = gradients.values
+    # Of every second gradient that is a spike, the median is one, too.
+    usual = np.maximum(smoothed(values, 15, 0.35), np.quantile(values, 0.35))
+    heights = np.log(np.maximum(values, 1e-12) / np.maximum(usual, 1e-12))
+    spread = (np.quantile(heights, 0.35) - np.quantile(heights, 0.1)) / 0.9
+    spikes = np.flatnonzero((heights > max(np.log(4.0), 6 * spread)) & (values > SMALL))
+    high = len(values) <= SHORT and heights[spikes].max(initial=0.0) > np.log(10.0)
+    fewest = 2 if high else 3
+    spikes = _apart(heights, spikes, fewest)
+    # From the first of ``fewest`` on that are close together.
+    distances = spikes[fewest - 1 :] - spikes[: len(spikes) - fewest + 1]
+    close = np.flatnonzero(distances < max(SHORT // 2, len(values) // 4))
+    if not len(close):
+        return None
+    spikes = spikes[close[0] :]
+    times = float(np.max(values[spikes] / np.maximum(usual[spikes], 1e-12)))
+    often = f"{times:.0f}" if times < 1000 else "more than 1000"  # where most are next to nothing
+    highest = short(float(values[spikes].max()))
+    changed = f"spiked {len(spikes)} times, up to {highest}, {often} times what is usual"
+    return findings.finding("gradient_spikes", int(gradients.steps[spikes[0]]), changed=changed)
+
+
+def stalled(run: History) -> Finding | None:
+    """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
+    most of its best reward and evaluation.
+    """
+    if found := trends.lost(run):
+        return findings.finding("stalled", found.step, findings.LOST, best=short(found.best), now=short(found.now))
+    found = trends.stalled(run)
+    if found is None or (run.last < run.planned and run.last - found.step < run.planned / 2):
+        return None
+    return findings.finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
+
+
+RULES = (
+    entropy_collapse, entropy_explosion, length_collapse, length_explosion, truncation, reward_hacking, no_signal,
+    kl_runaway, clip_saturation, sampler_mismatch, gradient_spikes, stalled, repetition, overfitting,
+)  # fmt: skip
+
+
+def _near_zero(past: np.ndarray) -> np.ndarray:
+    """Return the limit of a collapsed entropy: 0.2 of the past up to 0.25 nats, or 0.5 of it up to 0.03 nats."""
+    return np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.5 * past, 0.03))
+
+
+def _grown(run: History, name: str, idle: Limit, learning: Limit, relative: bool = False) -> ChangePoint | None:
+    """Find growth beyond ``learning``, in any run, or beyond ``idle`` in one that learned nothing meanwhile."""
+    gross = change_point(run[name], learning, True, relative)
+    if gross is not None:
+        return gross
+    found = change_point(run[name], idle, True, relative)
+    if found is None or not _lasts(found, run[name]):
+        return None
+    return None if _excused(run, found) else found
+
+
+def _always(run: History, name: str, high: float) -> ChangePoint | None:
+    """Find a metric that is high from the first step and does not fall, in a run that does not learn."""
+    series = run[name]
+    found = change_point(series, above(high), True)
+    if found is None or found.count < 12 or fallen(series, found.step):
+        return None
+    return None if _excused(run, found) else found
+
+
+def _tells(run: History, found: ChangePoint, gross: bool) -> bool:
+    """Whether a change of lengths is gross, or has lasted in a run with rewards or evaluations."""
+    return gross or (_scored(run) and _lasts(found, run["completions/mean_length"]))
+
+
+def _apart(heights: np.ndarray, spikes: np.ndarray, fewest: int) -> np.ndarray:
+    """Return the highest spikes that are separated by a gap from all lower heights; empty if fewer than ``fewest``.
+
+    Heavy tails have high values without a gap below them: for an exponential tail, common for logarithms, the gaps
+    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953).
+    """
+    if len(spikes) < fewest:
+        return spikes[:0]
+    order = np.argsort(-heights, kind="stable")
+    gaps = -np.diff(heights[order])
+    spacings = gaps * np.arange(1, len(heights))
+    # Some of those that stand apart may be too low for spikes.
+    for count in range(int(np.sum(heights > heights[spikes].min() / 2)), fewest - 1, -1):
+        below = float(np.mean(spacings[count : count + max(2 * count, FEWEST_BELOW)]))
+        if spacings[count - 1] > APART * max(below, LEAST_SPACING):
+            return np.sort(order[: min(count, len(spikes))])
+    return spikes[:0]
+
+
+def _scored(run: History) -> bool:
+    """Whether the run has rewards or evaluations."""
+    return bool(len(run["reward/mean"]) or run.evaluations)
+
+
+def _excused(run: History, found: ChangePoint) -> bool:
+    """Whether the run has learned since a change began, or has learned its task."""
+    return improved(run, found.step) or learned(run)
+
+
+def _lasts(found: ChangePoint, series: Series) -> bool:
+    """Whether a change has lasted long enough."""
+    return found.count >= max(lasting(len(series)), min(max(len(series) // 10, 8), 60))

@@ -1,0 +1,212 @@
+"""Memory of one device in the two halves of a step: sampling and learning."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_llm.config import Configuration
+from jaxrl_llm.learner.platform import forward_bytes, update_bytes
+from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.heads import CHUNK
+from jaxrl_llm.plan.lowering import Compiled
+from jaxrl_llm.plan.shapes import (
+    Arrays,
+    PlannedPass,
+    PlannedRole,
+    SamplingArrays,
+    bytes_per_device,
+    prompt_calls,
+    share_of,
+    width_of,
+)
+from jaxrl_llm.rollout.settings import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device by kind; all but ``temporary`` are the exact sizes of arrays.
+
+    Attributes:
+      weights: the policy that learns, and the frozen base under its adapter.
+      optimiser: the policy's optimiser moments.
+      reference: the frozen reference policy.
+      critic: the weights of the critic, or of any role other than the policy.
+      critic_optimiser: the optimiser moments of those roles.
+      judges: reward models.
+      batch: a step's packed data, of all its updates.
+      sampled: the weights to sample from.
+      cache: keys and values of slots and prompts.
+      temporary: memory of programs in addition to their arguments, and padding of layouts.
+      compiled: whether ``temporary`` is the compiler's number rather than a formula's.
+    """
+
+    weights: float = 0
+    optimiser: float = 0
+    reference: float = 0
+    critic: float = 0
+    critic_optimiser: float = 0
+    judges: float = 0
+    batch: float = 0
+    sampled: float = 0
+    cache: float = 0
+    temporary: float = 0
+    compiled: bool = False
+
+    @property
+    def total(self) -> float:
+        """Return the sum of all kinds."""
+        return sum(self.kinds().values())
+
+    def kinds(self) -> dict[str, float]:
+        """Return bytes by kind."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "compiled"}
+
+
+def resident(arrays: Arrays) -> DeviceMemory:
+    """Return the memory of the training state, resident in both halves; moments kept in host memory do not count."""
+    state = arrays.state
+    size = bytes_per_device
+    policy = state.policy
+    others = [role for name, role in state.roles.items() if name != "policy"]
+    return DeviceMemory(
+        weights=size(policy.params) + size(policy.base),
+        optimiser=_on_device(policy.opt_state),
+        reference=size(state.reference),
+        critic=sum(size(role.params) + size(role.base) for role in others),
+        critic_optimiser=sum(_on_device(role.opt_state) for role in others),
+    )
+
+
+def _on_device(moments: Any) -> int:
+    return bytes_per_device([x for x in jax.tree.leaves(moments) if x.sharding.memory_kind != "pinned_host"])
+
+
+def judges(arrays: Arrays) -> float:
+    """Return the bytes of the reward models, which stay on the devices that sample."""
+    return sum(one.asked.copies * bytes_per_device(one.model) for one in arrays.readings)
+
+
+def learning(run: Configuration, arrays: Arrays, base: DeviceMemory, temporary: float, compiled: bool) -> DeviceMemory:
+    """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
+
+    Reward models count too, unless they have devices of their own.
+    """
+    sampled = 0
+    if isinstance(arrays, SamplingArrays) and arrays.rollout.collect.staleness and not run.mesh.rollout:
+        sampled = bytes_per_device(arrays.sampled)
+    return dataclasses.replace(
+        base, judges=0 if run.mesh.rollout else judges(arrays), sampled=sampled,
+        batch=bytes_per_device(arrays.packed) * run.learner.minibatches, temporary=temporary, compiled=compiled,
+    )  # fmt: skip
+
+
+def sampling(
+    run: Configuration, arrays: SamplingArrays, base: DeviceMemory, temporary: float, compiled: bool
+) -> DeviceMemory:
+    """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
+    base = DeviceMemory() if run.mesh.rollout else base
+    sampled = bytes_per_device(arrays.sampled)
+    cache = bytes_per_device(arrays.slots)
+    return dataclasses.replace(
+        base, judges=judges(arrays), sampled=sampled, cache=cache, temporary=temporary, compiled=compiled
+    )
+
+
+def compiled_temporary(done: Compiled, given: float) -> float:
+    """Return the bytes that a program needs in addition to arguments of ``given`` bytes; their padding counts."""
+    return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
+
+
+def prompts_waiting(rollout: Rollout, parts: int) -> int:
+    """Return how many calls' keys and values wait at one time to be copied into slots, at the first filling."""
+    rows, _, _ = prompt_calls(rollout.max_prompt_tokens, parts)
+    return -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
+
+
+def learning_temporary(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled], base: DeviceMemory) -> float:
+    """Return the bytes of the largest learning program, in addition to the state and a step's data.
+
+    ``done``: the compiled programs; empty to use formulas. ``base``: memory of the state.
+    """
+    batch = bytes_per_device(arrays.packed)
+    needs = []
+    for one in arrays.learned:
+        if done:
+            needs.append(compiled_temporary(done[one.program], bytes_per_device(arrays.state) + batch))
+            continue
+        # Gradients twice: those of a microbatch, and their sum in float32.
+        gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
+        needs.append(gradients + pass_by_formula(one, update_bytes))
+    for one in arrays.readings:
+        # A step's data is packed for its updates after the passes. What reads all data before the first step does so
+        # before there is a state.
+        there = batch * run.learner.minibatches
+        if not one.asked.copies:
+            there += 0 if one.asked.calls else base.total - bytes_per_device(one.model)
+            needs.append(reading_bytes(one, done) - there)
+    return max(needs)
+
+
+def reading_bytes(one: PlannedPass, done: Mapping[str, Compiled]) -> float:
+    """Return the bytes that a pass needs in addition to its model: data and temporaries."""
+    packed = bytes_per_device(one.packed)
+    if not done:
+        return packed + pass_by_formula(one, forward_bytes)
+    return packed + compiled_temporary(done[one.asked.name], packed + bytes_per_device(one.model))
+
+
+def pass_by_formula(
+    one: PlannedRole | PlannedPass, each: Callable[[ComputeOptions, ModelConfig, int, float], float]
+) -> float:
+    """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
+
+    That is the model in the compute type, in its layout, ``each`` for each token, and a chunk of logits where the model
+    predicts tokens.
+    """
+    layout = one.forward.layout
+    compute = one.forward.compute
+    config = one.model.config
+    share = share_of(one.gathered)
+    cast = sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
+    tokens = layout.rows * layout.row_tokens / layout.parts
+    logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
+    return cast + tokens * each(compute, config, layout.row_tokens, share) + logits
+
+
+def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:
+    """Return the bytes of the largest sampling program, besides weights and cache; ``parts``: parts of the slots."""
+    if not done:
+        busiest = sampling_formula(arrays, parts)
+        scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
+        return max(busiest, *scoring) if scoring else busiest
+    size = bytes_per_device
+    sampled = size(arrays.sampled)
+    slots = size(arrays.slots)
+    waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
+    waiting = max(waiting, 0) * prompts_waiting(arrays.rollout, parts)
+    decode = compiled_temporary(done["decode"], sampled + slots)
+    weights = done.get("weights", Compiled("weights"))
+    moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
+    refill = compiled_temporary(done["refill"], slots + waiting)
+    # The blocks that prompts had before, while they become more.
+    blocks = size(arrays.slots.blocks) / 2
+    # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
+    busiest = max(decode, blocks, refill, done["prompts"].temporary)
+    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
+    return max(busiest + waiting, moving - slots, *scoring)
+
+
+def sampling_formula(arrays: SamplingArrays, parts: int) -> float:
+    """Estimate the bytes of sampling besides weights and cache: logits, waiting prompts, growing blocks of prompts."""
+    rollout = arrays.rollout
+    config = arrays.sampled.config
+    share = share_of(arrays.sampled)
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    width = arrays.slots.cache.k.dtype.itemsize
+    heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
+    tokens = prompts_waiting(rollout, parts) * rows / parts * piece * calls
+    waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * width
+    logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
+    return max(logits, bytes_per_device(arrays.slots.blocks) / 2) + waiting

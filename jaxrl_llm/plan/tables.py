@@ -1,0 +1,271 @@
+"""Output of a plan for people and programs: tables, JSON, and a chart of one device's memory."""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.plan.device_memory import DeviceMemory
+from jaxrl_llm.plan.movement import Loop
+from jaxrl_llm.plan.network import by_kind
+from jaxrl_llm.plan.planning import Plan
+from jaxrl_llm.system.paths import new_file
+
+GIB = 2.0**30
+KINDS = {
+    "weights": ("weights ({dtype})", "#4269d0"), "optimiser": ("optimiser", "#6c8ae0"),
+    "reference": ("reference", "#97bbf5"), "critic": ("critic ({dtype})", "#a463f2"),
+    "critic_optimiser": ("optimiser of the critic", "#c9a3f7"), "judges": ("reward models ({compute})", "#ff8ab7"),
+    "batch": ("batch", "#9c6b4e"), "sampled": ("weights to sample from ({compute})", "#3ca951"),
+    "cache": ("key/value cache", "#efb118"), "temporary": ("activations and other temporaries", "#ff725c"),
+}  # fmt: skip
+"""Label and colour of each kind of memory."""
+
+
+def lines(plan: Plan, source: str) -> list[str]:
+    """Return the report's lines; ``source`` names the source of the model's shapes."""
+    return [
+        *head(plan, source),
+        "",
+        *memory_lines(plan),
+        "",
+        *time_lines(plan),
+        "",
+        *network_lines(plan),
+        "",
+        *plan.chosen,
+        *conclusion(plan),
+    ]
+
+
+def head(plan: Plan, source: str) -> list[str]:
+    """Return the lines about model, machine and work."""
+    run = plan.run
+    w = plan.work
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    g = plan.groups
+    apart = f", and {run.mesh.rollout} devices that only sample" if run.mesh.rollout else ""
+    work = f"{w.train_flops:.2e} FLOP to learn"
+    if plan.sampling is not None:
+        work = f"{w.prompts_flops + w.decode_flops:.2e} FLOP to sample, {w.train_flops:.2e} to learn"
+    return [
+        f"{run.model}: {plan.parameters:,} parameters ({source})",
+        f"on {plan.machine.name}: {plan.machine.devices} devices, mesh {mesh}{apart}",
+        f"a step: {g.count} {g.words} {w.mean} tokens, {w.updates} "
+        f"update{'s' * (w.updates > 1)} of {w.microbatches} microbatches ({run.learner.microbatch_rows} rows of "
+        f"{w.row_tokens} tokens)",
+        f"by formula: {work} (6 N per "
+        f"token and causal attention; {sum(p.flops for p in plan.phases) * plan.machine.devices:.2e} are run), "
+        f"{sum(p.bytes for p in plan.phases) * plan.machine.devices:.2e} bytes of memory read and written",
+    ]
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """Return the table of memory."""
+    words = {
+        name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype)
+        for name, (text, _) in KINDS.items()
+    }
+    whose = "the compiler's" if plan.learning.compiled else "a formula's"
+    halves = plan.halves
+    rows = [f"{'memory of one device, GiB':<50}" + "".join(f"{name:>10}" for name in halves)]
+
+    def row(text: str, values: Iterable[float]) -> str:
+        return f"  {text:<48}" + "".join(f"{value / GIB:>10.2f}" if value else f"{'-':>10}" for value in values)
+
+    for name, text in words.items():
+        values = [half.kinds()[name] for half in halves.values()]
+        if any(values):
+            rows.append(row(f"{text}, {whose}" if name == "temporary" else text, values))
+    rows.append(row("in all", [half.total for half in halves.values()]))
+    return [*rows, row("there is", [plan.machine.chip.memory] * len(halves))]
+
+
+def time_lines(plan: Plan) -> list[str]:
+    """Return the table of times."""
+    rows = [
+        f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"
+    ]
+    for p in plan.phases:
+        times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
+        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds}")
+    return rows
+
+
+def network_lines(plan: Plan) -> list[str]:
+    """Return the table of collectives."""
+    rows = [f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"]
+    for p in plan.phases:
+        whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
+        for t in by_kind(p.traffic):
+            rows.append(
+                f"  {f'{p.name}: {t.kind} ({whose})':<48}{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
+            )
+    return rows if len(rows) > 1 else ["nothing is sent between devices"]
+
+
+def loop_lines(plan: Plan) -> list[str]:
+    """Return the memory traffic of compiled programs by loop, without loops below a hundredth of a program's total."""
+    rows = [
+        f"{'read and written by one device, as compiled':<50}{'rounds':>10}{'each, GiB':>12}{'copied':>10}{'sent':>10}"
+    ]
+    for name, one in plan.compiled.items():
+        for loop in one.loops:
+            if loop.times * loop.moved < one.loops[0].moved / 100:
+                continue
+            place = "  " * (loop.depth + 1)
+            least = name == "decode" and loop.depth == 1 and loop.moved > one.arguments
+            beside = f", {loop.moved / one.arguments:.2f} times weights and cache" if least else ""
+            what = f"loop{beside}" if loop.depth else name
+            copied = sum(copy.size for copy in loop.copies) / GIB
+            sent = sum(c.moved for c in loop.collectives) / GIB
+            rows.append(f"{place + what:<50}{loop.times:>10.0f}{loop.moved / GIB:>12.3f}{copied:>10.3f}{sent:>10.3f}")
+            details = (*_most((f"{c.kind}: {c.source}", c.size) for c in loop.copies),
+                       *_most((f"{c.kind} among {c.groups.shape[1]}", c.size) for c in loop.collectives))  # fmt: skip
+            rows += [f"{place}  {text}" for text in details]
+    return rows
+
+
+def _most(items: Iterable[tuple[str, float]]) -> list[str]:
+    """Return the largest sums of items by name, of a MiB or more."""
+    sums: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for name, size in items:
+        sums.update({name: size})
+        counts.update({name: 1})
+    return [f"{size / 2**20:,.0f} MiB in {counts[name]}: {name}" for name, size in sums.most_common(5) if size >= 2**20]
+
+
+def conclusion(plan: Plan) -> list[str]:
+    """Return the verdict: whether the run fits, how large it may be, how fast it can be."""
+    half = max(plan.halves, key=lambda name: plan.halves[name].total)
+    verdict = "FITS" if plan.fits else "DOES NOT FIT"
+    slowest = plan.slowest
+    update = sum(p.seconds for p in plan.phases if p.learns)
+    rows = [f"{verdict}: {plan.peak / GIB:.1f} of {plan.machine.chip.memory / GIB:.1f} GiB, most while {half}"]
+    most = f"{plan.groups.field} {plan.most_groups} (by its data)"
+    if plan.sampling is not None:
+        most += f", rollout.slots {plan.most_slots} (by the cache)"
+    if plan.most_rows is not None:
+        most += f", learner.microbatch_rows {plan.most_rows} (from two compilations)"
+    rows.append(f"the largest of each that fits beside the rest: {most}")
+    rows.append(
+        f"a step takes at least {plan.seconds:.1f} s, of which {slowest.name} {slowest.seconds:.1f} s, bound by "
+        f"{slowest.binds}; MFU at most {plan.utilisation(plan.seconds):.1%} of the step, "
+        f"{plan.utilisation(update):.1%} of the updates"
+    )
+    return rows
+
+
+def table(plans: list[Plan]) -> list[str]:
+    """Return a table with one line per plan."""
+    rows = ["data x fsdp x tensor   microbatch_rows   slots   GiB sampling   learning   seconds of a step   binds"]
+    for p in plans:
+        mesh = " x ".join(map(str, p.mesh.values()))
+        rows_each = p.run.learner.microbatch_rows
+        where = f"{p.slowest.name}, {p.slowest.binds}"
+        slots, sampling = "-", "-"
+        if p.sampling is not None:
+            slots, sampling = str(p.run.rollout.slots), f"{p.sampling.total / GIB:.1f}"
+        rows.append(
+            f"{mesh:<20}   {rows_each:>15}   {slots:>5}   {sampling:>12}   "
+            f"{p.learning.total / GIB:>8.1f}   {p.seconds:>17.1f}   {where}"
+        )
+    return rows
+
+
+def to_json(plan: Plan, source: str) -> dict[str, Any]:
+    """Return everything in the report as plain values: bytes, seconds, FLOPs."""
+
+    def memory(m: DeviceMemory) -> dict[str, float]:
+        return DeviceMemory.kinds(m) | {"total": m.total, "temporary_compiled": m.compiled}
+
+    def loop_values(loop: Loop) -> dict[str, Any]:
+        sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
+        copies = [dataclasses.asdict(copy) for copy in loop.copies]
+        return {
+            "depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies, "collectives": sent,
+        }  # fmt: skip
+
+    return {
+        "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
+        "mesh": dict(plan.mesh), "parameters": plan.parameters,
+        "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
+        "memory": {
+            "available": plan.machine.chip.memory,
+            "sampling": None if plan.sampling is None else memory(plan.sampling),
+            "learning": memory(plan.learning),
+        },
+        "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
+        "compiled_s": {name: one.seconds for name, one in plan.compiled.items()},
+        "loops": {name: [loop_values(loop) for loop in one.loops] for name, one in plan.compiled.items()},
+        "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
+        "step_s": plan.seconds,
+        "mfu": plan.utilisation(plan.seconds),
+        "most": {
+            plan.groups.field.rpartition(".")[2]: plan.most_groups,
+            "slots": plan.most_slots,
+            "microbatch_rows": plan.most_rows,
+        },
+    }  # fmt: skip
+
+
+def write(path: Path, plans: list[tuple[Plan, str]]) -> None:
+    """Write the plans as JSON: a list, or an object for a single plan."""
+    values = [to_json(*one) for one in plans]
+    with new_file(path) as part:
+        part.write_text(json.dumps(values[0] if len(values) == 1 else values, indent=1))
+
+
+def draw(plans: list[dict[str, Any]], path: Path) -> None:
+    """Draw two bars for each plan (from ``to_json``): memory while sampling, if it samples, and while learning.
+
+    Raises:
+      InputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise InputError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 0.9 + 0.95 * len(plans)), layout="constrained")
+    axes = figure.add_subplot()
+    halves = [[half for half in ("sampling", "learning") if p["memory"][half]] for p in plans]
+    most = max(
+        max(p["memory"]["available"], *(p["memory"][half]["total"] for half in shown))
+        for p, shown in zip(plans, halves, strict=True)
+    )
+    labels = []
+    for number, one in enumerate(plans):
+        for offset, half in enumerate(halves[number]):
+            y = 2.4 * number + offset
+            labels.append((y, f"{one['model'].rsplit('/', 1)[-1]} on {one['machine']}, {half}" if not offset else half))
+            _bar(axes, y, one["memory"][half])
+            available = one["memory"]["available"] / GIB
+            axes.plot([available, available], [y - 0.5, y + 0.5], color="black", linewidth=1.5)
+    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, most / GIB * 1.05)
+    axes.set_xlabel("GiB of one device (black line: what there is)")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    shown = [label for label in map(_label, KINDS) if label in handles]
+    figure.legend(
+        [handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False
+    )
+    figure.savefig(path)
+
+
+def _bar(axes: Any, y: float, memory: dict[str, float]) -> None:
+    left = 0.0
+    for kind, (_, colour) in KINDS.items():
+        if value := memory.get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
+            axes.barh(y, value, left=left, height=0.85, color=colour, label=_label(kind))
+            left += value
+
+
+def _label(kind: str) -> str:
+    """Return the short name of a kind of memory, for the legend."""
+    return KINDS[kind][0].partition(" (")[0].replace(" and other", ",")

@@ -1,0 +1,279 @@
+"""Evaluation: avg@k, pass@k and maj@k of a model on problems with checkable answers; mean reward on others."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rewards.shaping import REFUSED
+from jaxrl_llm.rollout.respond import Answerer, SeedSpace, Status, Watch, complete, request_seed
+from jaxrl_llm.tasks import Prompts, answer_of
+from jaxrl_llm.types import MEAN_OF_TASKS, Completion, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """Result of one evaluation on one task.
+
+    Attributes:
+      task: its label.
+      problems: the problems, n of them.
+      completions: n rows of k.
+      correct: bool[n, k]; None if nothing is verified.
+      maj: float64[n], whether the most frequent extracted answer is correct; None if nothing is verified.
+      rewards: float64[n, k], NaN where unscorable; None if the answers are verified.
+      given_up: the share of completions that were aborted, which count as wrong; None without early stopping.
+      best: float64[n], whether the answer that a reward model scores highest is correct; None without a reward model.
+      weighted: float64[n], whether the answer with the largest sum of its scores is correct; None without one.
+      refused: float64[n, k], 1 where the model refuses to answer, NaN if unknown; None if it is not measured.
+      won: float64[n, k], 1 where a judge finds the answer better than the first policy's, 0.5 for a tie, else 0, and
+        NaN where one of the two is missing; None without a judge, or if these are the first policy's answers.
+    """
+
+    task: str
+    problems: tuple[Problem, ...]
+    completions: tuple[tuple[Completion, ...], ...]
+    correct: np.ndarray | None
+    maj: np.ndarray | None
+    rewards: np.ndarray | None = None
+    given_up: float | None = None
+    best: np.ndarray | None = None
+    weighted: np.ndarray | None = None
+    refused: np.ndarray | None = None
+    won: np.ndarray | None = None
+
+    @property
+    def answers(self) -> tuple["Evaluated", ...]:
+        """This evaluation alone; see ``Tested``."""
+        return (self,)
+
+    @property
+    def accuracy(self) -> float:
+        """Mean accuracy, avg@k: the share of correct completions; NaN if nothing is verified."""
+        return math.nan if self.correct is None else float(self.correct.mean())
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the completions that could be scored; NaN if the answers are verified."""
+        return math.nan if self.rewards is None else known_mean(self.rewards)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics ``eval/<task>/...``."""
+        name = f"eval/{self.task}"
+        found = {f"{name}/reward": self.reward}
+        if self.correct is not None:
+            k = self.correct.shape[1]
+            found = {f"{name}/pass@1": self.accuracy}
+            if k > 1:
+                powers = {2**i for i in range(1, k.bit_length())} | {k}
+                found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in sorted(powers)}
+                found[f"{name}/maj@{k}"] = float(self.maj.mean())
+            if self.best is not None:
+                found[f"{name}/rerank@{k}"] = float(self.best.mean())
+                found[f"{name}/weighted_maj@{k}"] = float(self.weighted.mean())
+        if self.given_up is not None:
+            found[f"{name}/given_up"] = self.given_up
+        for metric, shares in {"refusals": self.refused, "win_rate": self.won}.items():
+            if shares is not None:
+                found[f"{name}/{metric}"] = known_mean(shares)
+        found[f"{name}/problems"] = float(len(self.problems))
+        found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
+        return found
+
+    def worth(self, problem: int, sample: int) -> dict[str, bool | float]:
+        """Return whether an answer is ``correct``, or its ``reward`` if nothing is verified."""
+        if self.correct is None:
+            return {"reward": float(self.rewards[problem, sample])}
+        return {"correct": bool(self.correct[problem, sample])}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a record for each completion, for a file: the messages, the completion, and its score."""
+        found = []
+        for i, (problem, completions) in enumerate(zip(self.problems, self.completions, strict=True)):
+            for j, completion in enumerate(completions):
+                found.append(
+                    {
+                        "task": self.task,
+                        "problem": problem.id,
+                        "sample": j,
+                        "messages": list(problem.prompt),
+                        "answer": problem.answer,
+                        "completion": completion.text,
+                        **self.worth(i, j),
+                        "finish_reason": completion.finish_reason,
+                        "tokens": len(completion.tokens),
+                    }
+                )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """Result of a test: numbers of another kind, and the evaluation of each task.
+
+    Attributes:
+      numbers: metrics by name.
+      answers: evaluation of each task; empty without tasks.
+    """
+
+    numbers: Mapping[str, float]
+    answers: tuple[Evaluated, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics; with several tasks their averages come first."""
+        found = {} if len(self.answers) < 2 else averages(self.answers)
+        for one in self.answers:
+            found |= one.metrics()
+        return dict(self.numbers) | found
+
+
+AVERAGE = f"eval/{MEAN_OF_TASKS}"
+"""Prefix of the names of metrics that are means over several tasks, each counting once."""
+
+
+def averages(found: Sequence[Evaluated]) -> dict[str, float]:
+    """Average each metric, except the number of problems, over the tasks that have it."""
+    by_name: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in one.metrics().items():
+            by_name.setdefault(name.removeprefix(f"eval/{one.task}/"), []).append(value)
+    by_name.pop("problems")
+    return {f"{AVERAGE}/{name}": known_mean(np.asarray(values)) for name, values in by_name.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Problems and sampling limits of one evaluation.
+
+    Attributes:
+      prompts: of the tasks, as token ids.
+      problems: at least one; those of one task are adjacent.
+      samples: answers to each.
+      seed: determines every random number.
+      limits: maximum number of tokens of an answer, by the label of its task; other tasks use the sampling's.
+    """
+
+    prompts: Prompts
+    problems: Sequence[Problem]
+    samples: int
+    seed: int
+    limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def evaluate(
+    by: Answerer,
+    asked: Questions,
+    sampling: Sampling,
+    status: Status = lambda text: None,
+    watch: Watch | None = None,
+) -> tuple[Evaluated, ...]:
+    """Answer every problem and check the answers, task by task; score them in full if nothing is verified.
+
+    All tasks are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says.
+    """
+    wanted = [problem for problem in asked.problems for _ in range(asked.samples)]
+    done = complete(
+        by.engine,
+        by.model,
+        by.tokenizer,
+        [asked.prompts[problem] for problem in wanted],
+        [request_seed(asked.seed, SeedSpace.EVALUATION + n) for n in range(len(wanted))],
+        sampling,
+        [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted],
+        lambda text: status(f"evaluating: {text}"),
+        watch,
+    )
+    labels = [problem.task for problem in asked.problems]
+    if len(asked.prompts.tasks) == 1:
+        labels = [asked.prompts.tasks[0].label] * len(labels)
+    found = []
+    begin = 0
+    for label in dict.fromkeys(labels):
+        problems = [problem for problem, own in zip(asked.problems, labels, strict=True) if own == label]
+        end = begin + len(problems) * asked.samples
+        found.append(checked(label, problems, asked.samples, done[begin:end], by.scorer, watch is not None))
+        begin = end
+    return tuple(found)
+
+
+def checked(
+    task: str,
+    problems: Sequence[Problem],
+    samples: int,
+    done: Sequence[Completion],
+    scorer: Scorer,
+    watched: bool = False,
+) -> Evaluated:
+    """Verify or score the answers to one task's problems; ``watched``: whether completions could be stopped early."""
+    items = [(problems[i // samples], c) for i, c in enumerate(done)]
+    rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
+    unverified = problems[0].verifier == "none"
+    scores = scorer.score(items) if unverified else scorer.only(items, (REFUSED,))
+    refused = scores.parts[REFUSED].reshape(len(problems), samples) if REFUSED in scores.parts else None
+    if unverified:
+        rewards = scores.reward.reshape(len(problems), samples)
+        return Evaluated(task, tuple(problems), rows, None, None, rewards, refused=refused)
+    whole = np.asarray([is_whole(c) for c in done])
+    correct = ((scores.accuracy >= 1) & whole).reshape(len(problems), samples)
+    maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
+    given_up = 1.0 - float(whole.mean()) if watched else None
+    return Evaluated(task, tuple(problems), rows, correct, maj, given_up=given_up, refused=refused)
+
+
+def known_mean(values: np.ndarray) -> float:
+    """Return the mean of the values that are not NaN; NaN if all are."""
+    return math.nan if np.isnan(values).all() else float(np.nanmean(values))
+
+
+def is_whole(completion: Completion) -> bool:
+    """Whether a completion reached its own end or its limit; an aborted one does not count as an answer."""
+    return completion.finish_reason != "aborted"
+
+
+def pass_at(correct: np.ndarray, k: int) -> np.ndarray:
+    """Estimate for each problem the chance that one of k completions drawn from the n is correct: bool[P, n] -> [P].
+
+    ``1 - C(n - c, k) / C(n, k)``, the unbiased estimator of arXiv 2107.03374, eq. 1.
+    """
+    n = correct.shape[1]
+    wrong = n - correct.sum(axis=1)
+    return np.asarray([1 - math.comb(int(w), k) / math.comb(n, k) for w in wrong])
+
+
+def majority(
+    problem: Problem, completions: Sequence[Completion], correct: np.ndarray, weights: np.ndarray | None = None
+) -> float:
+    """Return 1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first.
+
+    With ``weights``, float[k], the answer with the largest sum of weights counts. Aborted completions have no answer.
+    """
+    answers = [answer_of(c.text, problem.extractor) if is_whole(c) else None for c in completions]
+    sums: dict[str, float] = collections.defaultdict(float)
+    for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
+        if answer is not None:
+            sums[answer] += float(weight)
+    if not sums:
+        return 0.0
+    return float(correct[answers.index(max(sums, key=sums.__getitem__))])
+
+
+def reranked(found: Evaluated, scores: np.ndarray, weights: np.ndarray) -> Evaluated:
+    """Return the evaluation with the results of a reward model: the best of k, and a weighted majority.
+
+    Args:
+      found: of a task with verified answers.
+      scores: float64[n, k], the higher the better; ties go to the first. Aborted completions come last.
+      weights: float64[n, k], at least 0: of each answer's vote.
+    """
+    whole = np.asarray([[is_whole(c) for c in row] for row in found.completions])
+    first = np.argmax(np.where(whole, scores, -np.inf), axis=1)
+    best = np.take_along_axis(found.correct, first[:, None], axis=1)[:, 0]
+    rows = zip(found.problems, found.completions, found.correct, weights, strict=True)
+    return dataclasses.replace(
+        found, best=best.astype(np.float64), weighted=np.asarray([majority(*row) for row in rows])
+    )

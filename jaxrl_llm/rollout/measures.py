@@ -1,0 +1,133 @@
+"""Metrics of groups: their rewards, their lengths, and the completions that repeat themselves."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.rewards.bounds import REJECTED
+from jaxrl_llm.rewards.shaping import REFUSED
+from jaxrl_llm.rollout.groups import informative
+from jaxrl_llm.tasks import answer_of
+from jaxrl_llm.types import Completion, Group
+
+LONGEST_PERIOD = 128
+"""Length of the longest run of tokens that is checked for repetition."""
+TIMES = 4
+"""Minimum number of repetitions of a loop."""
+FEWEST = 16
+"""Minimum number of tokens in a loop: three equal signs or full stops do not count."""
+
+
+def written(completion: Completion) -> np.ndarray:
+    """Return a completion's tokens without the one that stopped it."""
+    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+
+
+def loops(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Whether each row of tokens ends in a loop, bool[B].
+
+    The last n tokens, for some n up to ``LONGEST_PERIOD``, repeat ``TIMES`` times in a row exactly if each of the
+    last (``TIMES`` - 1) n tokens equals the one n before it; a loop of less than ``FEWEST`` tokens must last that long.
+    """
+    width = TIMES * LONGEST_PERIOD
+    # Where a row has no token, nothing equals anything.
+    tails = np.repeat(-1 - np.arange(width)[None], len(rows), axis=0)
+    for i, tokens in enumerate(rows):
+        last = tokens[-width:]
+        if len(last):
+            tails[i, -len(last) :] = last
+    found = np.zeros(len(rows), bool)
+    for period in range(1, LONGEST_PERIOD + 1):
+        same = max((TIMES - 1) * period, FEWEST - period)
+        found |= (tails[:, -same:] == tails[:, -same - period : -period]).all(axis=1)
+    return found
+
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+"""Quantiles of rewards and lengths, by the suffix of their metrics' names."""
+MEASURED = (
+    "reward/mean", "reward/std", "reward/zero_std_fraction", "reward/accuracy",
+    "completions/mean_length", "completions/truncated_fraction", "completions/repetition_fraction",
+    "completions/distinct_fraction",
+    *(f"reward/{name}" for name in QUANTILES), *(f"completions/length_{name}" for name in QUANTILES),
+)  # fmt: skip
+"""Metrics that ``describe`` returns for any groups; NaN without groups."""
+
+
+def describe(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute metrics of the groups finished in a step, before any filter."""
+    if not groups:
+        return dict.fromkeys(MEASURED, math.nan)
+    scores = np.stack([g.rewards for g in groups])
+    completions = [c for g in groups for c in g.completions]
+    ended = [c.finish_reason for c in completions]
+    lengths = np.array([len(c.tokens) for c in completions])
+    looping = loops([written(c) for c in completions]) | (np.array(ended) == "repetition")
+    found = {}
+    for name in groups[0].parts:
+        if all(name in g.parts for g in groups):  # older ones may lack some
+            metric = name if name.startswith("constraint/") else f"reward/{name}"
+            metric = f"{name}_fraction" if name in (REJECTED, REFUSED) else metric
+            found[metric] = _known(np.nanmean, np.stack([g.parts[name] for g in groups]))
+    # One completion of each prompt is like no other, and no reward is no equal reward.
+    known = [g for g in groups if len(groups[0].completions) != 1 and not np.isnan(g.rewards).all()]
+    equal = float(np.mean([not informative(g, "reward") for g in known])) if known else math.nan
+    found |= {
+        "reward/mean": _known(np.nanmean, scores),
+        "reward/std": _known(np.nanstd, scores),
+        "reward/zero_std_fraction": equal,
+        "reward/accuracy": share_correct(groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/truncated_fraction": ended.count("length") / len(ended),
+        "completions/repetition_fraction": float(looping.mean()),
+        "completions/distinct_fraction": _known(np.nanmean, np.array([_distinct(group) for group in groups])),
+    }
+    shares = list(QUANTILES.values())
+    for prefix, values in {"reward/": scores[~np.isnan(scores)], "completions/length_": lengths}.items():
+        between = np.quantile(values, shares) if values.size else [math.nan] * len(shares)
+        found |= {prefix + name: float(value) for name, value in zip(QUANTILES, between, strict=True)}
+    return found
+
+
+def _distinct(group: Group) -> float:
+    """Divide the number of different answers of a group by its completions; all without an answer count as one. NaN for
+    a single completion. If nothing is verified the answers are the texts.
+    """
+    extractor = "whole" if group.problem.verifier == "none" else group.problem.extractor
+    answers = [answer_of(completion.text, extractor) for completion in group.completions]
+    return len(set(answers)) / len(answers) if len(answers) > 1 else math.nan
+
+
+OF_A_TASK = {
+    "reward": "reward/mean",
+    "accuracy": "reward/accuracy",
+    "zero_std_fraction": "reward/zero_std_fraction",
+    "mean_length": "completions/mean_length",
+    "truncated_fraction": "completions/truncated_fraction",
+}
+"""Metrics of each task of a mixture, ``task/<label>/<name>``, and the metric of all groups that each one repeats."""
+
+
+def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Sequence[Group]) -> dict[str, float]:
+    """Compute metrics of each task of a mixture: of its groups finished in the step, before any filter, and the number
+    of its groups that the step learns from.
+    """
+    found = {}
+    for label in labels:
+        own = describe([group for group in sampled if group.problem.task == label])
+        found |= {f"task/{label}/{name}": own[metric] for name, metric in OF_A_TASK.items()}
+        found[f"task/{label}/groups"] = sum(group.problem.task == label for group in learned)
+    return found
+
+
+def share_correct(groups: Sequence[Group]) -> float:
+    """Return the share of completions that the verifier calls correct; NaN if nothing is verified."""
+    accuracy = np.stack([g.accuracy for g in groups])
+    return _known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1))
+
+
+def _known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """Compute a statistic of the values that are not NaN; NaN if all are, where NumPy would warn."""
+    return math.nan if np.isnan(values).all() else float(statistic(values))

@@ -1,0 +1,204 @@
+"""Models by name, including those of runs: the result of one run's training can be the start of the next."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.recovery import check_whole
+from jaxrl_llm.checkpoints.snapshots import kept, phase_of
+from jaxrl_llm.config.origin import SAVED_RUNS
+from jaxrl_llm.config.run import Configuration
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.pretrained import architecture, check_name
+from jaxrl_llm.runs.pins import check_read
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run and one of its checkpoints or snapshots.
+
+    Attributes:
+      run: with the paths of data and model resolved from the current folder.
+      directory: the checkpoint's.
+      step: its number.
+    """
+
+    run: Configuration
+    directory: Path
+    step: int
+
+
+DECIDE_THE_MODEL = ("model", "learner", "mesh", "seed")
+"""Fields of a configuration that loading its model needs."""
+
+
+TESTED_ON = ("task", "data", "rollout", "answering", "batch", "evaluation")
+"""Further fields that testing it needs; no kind of run has all of them."""
+
+
+def find_run(name: str, tests: bool = False) -> Trained | None:
+    """Find the run that ``RUN`` or ``RUN@STEP`` names; return None for others, such as a model's directory, which
+    has a config.json too.
+
+    Args:
+      name: as it was given.
+      tests: whether its test settings must be complete, so that the files of a person's own classes are executed.
+        Otherwise settings that do not concern the model may be ``Unsaveable`` in parts.
+
+    Raises:
+      InputError: neither a run nor a model has this name; or the run lacks this checkpoint, is of another version, or
+        lacks needed settings in its config.json.
+    """
+    directory, _ = configs.split_step(name)
+    path = directory / "config.json"
+    if not path.is_file():
+        _check_name(name, directory)
+        return None
+    if not configs.is_run(path):
+        return None
+    saved = configs.read(path, tests)
+    for field in (*DECIDE_THE_MODEL, *(TESTED_ON if tests else ())):
+        configs.whole(getattr(saved.run, field, None), str(path))
+    start = configs.find_start(name)
+    place = kept(directory)[start.step]
+    run = configs.located(configs.pinned(saved.run, saved.origin), saved.origin, directory)
+    _check_ancestors(run.model, directory)
+    if configs.rules_of_run(run).phases:
+        run = configs.in_phase(run, phase_of(place))
+    return Trained(run, place, start.step)
+
+
+def _check_ancestors(name: str, directory: Path) -> None:
+    """Refuse a run that begins from itself, directly or through other runs; ``name``: the model that it begins from."""
+    seen = [directory.resolve()]
+    while configs.is_run((place := configs.split_step(name)[0]) / "config.json"):
+        configs.require(
+            place.resolve() not in seen,
+            f"{place} begins as its own model, at once or by way of other runs: set model in its config.json to what "
+            "it was trained from",
+        )
+        seen.append(place.resolve())
+        saved = configs.read(place / "config.json", own=False)
+        name = configs.whole(configs.located(saved.run, saved.origin, place).model, f"{place}/config.json")
+
+
+def _check_name(name: str, directory: Path) -> None:
+    """Refuse a name that is not a model; for a shipped run that does not exist yet, name the command that trains it.
+
+    Without a folder of runs its name would read as a hub id.
+    """
+    config = directory.name
+    if directory.parent.name == SAVED_RUNS and not directory.exists() and config in configs.config_names():
+        raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it")
+    check_name(name)
+
+
+def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
+    """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``.
+
+    A reward model is a ``ScalarModel``.
+
+    Raises:
+      InputError: the model cannot be found, read or used; or its weights differ from those that the run in
+        training began with.
+    """
+    from jaxrl_llm.models.pretrained import load_either
+
+    trained = find_run(name)
+    if trained is not None:
+        return load_trained(trained, mesh, dtype)
+    model, tokenizer = load_either(name, dtype, mesh)
+    check_read(name, dtype, model)
+    return model, tokenizer
+
+
+def as_trained(run: Configuration, model: Any) -> Any:
+    """Return the model that the run trains, from the model that it names.
+
+    A reward-model run adds a scalar head, drawn by its seed, to a model without one.
+
+    Raises:
+      InputError: another kind of run names a reward model.
+    """
+    from jaxrl_llm.models.heads import ScalarModel, drawn_head, with_scalar_head
+
+    scores = isinstance(model, ScalarModel)
+    if isinstance(run, configs.RewardModel):
+        return model if scores else with_scalar_head(model, drawn_head(model, run.seed))
+    if scores:
+        raise InputError(f"{run.model} is a reward model, which scores text and writes none: give a language model")
+    return model
+
+
+def config_of(name: str) -> ModelConfig:
+    """Return the architecture of the model that ``load_model`` loads by this name; no weights are read.
+
+    Raises:
+      InputError: the name or the architecture is unknown.
+    """
+    trained = find_run(configs.without_step(name))  # a role that goes on needs its step no more
+    return architecture(name)[0] if trained is None else config_of(trained.run.model)
+
+
+def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
+    """Load (model, tokenizer or None) of a run's checkpoint; an adapter is merged.
+
+    ``dtype``: of the weights; None keeps that of training.
+    """
+    import jax
+
+    from jaxrl_llm.checkpoints.store import restore_policy
+    from jaxrl_llm.models.lora import attached, merge
+    from jaxrl_llm.sharding import shardings
+
+    check_whole(trained.directory)
+    run = trained.run
+    model, tokenizer = load_base(trained, mesh, bool(run.learner.lora.rank))
+    model = as_trained(run, model)
+    if run.learner.lora.rank:
+        base, policy = _with_adapter(trained, model, mesh)
+        found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
+    else:
+        like = jax.eval_shape(lambda m: m, model)
+        del model  # only its shapes are needed: two copies of the weights might not fit
+        found = restore_policy(trained.directory, like, mesh)
+    if dtype is None:
+        return found, tokenizer
+    return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
+
+
+def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
+    """Load (base, adapter) of a run's checkpoint that has an adapter."""
+    check_whole(trained.directory)
+    model, _ = load_base(trained, mesh, True)
+    return _with_adapter(trained, as_trained(trained.run, model), mesh)
+
+
+def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None]:
+    """Load (model, tokenizer or None) that the run was trained from.
+
+    ``exact``: with exactly its weights; otherwise those of any step will do, for their shapes.
+
+    Raises:
+      InputError: the model is missing; the line names the run.
+    """
+    name = trained.run.model if exact else configs.without_step(trained.run.model)
+    try:
+        return load_model(name, trained.run.learner.dtype, mesh)
+    except InputError as error:
+        raise InputError(f"the model that {trained.directory.parents[1]} was trained from: {error}") from None
+
+
+def _with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:
+    """Return (base, adapter) of a run that trains an adapter of this model."""
+    import jax
+
+    from jaxrl_llm.checkpoints.store import restore_policy
+    from jaxrl_llm.models.heads import split
+    from jaxrl_llm.models.lora import create
+
+    base, head = split(model)
+    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
+    return base, restore_policy(trained.directory, adapter, mesh, base)

@@ -1,0 +1,230 @@
+"""Pins: the versions of the models that a run reads, decided when it begins and kept at each later start.
+
+Another run may be trained further, and a directory overwritten. So config.json records for each model, with the
+settings, the step that ``RUN`` means and a fingerprint of the weights (``config.Pin``). Steps of runs are compared by
+the checksums of their files, before anything is loaded; other models by their weights, as they are loaded.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import json
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints import integrity
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, phase_of
+from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.config import Found, Pin, Start
+from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.builtin import BUILTIN
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.system.paths import new_file
+
+FILES = "files"
+"""The key of the fingerprint of a run's step."""
+
+
+def decide(found: Found, directory: Path, began: bool, start: Start | None) -> dict[str, Pin]:
+    """Return the pins of a run at this start, by model name: those of its config.json, and current ones for others.
+
+    Called by one process.
+
+    Args:
+      found: the run's settings and their origin.
+      directory: the run's.
+      began: whether it has anything to lose: otherwise config.json may have other settings.
+      start: the step of another run with its first weights; None for those of the model.
+
+    Raises:
+      InputError: a model that this start reads has changed or is missing.
+    """
+    path = directory / "config.json"
+    known = configs.read(path, own=False).origin.models if began and path.exists() else _base_of(found.run, start)
+    needed = _read_from_here(found.run, directory, start)
+    pins = {}
+    new = []
+    for name, field in (dict(models_of(found.run)) | needed).items():
+        pin = (known or {}).get(name)
+        place = place_of(name, found.origin, found.directory)
+        if name in BUILTIN and not Path(place).is_dir():
+            continue
+        if pin is None and began and name == found.run.model and found.run.learner.lora.rank:
+            continue  # an earlier version's checkpoints say which one their adapter was trained beside
+        if pin is None:
+            pin = _at_hand(place)
+            new.append(name if pin.step is None else f"{place}, step {pin.step}")
+        elif name in needed:
+            try:
+                pin = _compared(pin, place)
+            except Changed as change:
+                if field != "model" or not of_shapes(found.run, directory):
+                    since = Path(start.run) if start is not None and not began else directory
+                    raise refusal(found.run, since, field, place, change) from None
+                told = f"{directory}: {place} is not as it was when the run began ({change})"
+                print(f"jaxrl-llm: {told}; the run's own checkpoint has its weights", file=sys.stderr)
+                pin = _at_hand(place)
+        pins[name] = pin
+    if known is None and new:
+        told = f"{directory}: an earlier version has not written down which weights its models have; from here on"
+        print(f"jaxrl-llm: {told} they are those of now: {'; '.join(new)}", file=sys.stderr)
+    return pins
+
+
+def of_shapes(run: configs.Configuration, directory: Path) -> bool:
+    """Whether a start needs only the shapes of the run's own model: its checkpoints have all weights, and its first
+    weights are not needed any more."""
+    kept_whole = not run.learner.lora.rank and not isinstance(run, configs.Preference)
+    return kept_whole and bool(steps_in(directory / CHECKPOINTS))
+
+
+def _base_of(run: configs.Configuration, start: Start | None) -> dict[str, Pin]:
+    """Return the pin of the base model of the first weights, if they are an adapter; else {}."""
+    if start is None or not run.learner.lora.rank:
+        return {}
+    pins = configs.read(Path(start.run) / "config.json", own=False).origin.models or {}
+    return {name: pin for name, pin in pins.items() if name == run.model}
+
+
+def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:
+    """Return the models that a start reads, with the field that names each: without those of past phases, and with the
+    first weights of the policy and its roles only if the run has no checkpoint yet.
+    """
+    done = max(steps_in(directory / CHECKPOINTS), default=None)
+    phases = range(len(configs.phases_of(run)))
+    if done is None:
+        begins = {} if start is None else {f"{start.run}@{start.step}": "--from"}
+        return dict(models_of(run)) | begins
+    with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint is passed over later
+        phases = phases[phase_of(directory / CHECKPOINTS / str(done)) :] if len(phases) > 1 else phases
+    found = (pair for number in phases for pair in models_of(configs.in_phase(run, number)))
+    return {name: field for name, field in found if field != OF_CRITIC}
+
+
+def _at_hand(place: str) -> Pin:
+    """Return a pin of the current version: the newest checkpoint of ``RUN``; without a step for other models and
+    missing steps."""
+    directory, step = configs.split_step(place)
+    if not configs.is_run(directory / "config.json"):
+        return Pin()
+    found = kept(directory)
+    step = max(steps_in(directory / CHECKPOINTS), default=None) if step is None else step
+    return Pin(step, _files(found[step])) if step in found else Pin()
+
+
+def _files(step: Path) -> dict[str, str]:
+    """Return the fingerprint of a run's step; {} if an earlier version wrote the step, without checksums."""
+    mark = integrity.mark(step)
+    return {FILES: mark} if mark else {}
+
+
+class Changed(Exception):
+    """A model differs from the one that the run began with; the message gives the reason, as part of a sentence."""
+
+
+def _compared(pin: Pin, place: str) -> Pin:
+    """Return the pin after checking that its model is still there and unchanged.
+
+    Raises:
+      Changed: it is not.
+    """
+    if pin.step is None:
+        now = _at_hand(place)
+        if now.step is not None and pin.weights:
+            raise Changed("its weights were another model's, and it is a run now")
+        return pin if now.step is None else now
+    run = configs.split_step(place)[0]
+    found = kept(run) if configs.is_run(run / "config.json") else {}
+    if pin.step not in found:
+        raise Changed(f"step {pin.step} was read, and " + (f"it keeps {listed(run)}" if found else "it is gone"))
+    files = _files(found[pin.step])
+    if files and files != (pin.weights or files):
+        raise Changed(f"the files of step {pin.step} have changed")
+    return dataclasses.replace(pin, weights=files or pin.weights)
+
+
+def refusal(run: configs.Configuration, directory: Path, field: str, model: str, change: object) -> InputError:
+    """Return the error that refuses to resume the run in this directory with a changed model."""
+    begin = "--fresh"
+    adapted = field == "model" and run.learner.lora.rank  # an adapter is nothing without its model
+    with contextlib.suppress(InputError):
+        configs.check_start(run)
+        if steps_in(directory / CHECKPOINTS) and not adapted:
+            begin = f"--from {directory} (on from its weights) or --fresh"
+    return InputError(
+        f"{field}: {model} is not as it was when {directory} began ({change}): put it back, or begin a new run, which "
+        f"reads it as it is now, with {begin}"
+    )
+
+
+class Pins:
+    """Owner of the pins in a run's config.json while it trains: models read for the first time are added there.
+
+    Args:
+      found: the run, with the pins from ``decide`` in its origin.
+      directory: the run's.
+      peers: its processes; all of them read, and the first one decides and writes.
+    """
+
+    def __init__(self, found: Found, directory: Path, peers: Peers):
+        self._run = found.run
+        self._pins = dict(found.origin.models or {})
+        compared = [name for name in self._pins if name != found.run.model or not of_shapes(found.run, directory)]
+        self._names = {place_of(name, found.origin, found.directory): name for name in compared}
+        self._fields = dict(models_of(found.run))
+        self._directory = directory
+        self._peers = peers
+
+    def check(self, place: str, dtype: str, model: Any) -> None:
+        """Compare the weights of a model loaded from ``place`` with its pin, or record their fingerprint.
+
+        Raises:
+          InputError: they differ from those of the previous start.
+        """
+        from jaxrl_llm.models.fingerprint import weights_digest
+
+        if place in self._names:
+            found = weights_digest(model)
+            self._peers.first(lambda: self._settle(self._names[place], dtype, found))
+
+    def _settle(self, name: str, dtype: str, found: str) -> None:
+        pin = self._pins[name]
+        if pin.weights.get(dtype, found) != found:
+            field = self._fields.get(name, "model")
+            raise refusal(self._run, self._directory, field, name, "its weights have changed")
+        if dtype in pin.weights:
+            return
+        self._pins[name] = dataclasses.replace(pin, weights={**pin.weights, dtype: found})
+        path = self._directory / "config.json"
+        data = json.loads(path.read_text())
+        data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in self._pins.items()}
+        with new_file(path) as part:
+            part.write_text(json.dumps(data, indent=1))
+
+
+_PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("pins", default=None)
+
+
+@contextlib.contextmanager
+def comparing(pins: Pins) -> Generator[None]:
+    """Compare the models that ``runs.load.load_model`` reads within the block, in this thread, with these pins."""
+    before = _PINS.set(pins)
+    try:
+        yield
+    finally:
+        _PINS.reset(before)
+
+
+def check_read(place: str, dtype: str, model: Any) -> None:
+    """Compare a model loaded from ``place`` with the pins of the run in training, if there is one.
+
+    Raises:
+      InputError: its weights have changed since that run began.
+    """
+    pins = _PINS.get()
+    if pins is not None:
+        pins.check(place, dtype, model)

@@ -1,0 +1,118 @@
+"""A reward model on the devices: loaded once, run in packed rows as the learner runs its models."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.data.chats import closed
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import Forward
+from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.runs.load import load_model
+from jaxrl_llm.sharding import batch_parts, platform_of
+from jaxrl_llm.stages.stage import scored, scored_sample
+from jaxrl_llm.stages.taught import check_template, closings, taught
+from jaxrl_llm.tasks import Prompts
+from jaxrl_llm.tasks.template import check_tokenizer
+from jaxrl_llm.types import Completion, Problem
+
+Item = tuple[Problem, Completion]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceModel:
+    """A reward model on the devices where it scores.
+
+    Attributes:
+      model: in the dtype that it computes in.
+      forward: how it is run.
+      prompts: of each task, by its label.
+      status: receives progress messages.
+      closings: the tokens that close a completion where its score is read, by task label; see ``data.chats.closed``.
+    """
+
+    model: ScalarModel
+    forward: Forward
+    prompts: Mapping[str, Prompts]
+    status: Callable[[str], None]
+    closings: Mapping[str, Sequence[int] | None]
+
+    def values(self, items: Sequence[Item]) -> list[np.ndarray]:
+        """Return for each completion float32[t + 1]: at place t the value before token t, last the value after all.
+
+        If the model reads on to the end of the chat template, the t tokens include those of the template.
+        """
+        samples = [
+            scored_sample(self.prompts[problem.task][problem], closed(completion, self.closings.get(problem.task)), {})
+            for problem, completion in items
+        ]
+        with jax.set_mesh(self.forward.mesh):  # of this thread
+            return scored(self.forward, self.model, samples, "values", self.status)
+
+
+def load_judge(
+    run: configs.Run,
+    path: str,
+    field: str,
+    where: Mesh,
+    tokenizer: Any,
+    prompts: Mapping[str, Prompts],
+    status: Callable[[str], None],
+) -> DeviceModel:
+    """Load a reward model for the completions of the run's policy.
+
+    Args:
+      run: gives the policy, the lengths of prompts and completions, and how the learner computes.
+      path: RUN[@STEP] or a directory.
+      field: the setting that names it, for messages.
+      where, tokenizer, prompts, status: as for ``judges_of``.
+
+    Raises:
+      InputError: as ``judges_of``.
+    """
+    status(f"loading {path}")
+    try:
+        model, own = load_model(path, run.learner.compute_dtype, where)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from None
+    if not isinstance(model, ScalarModel):
+        raise InputError(f"{field}: {path} is a language model, which gives no score: train a RewardModel")
+    check_tokenizer(own, f"{field}: {path}")
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"{field}: the tokens of {path} are not those of {run.model}: give a reward model that reads the policy's "
+            "tokens"
+        )
+    known = taught(path, own)
+    check_template(known, f"{field}: {path}", prompts, tokenizer)
+    ends = closings(known, prompts, tokenizer)
+    more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
+    longest = run.rollout.max_length + more
+    positions = model.config.attention.max_positions
+    configs.require(
+        longest <= positions,
+        f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
+        "max_new_tokens or max_prompt_tokens, or give another reward model",
+    )
+    return DeviceModel(model, forward_of(run, model.config, where, more), prompts, status, ends)
+
+
+def forward_of(run: configs.Run, config: ModelConfig, where: Any, more: int = 0) -> Forward:
+    """Return how a reward model of this architecture is run on the mesh that samples.
+
+    ``more``: tokens that it reads after a completion.
+    """
+    longest = run.rollout.max_length + more + 1
+    parts = batch_parts(where)
+    rows = -(-run.learner.microbatch_rows // parts) * parts
+    settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
+    compute = compute_for(settings, config, platform_of(where))
+    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + more + 1, where, config)
+    return Forward(layout, compute, 1.0, where)

@@ -1,0 +1,122 @@
+"""Reinforcement learning as a kind of training: reading its data, building its parts, checking the run."""
+
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import tasks
+from jaxrl_llm.rewards import Scorer
+from jaxrl_llm.rollout.evaluate import Evaluated, Questions, evaluate
+from jaxrl_llm.rollout.groups import GroupSource
+from jaxrl_llm.rollout.respond import Answerer
+from jaxrl_llm.sharding import rollout_mesh
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.rl.ingredient import Around
+from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
+from jaxrl_llm.stages.rl.phase_carryover import same_groups
+from jaxrl_llm.stages.rl.problems import about, check_prompts, problems_of, read_problems, streams_of, thoughts_judged
+from jaxrl_llm.stages.rl.programs import answering, groups, learning_of, outline, sampler_of, sampling_of
+from jaxrl_llm.stages.rl.reinforcement import Reinforcement
+from jaxrl_llm.tasks.template import check_tokenizer
+from jaxrl_llm.telemetry.progress import Progress
+
+__all__ = ["check_ahead", "groups", "outline", "prepare", "resources"]
+
+
+@contextlib.contextmanager
+def resources(run: configs.Run, peers: Peers, directory: Path) -> Generator[Scorer]:
+    """Open the run's rewards with their workers, and begin to generate problems while the weights load."""
+    scoring = run.scoring
+    scorer = Scorer(
+        configs.rewards(run), scoring.workers, scoring.timeout_s, scoring.on_error, peers, directory,
+        configs.watched(run), configs.asked(run),
+    )  # fmt: skip
+    sources = [task.source for task in configs.tasks_in(run.task, run.evaluation.task)]
+    with scorer, tasks.begun(sources):
+        yield scorer
+
+
+def prepare(
+    run: configs.Run, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
+) -> Reinforcement:
+    """Read the task and build sampling, scoring, learning and evaluation; nothing large is computed yet.
+
+    Raises:
+      InputError: data, rewards or prompts that the run cannot use.
+    """
+    check_tokenizer(tokenizer, run.model)
+    configs.validate_on_model(run, model.config)
+    read = read_problems(run, progress.status)
+    prints = problems_of(run, read)
+    peers.check_same(f"problems of {run.task.label}", " ".join(found["order"] for found in prints.values()))
+    prompts = tasks.Prompts(configs.tasks_in(run.task), tokenizer)
+    test_prompts = tasks.Prompts(configs.tasks_in(read.tested), tokenizer)
+    check_prompts(run, prompts, read.all_train)
+    check_prompts(run, test_prompts, read.asked)
+    scorer.tokenizer = tokenizer
+    progress.status("calling each reward once")
+    for problems in read.train:
+        scorer.dry_run(problems[0], tokenizer)
+    stops, where = model.config.tokens.eos, rollout_mesh(run.mesh)
+    training, forwards = learning_of(run, model, mesh, tokenizer)
+    names = [objective.name for one in training for objective in one.objectives]
+    answers = answering(run, stops)
+    around = Around(
+        tokenizer, prompts, test_prompts, stops, forwards, names, scorer, where, answers, peers, progress,
+    )  # fmt: skip
+    ingredients = [one.prepared(around) for one in ingredients_of(run)]
+    forward = forwards["policy"]
+    engine, transfer = sampling_of(run, model, forward.compute.dtype, mesh, where)
+    stream = streams_of(run, read.train)
+    source = GroupSource(tokenizer, prompts, stream, scorer, run.rollout.group, run.seed, run.recipe.shaping)
+    limits = configs.limits_of(configs.parts_of_task(read.tested), run.rollout.max_new_tokens)
+
+    def test(weights: Any) -> tuple[Evaluated, ...]:
+        if not read.asked:
+            return ()
+        asked = Questions(test_prompts, read.asked, run.evaluation.samples, run.seed, limits)
+        return evaluate(Answerer(engine, weights, tokenizer, scorer), asked, answers, progress.status)
+
+    told = [line for one in ingredients for line in one.notes]
+    return Reinforcement(
+        training=training,
+        forward=forward,
+        label=run.task.label,
+        problems=prints | {name: print_ for one in ingredients for name, print_ in one.fingerprints.items()},
+        reference=configs.keeps_reference(run),
+        coefficients=moved_by_rules(run),
+        rules=rules_for(run),
+        notes=[*read.notes, *told, *thoughts_judged(prompts, read), *about(run, read)],
+        ahead=run.rollout.collect.staleness > 0,
+        apart=run.mesh.rollout > 0 or mesh.size == 1,
+        measures_kl=run.recipe.of_kl is not None,
+        run=run,
+        sampler=sampler_of(run, engine, source, stops, progress.status),
+        transfer=transfer,
+        evaluation=test,
+        ingredients=ingredients,
+    )
+
+
+def check_ahead(
+    before: configs.Run, run: configs.Run, model: Any, tokenizer: Any, status: Callable[[str], None]
+) -> None:
+    """Refuse a phase that ``prepare`` would refuse later, before the phases ahead of it are trained.
+
+    Its problems are read, and its rewards called once.
+
+    Raises:
+      InputError: as ``prepare``.
+    """
+    configs.validate_on_model(run, model)
+    if same_groups(before, run) and before.evaluation.task == run.evaluation.task:
+        return
+    read = read_problems(run, status)
+    check_prompts(run, tasks.Prompts(configs.tasks_in(run.task), tokenizer), read.all_train)
+    check_prompts(run, tasks.Prompts(configs.tasks_in(read.tested), tokenizer), read.asked)
+    scoring = run.scoring
+    with Scorer(configs.rewards(run), scoring.workers, scoring.timeout_s, watched=configs.watched(run)) as scorer:
+        for problems in read.train:
+            scorer.dry_run(problems[0], tokenizer)

@@ -1,0 +1,220 @@
+"""The problems of a run: the training problems in the order in which they are asked, and the evaluation problems."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import codec, tasks
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.snapshots import kept
+from jaxrl_llm.checkpoints.store import read_host
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.stages.stage import Fingerprints
+from jaxrl_llm.stages.taught import untold
+from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
+from jaxrl_llm.tasks.stream import Memory, PromptStream, digest
+from jaxrl_llm.telemetry.progress import steps_line
+from jaxrl_llm.types import Problem
+
+FIELD = "rollout.collect.curriculum"
+"""The setting that holds the curriculum, for messages."""
+_OPENS_A_THOUGHT = re.compile(r"<(\w*(?:think|thought|reason)\w*)>\s*$", re.IGNORECASE)
+"""The end of a prompt after which a model begins to think."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """The problems of a run.
+
+    Attributes:
+      train: the problems of each task, in the order of the mixture's parts; a single task is one.
+      held_out: all problems available for evaluation, of the tasks of ``tested`` in turn.
+      asked: those that evaluations ask: the first ones of each task.
+      tested: the task or mixture of evaluations.
+      notes: lines that report dropped problems.
+    """
+
+    train: tuple[tuple[Problem, ...], ...]
+    held_out: tuple[Problem, ...]
+    asked: tuple[Problem, ...]
+    tested: tasks.Task | configs.Mixture
+    notes: tuple[str, ...]
+
+    @property
+    def all_train(self) -> list[Problem]:
+        """Return the training problems of all tasks."""
+        return [problem for one in self.train for problem in one]
+
+
+def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
+    """Read the training problems of the run's tasks, and its evaluation problems.
+
+    Raises:
+      InputError: reference answers are missing, and the run needs them.
+    """
+
+    def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
+        found = read_parts(parts, functools.partial(configs.verifies, run), status)
+        for part, one in zip(parts, found, strict=True):
+            if not one.verified:
+                configs.refuse_readers(run, part, f"task {one.train[0].task} without reference answers")
+        return found
+
+    loaded = read(configs.parts_of_task(run.task))
+    tested = [one.held_out for one in loaded]
+    others: list[tasks.Loaded] = []
+    if run.evaluation.task:
+        others = read(configs.parts_of_task(run.evaluation.task))
+        tested = [one.train for one in others]
+    most = run.evaluation.limit or None
+    return Problems(
+        train=tuple(one.train for one in loaded),
+        held_out=tuple(problem for one in tested for problem in one),
+        asked=tuple(problem for one in tested for problem in one[:most]),
+        tested=run.evaluation.task or run.task,
+        notes=tuple(dict.fromkeys(line for one in (*loaded, *others) for line in one.notes)),
+    )
+
+
+def problems_of(run: configs.Run, read: Problems) -> Fingerprints:
+    """Return fingerprints of the problems; the evaluation's key depends on its settings, which may change on resume."""
+    name = "held-out"
+    if run.evaluation.task:
+        settings = json.dumps(configs.to_json(run.evaluation.task))
+        name = f"evaluation {hashlib.sha256(settings.encode()).hexdigest()[:16]}"
+    return {"training": tasks.fingerprint(read.all_train), name: tasks.fingerprint(read.held_out)}
+
+
+def check_prompts(run: configs.Run, prompts: tasks.Prompts, problems: Sequence[Problem]) -> None:
+    """Refuse tasks with a prompt that is too long."""
+    longest = prompts.longest(problems)
+    limit = run.rollout.max_prompt_tokens
+    remedy = f"set --rollout.max_prompt_tokens {longest} (now {limit})"
+    label = " and ".join(task.label for task in prompts.tasks)
+    configs.require(longest <= limit, f"the longest prompt of {label} has {longest} tokens: {remedy}")
+
+
+def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
+    """Return a line for each task with completions that begin within a thought and are judged with it."""
+    lines = []
+    for task, problems in zip(prompts.tasks, read.train, strict=True):
+        opened = _OPENS_A_THOUGHT.search(prompts.end_of(problems[0]))
+        if opened and task.extractor == "whole" and problems[0].verifier != "none":
+            lines.append(
+                f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by "
+                f"what is thought too: extractor after:{opened[1]} (--task.extractor) reads what follows "
+                f"</{opened[1]}>, and without one there is no answer"
+            )
+    return lines
+
+
+def sizes_of(run: configs.Run, read: Problems) -> list[str]:
+    """Return lines for people on the amount of training data; for a mixture also each task's share."""
+    rollout = run.rollout
+    count = sum(len(problems) for problems in read.train)
+    whole = steps_line(run.task.label, count, len(read.asked), rollout.prompts, rollout.group, run.learner.updates)
+    if not isinstance(run.task, configs.Mixture):
+        return [whole]
+    parts = run.task.parts
+    total = sum(part.weight for part in parts)
+    shares = [
+        f"{part.task.label} {100 * part.weight / total:.0f} % ({len(problems)} problems)"
+        for part, problems in zip(parts, read.train, strict=True)
+    ]
+    return [whole, f"prompts of each task: {', '.join(shares)}"]
+
+
+def about(run: configs.Run, read: Problems) -> list[str]:
+    """Return lines for people: sizes, models without a recorded training format, and notes on the settings."""
+    return [*sizes_of(run, read), *untold(run), *configs.notes(run)]
+
+
+def streams_of(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
+    """Return the stream of prompts, which gives the order of each task's problems."""
+    parts = configs.parts_of_task(run.task)
+    seed = configs.shared_by_phases(run.seed)
+    return tasks.of_tasks(
+        [
+            (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, seed))
+            for part, problems in zip(parts, train, strict=True)
+        ]
+    )
+
+
+def read_parts(
+    parts: Sequence[configs.Part], verifies: Callable[[configs.Part], bool], status: Callable[[str], None]
+) -> list[tasks.Loaded]:
+    """Read the problems of each part; ``verifies``: whether the run reads which answers to it are right."""
+    found = []
+    for part in parts:
+        status(f"reading task {part.task.label}")
+        found.append(tasks.load(part.task, verifies(part)))
+    return found
+
+
+def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:
+    """Return the stream of these problems; without a curriculum each epoch is a fresh permutation.
+
+    Raises:
+      InputError: the curriculum needs missing data: right answers, a column, another run's statistics.
+    """
+    if curriculum is None:
+        return tasks.Shuffled(problems, seed, tasks.Scheduled(Curriculum(), problems, seed))
+    require(
+        not curriculum.reads_success or problems[0].verifier != "none",
+        f"{FIELD} counts answers that are right, and task {problems[0].task} has no reference answers: give it answers "
+        f"and a verifier, or set {FIELD} None (easy_to_hard by a column needs no answers)",
+    )
+    easy = curriculum.easy_to_hard
+    if easy is not None and easy.by != BY_SUCCESS:
+        difficulties(easy, problems)
+    known = {} if curriculum.statistics is None else statistics(curriculum.statistics, problems)
+    return tasks.Scheduled(curriculum, problems, seed, known)
+
+
+def statistics(name: str, problems: Sequence[Problem]) -> Memory:
+    """Return the counts of these problems in the newest checkpoint of RUN, or that of RUN@STEP; no weights are read.
+
+    In a mixture the task of the same name is preferred: tasks may ask the same problems and judge them differently.
+
+    Raises:
+      InputError: the run is missing, had no curriculum or other problems, or has them in several tasks of other names.
+    """
+    start = configs.find_start(name)
+    saved = read_host(kept(Path(start.run))[start.step])
+    found = list(_memories(saved))
+    if not found:
+        raise InputError(
+            f"{FIELD}.statistics {name} has none: that run had no {FIELD}, or this is a snapshot; give another, or "
+            "leave it out"
+        )
+    wanted, task = digest(problems), problems[0].task
+    same = {label: memory for label, memory in reversed(found) if memory["problems"] == wanted}
+    if not same:
+        raise InputError(
+            f"{FIELD}.statistics {name} is about other problems than the {len(problems)} of {task}: give a run "
+            "of the same task, source and holdout, or leave it out"
+        )
+    require(
+        task in same or len(same) == 1,
+        f"{FIELD}.statistics {name} has counted these problems for several tasks ({', '.join(sorted(same))}), none of "
+        f"them called {task}: give the task the name of one of them (Task.name), or leave it out",
+    )
+    return codec.from_json(same[task] if task in same else next(iter(same.values())))
+
+
+def _memories(saved: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Return every stream's memory in a checkpoint's host values, as it was written, each with its name.
+
+    The name is the key that holds it: in a mixture its task's.
+    """
+    if isinstance(saved, dict):
+        if {"problems", "tries", "solved", "streak"} <= saved.keys():
+            return [(name, saved)]
+        return [memory for inner, item in saved.items() for memory in _memories(item, inner)]
+    return [memory for item in saved for memory in _memories(item, name)] if isinstance(saved, list) else []

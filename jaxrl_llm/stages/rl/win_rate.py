@@ -1,0 +1,127 @@
+"""The win rate: how often a judge prefers the current policy's answers to the first policy's."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from jaxrl_llm.config import JUDGED, Run
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.fingerprint import digest
+from jaxrl_llm.rollout.evaluate import Evaluated, Tested
+from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
+from jaxrl_llm.system.json_lines import append_rows, read_rows
+from jaxrl_llm.system.paths import new_file
+from jaxrl_llm.types import Completion, Problem
+
+FIRST_ANSWERS = "first_answers.jsonl"
+"""A file in the run's directory: the first policy's answers to the evaluation problems."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WinRate(Ingredient):
+    """A judge of evaluations and the file of the first policy's answers. Fields are set once it is prepared.
+
+    Attributes:
+      path: of the file that holds them.
+      scorer: asks the judge.
+      peers: the run's processes; the first one writes and reads.
+      made_from: maps a problem to a digest of its answers' inputs except the weights.
+    """
+
+    path: Path = Path(FIRST_ANSWERS)
+    scorer: Any = None
+    peers: Peers = ALONE
+    made_from: Callable[[Problem], str] = str
+    name = "win_rate"
+
+    @classmethod
+    def of(cls, run: Run) -> Self | None:
+        """See ``Ingredient``."""
+        return None if run.evaluation.judge is None else cls()
+
+    def prepared(self, around: Around) -> Self:
+        """See ``Ingredient``."""
+        prompts = around.test_prompts
+        # The length of answers may grow from phase to phase.
+        how = np.asarray([around.answers.temperature, around.answers.top_p], np.float64)
+
+        def made_from(problem: Problem) -> str:
+            return digest([np.asarray(prompts[problem], np.int32), how])
+
+        return dataclasses.replace(
+            self,
+            path=around.scorer.folder / FIRST_ANSWERS,
+            scorer=around.scorer,
+            peers=around.peers,
+            made_from=made_from,
+        )
+
+    def tested(self, found: Tested, policy: Decoder, first: bool) -> Tested:
+        """Add ``won`` to the evaluation; the first evaluation stores its answers instead."""
+        if first:
+            self.begin(found.answers)
+            return found
+        return dataclasses.replace(found, answers=self.judged(found.answers))
+
+    def begin(self, found: Sequence[Evaluated]) -> None:
+        """Store the first policy's answers to each task; they replace those of an earlier attempt."""
+        if not self.peers.leads:
+            return
+        kept = ("task", "problem", "sample", "completion", "finish_reason")
+        told = []
+        for one in found:
+            asked = {problem.id: self.made_from(problem) for problem in one.problems}
+            rows = zip(one.rows(), (answer for row in one.completions for answer in row), strict=True)
+            for row, answer in rows:
+                own = {"tokens": answer.tokens, "made_from": asked[row["problem"]]}
+                told.append({name: row[name] for name in kept} | own)
+        with new_file(self.path) as part, part.open("wb") as file:
+            append_rows(file, told)
+
+    def judged(self, found: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
+        """Add ``won`` to the evaluation of each task; see ``against``."""
+        rows = self.peers.first(lambda: list(read_rows(self.path)))
+        first = {(row["task"], row["problem"], row["sample"]): row for row in rows}
+        return tuple(self.against(first, one) for one in found)
+
+    def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: Evaluated) -> Evaluated:
+        """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number.
+
+        Equal tokens are a tie, without asking the judge. NaN if the first answer is missing (the problems, their
+        prompts or the sampling were others then, or the file is gone), or if one of the two could not be scored.
+        """
+        first = [
+            [known.get((found.task, problem.id, number)) for number in range(len(row))]
+            for problem, row in zip(found.problems, found.completions, strict=True)
+        ]
+        won = np.full((len(first), len(first[0])), np.nan)
+        places = []
+        items: list[tuple[Problem, Completion]] = []
+        for at, row in np.ndenumerate(np.asarray(first, object)):
+            answer = found.completions[at[0]][at[1]]
+            made_from = self.made_from(found.problems[at[0]])
+            if row is None or row.get("made_from", made_from) != made_from:
+                continue
+            if row["tokens"] == answer.tokens.tolist():
+                won[at] = 0.5
+                continue
+            places.append(at)
+            items += [(found.problems[at[0]], as_completion(row)), (found.problems[at[0]], answer)]
+        scores = self.scorer.only(items, (JUDGED,)).parts[JUDGED].reshape(-1, 2) if items else ()
+        for at, (before, now) in zip(places, scores, strict=True):
+            won[at] = np.nan if np.isnan(before + now) else (np.sign(now - before) + 1) / 2
+        return dataclasses.replace(found, won=won)
+
+
+def as_completion(row: dict[str, Any]) -> Completion:
+    """Return an answer as a judge reads it: tokens and text; sampling probabilities and versions are not kept."""
+    tokens = np.asarray(row["tokens"], np.int32)
+    size = len(tokens)
+    return Completion(
+        tokens, np.zeros(size, np.float32), row["finish_reason"], np.ones(size, bool), np.zeros(size, np.int32),
+        text=row["completion"],
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""JSON lines on disk: one row of valid JSON per line; a torn last line, left by a crash, is skipped."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from numbers import Real
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.system.paths import new_file, open_nofollow
+
+BLOCK = 1 << 16
+"""Bytes per read when a file is read from its end."""
+
+
+def jsonable(value: Any) -> Any:
+    """Convert ``value`` for JSON: NumPy and JAX scalars and arrays become Python's, NaN and infinity become None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(entry) for entry in value]
+    return value
+
+
+def number(value: Any) -> float | None:
+    """Convert a finite number, of Python or NumPy, to a float; return None for anything else, including booleans."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def encode_row(row: dict[str, Any]) -> bytes:
+    """Encode a row as one line of JSON in UTF-8, with its newline."""
+    return (json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def append_rows(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    """Append ``rows`` in one write and wait until they are on the disk."""
+    file.write(b"".join(encode_row(row) for row in rows))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_rows(path: str | Path, having: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON-lines file in order; a missing file has no rows.
+
+    With ``having``, yield only rows with at least one of these words in their line, such as a name; the others are not
+    parsed. An unterminated last line, as a killed process leaves it, is skipped.
+
+    Raises:
+      InputError: another line is not a JSON object.
+    """
+    if not Path(path).exists():
+        return
+    with open(path, "rb") as file:
+        words = [word.encode() for word in having]
+        for number, line in enumerate(file, start=1):
+            if words and not any(word in line for word in words):
+                continue
+            row = _parse(line)
+            if row is not None:
+                yield row
+            elif line.endswith(b"\n"):
+                raise InputError(f"{path}: line {number} is no JSON object; remove that line and run again")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def cut_after(path: str | Path, step: int) -> None:
+    """Keep only the rows up to ``step``; steps rise from row to row.
+
+    The file is read from its end, and only as far as it is cut: resuming a long run is as fast as a short one.
+
+    Raises:
+      InputError: a line that is read is not a JSON object, or the file is a symbolic link; the file is unchanged.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    with open_nofollow(path, "r+b") as file:
+        keep, whole = 0, True
+        for start, line in _backwards(file) if step >= 0 else ():
+            row = _parse(line)
+            if row is None and line.endswith(b"\n"):
+                file.seek(0)
+                number = file.read(start).count(b"\n") + 1
+                raise InputError(f"{path}: line {number} is no JSON object; remove that line and run again")
+            if row is not None and row["step"] <= step:
+                keep, whole = start + len(line), line.endswith(b"\n")
+                break
+        file.truncate(keep)
+        if not whole:
+            file.seek(keep)
+            file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def last_row(path: str | Path) -> dict[str, Any] | None:
+    """Return the last whole row of a file; None if it has no rows or does not exist."""
+    if not Path(path).exists():
+        return None
+    with open(path, "rb") as file:
+        return next((row for _, line in _backwards(file) if (row := _parse(line)) is not None), None)
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their offsets, the last one first."""
+    begin = file.seek(0, os.SEEK_END)
+    text = b""
+    while begin:
+        size = min(BLOCK, begin)
+        begin = begin - size
+        file.seek(begin)
+        text = file.read(size) + text
+        # The first of these lines may begin further up.
+        while (found := text.rfind(b"\n", 0, len(text) - 1)) >= 0:
+            yield begin + found + 1, text[found + 1 :]
+            text = text[: found + 1]
+    if text:
+        yield 0, text
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a file of these rows atomically: it is complete, or unchanged."""
+    with new_file(path) as part, open(part, "wb") as file:
+        for row in rows:
+            file.write(encode_row(row))
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,183 @@
+"""Files and folders: cache, locks, atomic writes; and the environment of libraries."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import IO, Any
+
+from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.system.signals import on_exit
+
+GPU_SHARE = 0.9
+"""The share of a GPU's memory that JAX may take (its own default is 0.75); the rest is for its libraries."""
+GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+"""Paths of NVIDIA's driver, at least one of which exists where it is installed; the last is that of Windows (WSL)."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, a used-up quota and a file over its limit."""
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""Error numbers of a lock that another process holds; any other means that the file system has no locks."""
+
+
+class InUse(InputError):
+    """Another process is using the folder."""
+
+
+def cache_directory() -> Path:
+    """Return the folder of fetched models and compiled programs: ``JAXRL_LLM_CACHE``, or one in the user's cache
+    directory."""
+    if given := os.environ.get("JAXRL_LLM_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl_llm"
+
+
+@contextlib.contextmanager
+def writable(place: Path, flag: str) -> Generator[None]:
+    """Turn an operating system error about writing to ``place`` into one line with the flag to change; not a full disk.
+
+    Raises:
+      InputError: the place is read-only, below a file, or belongs to another user.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        raise InputError(
+            f"{place} cannot be written ({error.strerror or error}): give another folder with {flag}"
+        ) from error
+
+
+def local(name: str, field: str = "") -> str:
+    """Return the name after checking that it is local: as a path, ``gs://bucket/x`` would be the folder ``gs:`` here.
+
+    ``field``: the field or flag that has this value.
+
+    Raises:
+      InputError: it is an address.
+    """
+    require(
+        re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is None,
+        f"{field} {name} is an address, and nothing is read from one or written to one: give a local or mounted "
+        "folder (a model may be OWNER/MODEL of the hub)".strip(),
+    )
+    return name
+
+
+def check_file(path: Path, flag: str) -> None:
+    """Refuse a path that cannot be written as a file, before anything is computed for it.
+
+    Raises:
+      InputError: it is a folder, or its folder does not exist.
+    """
+    require(not path.is_dir(), f"{flag} {path} is a folder: give a file in it")
+    require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Generator[Path]:
+    """Yield a temporary file next to ``target`` that replaces it if the block succeeds, and is removed otherwise.
+
+    The folder may belong to another person: an existing file with the temporary name, left by a killed process or a
+    link to somewhere else, is removed and never written through.
+    """
+    part = target.with_name(f".{target.name}.part")
+
+    def remove(*reason: object) -> None:
+        part.unlink(missing_ok=True)
+
+    try:
+        with on_exit(remove):
+            remove()
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+            yield part
+            os.replace(part, target)
+    finally:
+        remove()
+
+
+def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> IO[Any]:
+    """Open a file of a run's directory for writing: to append, unless ``mode`` says otherwise.
+
+    Raises:
+      InputError: the path is a symbolic link, which may lead to any file.
+    """
+
+    def direct(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return open(path, mode, encoding=encoding, opener=direct)
+    except OSError as error:
+        require(error.errno != errno.ELOOP, f"{path} is a symbolic link, and nothing is written through one: remove it")
+        raise
+
+
+@contextlib.contextmanager
+def alone(directory: Path, remedy: str) -> Generator[Path]:
+    """Lock a folder for this process; the kernel releases the lock when the process ends, in any way.
+
+    The file ``lock``, which is yielded, names the holder and is removed at the end. On a file system without locks the
+    folder is not locked, and a warning is printed.
+
+    Args:
+      directory: exists.
+      remedy: an alternative to waiting, for the message.
+
+    Raises:
+      InUse: another process holds it; the line names that process.
+    """
+    path = directory / "lock"
+    with _locked(path, remedy) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, remedy: str) -> IO[str]:
+    """Open and lock the file."""
+    while True:
+        file = open_nofollow(path, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                with file:
+                    file.seek(0)
+                    holder = file.read() or "another process"
+                raise InUse(f"{path.parent} is in use by {holder}: wait until it ends, or {remedy}") from None
+            print(f"jaxrl-llm: {path} cannot be locked ({error.strerror}): begin no second run there", file=sys.stderr)
+            return file
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # the one who held it has removed it meanwhile
+
+
+def prepare_libraries() -> None:
+    """Set up libraries before their import: warnings stay off the terminal, and XLA's compiled programs are cached."""
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": str(cache_directory() / "compiled"),
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_SHARE),
+    }.items():
+        os.environ.setdefault(name, value)
+    if not any(Path(driver).exists() for driver in GPU_DRIVERS):  # the CUDA plugin compiles here, and nothing else
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    if "jax" in sys.modules:  # it has read its environment already
+        sys.modules["jax"].config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)

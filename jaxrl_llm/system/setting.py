@@ -1,0 +1,242 @@
+"""Settings that describe themselves: bounds and marks in a field's annotation, checks and notes as methods.
+
+A field's annotation says which values it may have, and how they may change::
+
+    epochs: Annotated[int, Count(1)] = 1
+    row_tokens: Annotated[int, Count(0), FREE] = 0
+    b1: Annotated[float, Range("[0, 1)")] = 0.9
+
+``check`` refuses, and ``notes`` reports, what depends on other settings.
+"""
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from jaxrl_llm.errors import require
+
+Kind = TypeVar("Kind", bound=type)
+OURS = __name__.partition(".")[0]
+
+
+class Mark(enum.Enum):
+    """A property of a field that other code asks for."""
+
+    FREE = "a run may be resumed with another value"
+    RECORDED = "a run may be resumed with another value, and the row of its next step tells it"
+    FIXED = "the value is the same in all phases of a run"
+    PATH = "the value names a file or a folder, or several"
+    MODEL = "the value names a model, or several"
+
+
+FREE, RECORDED, FIXED, PATH, MODEL = Mark
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The interval of a number; None is always allowed.
+
+    Attributes:
+      interval: in mathematical notation, such as "[0, 1)"; an included bound of inf excludes nothing.
+      note: a meaning of the lower bound, in parentheses behind it.
+      words: describe the bounds in a refusal; empty for words made from the interval.
+    """
+
+    interval: str
+    note: str = ""
+    words: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError if the value is outside the interval; ``name`` is the field."""
+        if value is None:
+            return
+        low, high = (float(bound) for bound in self.interval[1:-1].split(","))
+        above = value > low if self.interval[0] == "(" else value >= low
+        below = value < high if self.interval[-1] == ")" else value <= high
+        require(above and below, f"{name} must be {self.words or self.described()}, got {value}")
+
+    def described(self) -> str:
+        """Describe the interval in words.
+
+        >>> Range("[0, 1)", "off").described()
+        'from 0 (off) to below 1'
+        """
+        low, high = self.interval[1:-1].split(", ")
+        first = low + (f" ({self.note})" if self.note else "")
+        above = "above" if self.interval[0] == "(" else "at least"
+        if high == "inf":
+            return f"{above} {first}" + ", and finite" * (self.interval[-1] == ")")
+        if self.interval[0] == "(":
+            return f"above {first} and at most {high}"
+        return f"from {first} to {'below ' * (self.interval[-1] == ')')}{high}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """The smallest value of an integer. Counts are checked before everything else, since other checks compare them."""
+
+    least: int
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError if the value is smaller; ``name`` is the field."""
+        require(value >= self.least, f"{name} must be at least {self.least}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Choice:
+    """The values that a string may have; with ``unknown`` the refusal shows the value in quotes."""
+
+    known: tuple[str, ...]
+    unknown: bool
+
+    def __init__(self, *known: str, unknown: bool = False):
+        object.__setattr__(self, "known", known)
+        object.__setattr__(self, "unknown", unknown)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise InputError for any other value; ``name`` is the field."""
+        known = " or ".join((", ".join(self.known[:-1]), self.known[-1]))
+        said = f"{name} {value!r} is unknown: {known}" if self.unknown else f"{name} must be {known}, got {value}"
+        require(value in self.known, said)
+
+
+class Setting:
+    """A part of a run's configuration: a frozen dataclass."""
+
+    first: ClassVar[tuple[str, ...]] = ()
+    """Fields with settings that are checked before those of the other fields."""
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse values that the annotations cannot exclude.
+
+        Args:
+          run: the whole configuration, resolved.
+          where: the dotted name of this setting with a final dot, the prefix of its fields; empty for the run itself.
+
+        Raises:
+          InputError: names field, value and remedy.
+        """
+
+    def notes(self, run: Any) -> list[str]:
+        """Return notes on values that have no effect in this run, or an unexpected one, one line each."""
+        return []
+
+
+@functools.cache
+def annotations(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Return the type and the marks of each field of a class of this package, or of the nearest such base of another
+    class."""
+    ours = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == OURS), None)
+    types_alone = {} if ours is None else typing.get_type_hints(ours)
+    hints = {} if ours is None else typing.get_type_hints(ours, include_extras=True)
+    return {name: (types_alone[name], getattr(hint, "__metadata__", ())) for name, hint in hints.items()}
+
+
+def settings_in(value: Setting, where: str = "") -> Iterator[tuple[Setting, str]]:
+    """Yield the setting and those inside it, outer ones first, each with its ``where`` (see ``Setting.check``)."""
+    yield value, where
+    for name in dict.fromkeys((*value.first, *(field.name for field in dataclasses.fields(value)))):
+        part = getattr(value, name)
+        if isinstance(part, Setting):
+            yield from settings_in(part, f"{where}{name}.")
+
+
+def check_fields(value: Any, where: str = "", kinds: tuple[type, ...] = (Range, Choice)) -> None:
+    """Refuse field values outside their bounds.
+
+    Raises:
+      InputError: names field, value and bounds.
+    """
+    for name, (_, marks) in annotations(type(value)).items():
+        for mark in marks:
+            if isinstance(mark, kinds):
+                mark.check(f"{where}{name}", getattr(value, name))
+
+
+def check_settings(run: Setting) -> None:
+    """Refuse settings that cannot work: check counts, then each setting's fields and its ``check``, and the run's own
+    last.
+
+    Raises:
+      InputError: names field, value and remedy.
+    """
+    whole, *parts = settings_in(run)
+    for setting, where in (whole, *parts):
+        check_fields(setting, where, (Count,))
+    check_fields(*whole)
+    for setting, where in (*parts, whole):
+        check_fields(setting, where)
+        setting.check(run, where)
+
+
+def names_marked(kind: type, mark: Mark, where: str = "") -> list[str]:
+    """Return the dotted names of the fields with this mark, in a settings class and in those of its fields."""
+    found = []
+    for name, (hint, marks) in annotations(kind).items():
+        if mark in marks:
+            found.append(f"{where}{name}")
+            continue
+        for one in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+            if isinstance(one, type) and issubclass(one, Setting):
+                found += names_marked(one, mark, f"{where}{name}.")
+    return found
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """Yield the value and everything inside it, recursively."""
+    yield value
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return
+    for item in value:
+        yield from parts_of(item)
+
+
+def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the value with ``change`` applied to every dataclass in it, innermost first; unchanged parts are
+    shared."""
+    if isinstance(value, (tuple, list)):
+        items = [with_parts(item, change) for item in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+    if isinstance(value, dict):
+        found = {key: with_parts(item, change) for key, item in value.items()}
+        return value if all(found[key] is value[key] for key in value) else found
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    new = {name: with_parts(part, change) for name, part in old.items()}
+    new = {name: part for name, part in new.items() if part is not old[name]}
+    return change(dataclasses.replace(value, **new) if new else value)
+
+
+def taking_old_names(part: str, empty: Callable[[], Any], moved: Mapping[str, str]) -> Callable[[Kind], Kind]:
+    """Decorate a class so that its constructor, and ``dataclasses.replace``, accept old field names.
+
+    Args:
+      part: the field that has the moved fields now.
+      empty: makes its default value.
+      moved: from the old names to those of the part's fields.
+    """
+
+    def taking(kind: Kind) -> Kind:
+        made = kind.__init__
+
+        @functools.wraps(made)
+        def __init__(self: Any, *args: Any, **values: Any) -> None:
+            old = {moved[name]: values.pop(name) for name in moved if name in values}
+            if old:
+                values[part] = dataclasses.replace(values.get(part, empty()), **old)
+            made(self, *args, **values)
+
+        setattr(kind, "__init__", __init__)  # noqa: B010  a type checker takes no assignment to it
+        return kind
+
+    return taking

@@ -1,0 +1,240 @@
+"""Signals, child processes and lost readers.
+
+Ctrl-C, SIGTERM and a lost terminal are handled at once: a command quits with one line, a training stops after its step.
+Child processes leave that to their parent. A closed output ends no command.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NoReturn, TextIO
+
+PREEMPTED = 75
+"""Exit code of a training that was stopped by a signal: its state is saved, and the same command resumes it."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT
+STOPPING = "stopping after this step; again to quit now"
+BETWEEN_STEPS = "stopped between steps, nothing is lost: run the same command again to go on"
+QUIT = "quit within a step: run the same command again to go on from the last checkpoint"
+LAST_WORDS = "\r\x1b[2K\x1b[?25h"
+"""The escape sequence that clears a terminal's live line and shows its cursor."""
+
+GONE = (errno.EPIPE, errno.EIO)
+"""Error numbers of a write to a pipe without a reader, or to a terminal that is gone."""
+UNHEARD = "nobody reads the error output any more; what is said from here on is in this file"
+
+log = logging.getLogger(__name__)
+
+ExitCall = Callable[[int, str], None]
+Answer = Callable[[int], None]
+_exit_calls: list[ExitCall] = []
+_answers: list[Answer] = []
+
+
+def listen() -> None:
+    """Handle signals from now on until the process ends; called once, by a command that owns its process.
+
+    Python runs handlers between two instructions of the main thread, which may be minutes away while XLA compiles. The
+    number of a signal is therefore written to a pipe as it arrives, and a thread that reads it answers.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    _answers.append(lambda number: quit_now(128 + number, "interrupted"))
+    threading.Thread(target=_answer, args=(reading,), daemon=True).start()
+    signal.set_wakeup_fd(writing)
+    for number in wanted():
+        signal.signal(number, _heard)
+
+
+def wanted() -> list[signal.Signals]:
+    """Return the signals to handle; not SIGHUP if it is ignored, since a program under ``nohup`` outlives its
+    terminal."""
+    return [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+
+
+def _heard(number: int, frame: Any) -> None:
+    """Do nothing: the thread handles the signal, but Python only writes its number to the pipe if there is a
+    handler."""
+
+
+def _answer(reading: int) -> None:
+    while True:
+        for number in os.read(reading, 64):
+            if number in SIGNALS:
+                _answers[-1](number)
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Generator[None]:
+    """Handle signals with ``answer(number)`` within the block."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.remove(answer)
+
+
+@contextlib.contextmanager
+def on_exit(call: ExitCall) -> Generator[None]:
+    """Call ``call(code, line)`` if the process quits within the block, since the end of the block is not reached then.
+
+    It runs in another thread, so it must not wait for anything that the block may hold.
+    """
+    _exit_calls.append(call)
+    try:
+        yield
+    finally:
+        if call not in _exit_calls:  # another thread is quitting the process, and this one has nothing more to say
+            threading.Event().wait()
+        _exit_calls.remove(call)
+
+
+def quit_now(code: int, line: str) -> NoReturn:
+    """End the process at once, from any thread, with one line; the calls of ``on_exit`` run first, the innermost one
+    first."""
+    while _exit_calls:
+        with contextlib.suppress(Exception):  # the next one may still succeed
+            _exit_calls.pop()(code, line)
+    # Past Python's buffers, and in one write, which no other thread's splits.
+    with contextlib.suppress(OSError):  # where nobody reads them
+        os.write(2, f"{LAST_WORDS if os.isatty(2) else ''}jaxrl-llm: {' '.join(line.split())}\n".encode())
+    os._exit(code)
+
+
+def while_read(file: TextIO) -> TextIO:
+    """Return an output like ``file`` that drops what is written once its reader is gone, and logs that.
+
+    A run continues without a reader of its progress.
+    """
+    return io.TextIOWrapper(_WhileRead(file.fileno()), file.encoding, file.errors, line_buffering=True)
+
+
+class _WhileRead(io.RawIOBase):
+    """The bytes of that output. Child processes started after the reader has gone inherit an output that drops them,
+    too."""
+
+    def __init__(self, number: int):
+        self._number = number
+        self._untold = False
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data)
+        count = len(left)
+        try:
+            while left:
+                left = left[os.write(self._number, left) :]
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._number)
+            os.close(nowhere)
+            self._untold = True
+        if self._untold and logging.getLogger("jaxrl_llm").handlers:  # a run's log may begin only later
+            self._untold = False
+            log.warning(UNHEARD)
+        return count
+
+
+class Preemption:
+    """A handler of signals: within the block the first asks to stop after the current step, and the second quits.
+
+    Repeated SIGHUPs of one lost terminal, from the shell and the kernel, count once.
+
+    Each of several processes gets its own signals only: they exchange them between steps.
+
+    Args:
+      say: called in another thread with a line at the first signal.
+
+    Attributes:
+      asked: whether there was a signal.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self.asked = False
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> "Preemption":
+        if signal.getsignal(signal.SIGINT) is _heard:
+            self._block.enter_context(answering(self._answer))
+        elif threading.current_thread() is threading.main_thread():
+            for number in wanted():
+                self._block.callback(signal.signal, number, signal.signal(number, self._within_a_program))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._block.close()
+
+    def _answer(self, number: int) -> None:
+        if self.asked:
+            if number == signal.SIGHUP:
+                return
+            quit_now(128 + number, QUIT)
+        self.asked = True
+        self._say(STOPPING)
+
+    def _within_a_program(self, number: int, frame: Any) -> None:
+        """Handle a signal in a process that this package does not own: the second goes to its owner. A handler must not
+        print."""
+        if self.asked and number == signal.SIGHUP:
+            return
+        if self.asked:
+            self._block.close()
+            signal.raise_signal(number)
+        self.asked = True
+        threading.Thread(target=self._say, args=(STOPPING,)).start()
+
+
+_PROGRAM = (
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "sys.exit(importlib.import_module(sys.argv[2]).main(*sys.argv[3:]))"
+)
+
+
+def interpreter(module: str, *arguments: str) -> list[str]:
+    """Return the command of another interpreter with this one's module path; its exit code is what ``main`` of the
+    module returns for these arguments."""
+    return [sys.executable, "-c", _PROGRAM, json.dumps([str(folder) for folder in sys.path]), module, *arguments]
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen]:
+    """Start a process that gets no Ctrl-C and ends with the block or with this process; ``options`` are those of
+    Popen."""
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+
+        def end(*reason: object) -> None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        with on_exit(end):
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    end()
+
+
+def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+    """Run such a process to its end, as ``subprocess.run`` does."""
+    with child(command, **options) as process:
+        out, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)

@@ -1,0 +1,214 @@
+"""State of a run in progress: the parts fixed while it trains, its position, and the host state in its checkpoints."""
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxrl_llm import codec
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
+from jaxrl_llm.checkpoints.store import Checkpoints
+from jaxrl_llm.config import Configuration, Start
+from jaxrl_llm.diagnosis import FindingTracker
+from jaxrl_llm.diagnosis.history import ROLLED_BACK
+from jaxrl_llm.errors import require
+from jaxrl_llm.rules import FOUND, PHASE, Memory
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
+from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.signals import Preemption
+from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.telemetry.pace import Schedule
+from jaxrl_llm.telemetry.progress import Progress
+from jaxrl_llm.telemetry.writers import RunWriter, logged
+from jaxrl_llm.trainer import requests
+from jaxrl_llm.types import TrainState
+
+
+@dataclasses.dataclass
+class LoopState:
+    """The host state of the loop, saved with the device state.
+
+    Attributes:
+      left: the leftovers of the last batch for the next; None before the first, and if ``ready`` holds the leftovers.
+      ready: a batch made ahead for the next step, or None.
+      memory: of each rule, and the critic's last measurements.
+      coefficients: of the loss, for the next step, where a rule moves them.
+      problems: fingerprints of the problems that the run, or its phase, began with; empty between two phases.
+      phase: the number of the run's phase, from 0.
+    """
+
+    left: Any = None
+    ready: Batch | None = None
+    memory: Memory = dataclasses.field(default_factory=dict)
+    coefficients: dict[str, float] = dataclasses.field(default_factory=dict)
+    problems: Fingerprints = dataclasses.field(default_factory=dict)
+    phase: int = 0
+
+    @property
+    def carried(self) -> Any:
+        """The state that the last batch made leaves to the next one."""
+        return self.left if self.ready is None else self.ready.left
+
+    def to_json(self, records: Sequence[type], packed: bool = True) -> dict[str, Any]:
+        """Convert to JSON values, exactly. ``records``: the dataclasses in it; ``packed``: as in ``codec.to_json``."""
+        return codec.to_json(vars(self), records, packed)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
+        """Rebuild the state from ``to_json``.
+
+        Raises:
+          InputError: a version before the first release wrote it.
+        """
+        require(
+            "backlog" not in data,
+            "the checkpoint is of a version before the first release, and cannot be resumed: begin a new run with "
+            "--from RUN (on from its weights) or --fresh",
+        )
+        return cls(**codec.from_json(data, records))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSchedule:
+    """The steps that have a checkpoint regardless of interruptions: those of the schedule, and those followed by a
+    rollback or a new phase. Rollbacks use only these, and no other checkpoint is kept for long.
+
+    Attributes:
+      schedule: the run's.
+      moved: the steps so far after which the run went back or into another phase; added to.
+    """
+
+    schedule: Schedule
+    moved: set[int]
+
+    def __call__(self, step: int) -> bool:
+        """Whether this step has one."""
+        return self.schedule.saves(step) or step in self.moved
+
+
+@dataclasses.dataclass(frozen=True)
+class RunContext:
+    """The parts of a run that stay the same through its segments.
+
+    Attributes:
+      run: its settings.
+      directory: the run's.
+      start: the step of the checkpoint that it resumes from; None for a new run.
+      weights: the checkpoint that a new run takes its first weights from; None for those of its model.
+      peers: its processes.
+      mesh: of its devices.
+      due: which steps have a checkpoint, and its schedule.
+      store: of checkpoints.
+      progress: the display for people.
+      writer: of the files; None on all processes but the first.
+      sight: the input of guards, on process 0; None without guards.
+      stop: whether the run was asked to stop.
+    """
+
+    run: Configuration
+    directory: Path
+    start: int | None
+    weights: Start | None
+    peers: Peers
+    mesh: Any
+    due: CheckpointSchedule
+    store: Checkpoints
+    progress: Progress
+    writer: RunWriter | None
+    sight: FindingTracker | None
+    stop: Preemption
+
+    def observed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return requests and findings of guards after the step of this row, as rules read them; equal on all
+        processes."""
+
+        def look() -> dict[str, Any]:
+            found = [] if self.sight is None else self.sight.found(row)
+            asked = requests.asked(self.directory)
+            return asked | {f"{FOUND}{one.kind}": [one.step, one.what, one.remedy] for one in found}
+
+        return self.peers.first(look)
+
+
+@dataclasses.dataclass
+class Cursor:
+    """The current position of a run.
+
+    Attributes:
+      settings: of its phase.
+      tokenizer: of its model.
+      stage: makes the steps of the phase.
+      state: on the devices.
+      host: the host state.
+      step: the last one that is made.
+      row: the first entries of the next row.
+    """
+
+    settings: Configuration
+    tokenizer: Any
+    stage: Stage
+    state: TrainState
+    host: LoopState
+    step: int
+    row: dict[str, Any]
+
+
+def rows_until(directory: Path, step: int | None, having: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the run's rows up to a step; none if the step is None. ``having``: as in ``read_rows``."""
+    rows = () if step is None else read_rows(directory / "metrics.jsonl", having)
+    return (row for row in rows if row["step"] <= step)
+
+
+def checkpoint_schedule(schedule: Schedule, directory: Path, start: int | None, peers: Peers) -> CheckpointSchedule:
+    """Return the schedule of a run that resumes from the checkpoint of step ``start``, or is new (None)."""
+    rows = rows_until(directory, start, (PHASE, ROLLED_BACK))
+    moved = peers.first(lambda: [row["step"] for row in rows if PHASE in row or ROLLED_BACK in row])
+    return CheckpointSchedule(schedule, set(moved))
+
+
+@contextlib.contextmanager
+def opened(
+    run: Configuration,
+    directory: Path,
+    start: int | None,
+    resumed: bool,
+    weights: Start | None,
+    peers: Peers,
+    voice: Verbosity,
+) -> Generator[RunContext]:
+    """Open a run's devices, files and terminal output while it trains; only the first process writes and prints.
+
+    The arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one.
+    """
+    mesh = make_mesh(run.mesh)
+    schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
+    due = checkpoint_schedule(schedule, directory, start, peers)
+    first_step = (start or 0) + 1
+    with (
+        Checkpoints(directory / CHECKPOINTS, run.output.keep, due) as store,
+        jax.set_mesh(mesh),
+        contextlib.ExitStack() as stack,
+    ):
+        writer = None
+        if peers.leads:
+            stack.enter_context(logged(directory / "log.txt"))
+            tracker = FindingTracker(run.steps, rows_until(directory, start))
+            progress = stack.enter_context(Progress(schedule, first_step, tracker=tracker, quiet=voice.quiet))
+            cut = (-1 if start is None else start) if resumed else None
+            output = run.output
+            settings = configs.to_json(run)
+            writer = RunWriter(directory, cut, output.tensorboard, output.wandb, settings, voice.rows)
+            stack.enter_context(writer)
+        else:
+            progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))
+        guarded = bool(configs.rules_of_run(run).guards)
+        sight = progress.tracker if guarded else None
+        stop = Preemption(progress.warn)
+        yield RunContext(run, directory, start, weights, peers, mesh, due, store, progress, writer, sight, stop)

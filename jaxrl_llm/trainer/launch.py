@@ -1,0 +1,340 @@
+"""Start or resume a run in its directory: choose and lock it, train, and print the summary."""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints import integrity
+from jaxrl_llm.checkpoints.recovery import check_whole
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept
+from jaxrl_llm.checkpoints.store import steps_in
+from jaxrl_llm.collection.ledger import COLLECTED, part_of
+from jaxrl_llm.config.origin import origin_of
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.scorer import REWARD_ERROR
+from jaxrl_llm.rules import PHASE
+from jaxrl_llm.runs import pins
+from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.system.paths import InUse, alone, new_file, prepare_libraries, writable
+from jaxrl_llm.system.signals import on_exit
+from jaxrl_llm.telemetry import Verbosity
+
+FILE_SYSTEM_S = 20.0
+"""The most seconds until another host sees a file that one host writes."""
+
+
+def launch(
+    found: configs.Found,
+    fresh: bool = False,
+    start: configs.Start | None = None,
+    peers: Peers = ALONE,
+    lines: Sequence[str] = (),
+    voice: Verbosity = Verbosity(),
+) -> int:
+    """Train, or resume, in the run's directory, and print a summary; return the exit code.
+
+    Args:
+      found: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
+        none.
+      fresh: start over in a new one.
+      start: begin a new run with the weights of this checkpoint or snapshot.
+      peers: the other processes of the run.
+      lines: printed first.
+      voice: how much is printed after them.
+
+    Raises:
+      InputError: the directory cannot be used, or whatever the run cannot work with.
+    """
+    began = time.monotonic()
+    begun = begin(peers, found, fresh, start)
+    if begun is None:
+        return 0
+    directory, found = begun
+
+    def say(line: str) -> None:
+        if peers.leads:
+            print(line, file=sys.stderr)
+
+    with contextlib.ExitStack() as stack:
+        # The directory is made, and removed again, by process 0.
+        peers.first(lambda: stack.enter_context(claimed(directory, found)))
+        check_shared(peers, directory / "config.json")
+        for line in lines:
+            say(line)
+        hint_accelerator()
+        from jaxrl_llm.trainer.loop import train as run_training
+
+        stack.enter_context(pins.comparing(pins.Pins(found, directory, peers)))
+        settings = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
+        code = run_training(settings, directory, say, peers, found.origin.start, voice)
+    if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
+        from jaxrl_llm.diagnosis import diagnose
+        from jaxrl_llm.system.json_lines import read_rows
+        from jaxrl_llm.telemetry.summary import print_summary, summarise
+
+        summary = summarise(directory, time.monotonic() - began)
+        writes = not isinstance(found.run, configs.RewardModel)
+        rows = list(read_rows(directory / "metrics.jsonl"))
+        findings = diagnose(rows)
+        phases = [(row["step"], str(row[PHASE])) for row in rows if PHASE in row]
+        summary = dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes)
+        print_summary(summary, None, findings, voice.quiet, phases)
+    return code
+
+
+def train(run: configs.Configuration, name: str = "run", fresh: bool = False, start: str | None = None) -> int:
+    """Train as ``jaxrl-llm train`` does: check the settings, start or resume the run in its directory, print a summary.
+
+    Args:
+      run: whatever it leaves open is filled in as on the command line.
+      name: the directory is ``runs/NAME`` below the current folder where ``run.run_dir`` is None.
+      fresh: start over in a new directory.
+      start: ``RUN`` or ``RUN@STEP``: begin a new run with the weights of that one's checkpoint, as ``--from`` does.
+
+    Returns:
+      0 done, 3 stopped by a guard with state saved, 75 preempted: call it again to resume.
+
+    Raises:
+      InputError: the settings cannot work, in one line that names field, value and remedy.
+    """
+    from jaxrl_llm.runs.load import find_run
+
+    prepare_libraries()
+    configs.check_types(run)
+    settings = configs.resolved(run)
+    configs.validate(settings)
+    find_run(settings.model)
+    found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
+    return launch(found, fresh, None if start is None else configs.find_start(start))
+
+
+def begin(
+    peers: Peers, found: configs.Found, fresh: bool, start: configs.Start | None
+) -> tuple[Path, configs.Found] | None:
+    """Return the run's directory, and the settings with its origin and the choices of its start, as process 0 decides;
+    None if the run has finished its steps."""
+    import jax
+
+    from jaxrl_llm import __version__
+
+    text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
+    peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
+    if start is not None:
+        configs.check_start(found.run)
+
+    def choose() -> tuple[str, configs.AtStart, dict[str, Any]] | None:
+        directory, at_start = choose_directory(found.run, found.name, fresh, start)
+        if finished(directory, found.run):
+            return None
+        weights = first_weights(directory, start or found.origin.start)
+        models = pins.decide(found, directory, _began(directory), weights)
+        origin = dataclasses.replace(found.origin, start=weights, models=models)
+        return str(directory), at_start, with_changes(origin, directory, at_start.changed).to_json()
+
+    chosen = peers.first(choose)
+    if chosen is None:
+        return None
+    directory, at_start, decided = chosen
+    decided = origin_of(decided, Path(directory))
+    modules = configs.own_modules(found.run)
+    origin = dataclasses.replace(
+        found.origin, modules=modules, start=decided.start, models=decided.models, changed=decided.changed
+    )
+    return Path(directory), dataclasses.replace(found, run=configs.as_started(found.run, at_start), origin=origin)
+
+
+def choose_directory(
+    settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
+) -> tuple[Path, configs.AtStart]:
+    """Return the run's directory and the choices of its first start, which may be now.
+
+    With ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights.
+
+    Raises:
+      InputError: the path is a file, or has a run that began with other settings.
+    """
+    base = Path(settings.run_dir or Path("runs") / name)
+    directory = base
+    number = 2
+    while directory.exists() and (fresh or (start is not None and not begun_so(directory, settings, start))):
+        directory = base.with_name(f"{base.name}-{number}")
+        number = number + 1
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is a file: give a folder with --run_dir")
+    own, at_start = other_settings(directory, settings)
+    if own:
+        raise InputError(
+            f"{directory} was begun with other settings ({configs.shown(own)}): take the old ones, or --fresh for a "
+            "new folder"
+        )
+    return directory, at_start
+
+
+def begun_so(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
+    """Whether the folder is free, or its run was started with these settings and these first weights.
+
+    Another learning rate makes another run here, where it would only be recorded on resume; other measurements do not.
+    """
+    if not _began(directory):
+        return True
+    same = configs.read(directory / "config.json").origin.start == start
+    measured = tuple(name for name in configs.RECORDED_CHANGES if name.startswith("evaluation."))
+    return same and not other_settings(directory, settings, configs.FREE_TO_CHANGE + measured)[0]
+
+
+def other_settings(
+    directory: Path,
+    settings: configs.Configuration,
+    free: tuple[str, ...] = configs.FREE_TO_CHANGE + configs.RECORDED_CHANGES,
+) -> tuple[list[str], configs.AtStart]:
+    """Return the changes that the run there cannot resume with, as ``name: old -> new``, and the choices of its start.
+
+    ``free``: settings (and all below them) that may differ.
+    """
+    today = datetime.date.today().isoformat()
+    if not (directory / "config.json").exists() or not _began(directory):
+        return [], configs.AtStart(today)
+    old = configs.read(directory / "config.json").run
+    at_start = configs.decided_by(old, today)
+    if configs.is_whole(old):  # an older version may have left open what this one fills in
+        old = configs.as_started(configs.resolved(old), at_start)
+    found = configs.changes(old, configs.as_read(configs.as_started(settings, at_start)))
+    recorded = tuple(change for change in found if change.startswith(configs.RECORDED_CHANGES))
+    return [change for change in found if not change.startswith(free)], at_start._replace(changed=recorded)
+
+
+def with_changes(origin: configs.Origin, directory: Path, changed: Sequence[str]) -> configs.Origin:
+    """Return the origin with the recorded changes of earlier starts and of this one."""
+    path = directory / "config.json"
+    if not path.exists() or not _began(directory):
+        return origin
+    before = configs.read(path, own=False).origin.changed
+    now = [(max(steps_in(directory / CHECKPOINTS), default=0), list(changed))] if changed else []
+    return dataclasses.replace(origin, changed=[*before, *now])
+
+
+def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:
+    """Return the step that gave the run there its first weights, or else ``start``.
+
+    Raises:
+      InputError: it is missing or damaged, and the run has no checkpoint of its own yet.
+    """
+    if _began(directory) and (directory / "config.json").exists():
+        start = configs.read(directory / "config.json", own=False).origin.start
+    if start is None or steps_in(directory / CHECKPOINTS):
+        return start
+    if start.step not in kept(Path(start.run)):
+        raise InputError(
+            f"{directory} begins with step {start.step} of {start.run}, which is not there any more: give another with "
+            "--from RUN@STEP"
+        )
+    check_whole(kept(Path(start.run))[start.step])
+    return start
+
+
+def finished(directory: Path, settings: configs.Configuration) -> bool:
+    """Whether the run there has finished its steps with a whole last checkpoint; if so, report it."""
+    done = max(steps_in(directory / CHECKPOINTS), default=0)
+    if done < settings.steps or integrity.fault(directory / CHECKPOINTS / str(done)):
+        return False
+    print(
+        f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or "
+        "start over with --fresh."
+    )
+    return True
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, found: configs.Found) -> Generator[None]:
+    """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
+    begin, except for the traceback of a reward, which the message names.
+    """
+    own = found.directory is not None and found.run.run_dir == str(found.directory)  # a run lies where its directory is
+    settings = configs.to_json(dataclasses.replace(found.run, run_dir=None) if own else found.run)
+    made = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)
+
+    def remove(*reason: object) -> None:
+        if made is None or _began(directory):
+            return
+        if not (directory / REWARD_ERROR).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other runs may lie beside it by now
+                for parent in directory.parents[: len(directory.parts) - len(made.parts)]:
+                    parent.rmdir()
+            return
+        for path in directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != REWARD_ERROR:
+                path.unlink(missing_ok=True)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            with writable(directory, "--run_dir"):
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(alone(directory, "take --fresh for a new folder"))
+                with new_file(directory / "config.json") as part:
+                    part.write_text(json.dumps(settings | found.origin.to_json(), indent=1))
+            with on_exit(lambda *reason: lock.unlink(missing_ok=True)), on_exit(remove):
+                yield
+        except InUse:
+            raise
+        except BaseException:
+            remove()
+            raise
+
+
+def _began(directory: Path) -> bool:
+    """Whether the directory has anything to lose: a checkpoint, collected answers, or a row of a training step."""
+    answers = directory / COLLECTED
+    if steps_in(directory / CHECKPOINTS) or answers.exists() or part_of(answers).exists():
+        return True
+    from jaxrl_llm.system.json_lines import read_rows
+
+    return any(row["step"] > 0 for row in read_rows(directory / "metrics.jsonl"))
+
+
+def hint_accelerator() -> None:
+    """Print a hint if the machine has an accelerator that this JAX cannot use."""
+    if Path("/proc/driver/nvidia/version").exists():
+        extra, device = "cuda", "an NVIDIA GPU"
+    elif any(Path("/dev").glob("accel[0-9]*")):
+        extra, device = "tpu", "a TPU"
+    else:
+        return
+    import jax
+
+    if jax.default_backend() == "cpu":
+        print(
+            f"jaxrl-llm: this machine has {device}, but this JAX runs on the CPU only: pip install -e '.[{extra}]'",
+            file=sys.stderr,
+        )
+
+
+def check_shared(peers: Peers, path: Path) -> None:
+    """Refuse a run directory that is not shared by all hosts.
+
+    ``path``: a file that process 0 has just written.
+
+    Raises:
+      InputError: a process does not see it, or sees other content.
+    """
+    content = peers.first(path.read_text)
+    limit = time.monotonic() + FILE_SYSTEM_S
+    while not (seen := path.is_file() and path.read_text() == content) and time.monotonic() < limit:
+        time.sleep(0.2)
+    blind = [i for i, sees in enumerate(peers.gather(seen)) if not sees]
+    if blind:
+        raise InputError(
+            f"process {blind[0]} does not see {path}: all processes write the checkpoints, so give a folder that they "
+            "share with --run_dir"
+        )

@@ -1,0 +1,184 @@
+"""The training loop: a run is a sequence of segments, and a segment is load, steps, ending.
+
+A step is in ``step``, the load in ``segment``; batches come from ``stages``, decisions from ``rules``.
+"""
+
+import contextlib
+import hashlib
+import shlex
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.checkpoints import snapshots
+from jaxrl_llm.checkpoints.recovery import check_writable, newest_whole
+from jaxrl_llm.config import Configuration, Start
+from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.rules import DONE, decide
+from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.stages import stage_of
+from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
+from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.telemetry.pace import SAVE
+from jaxrl_llm.telemetry.records import record
+from jaxrl_llm.trainer import requests
+from jaxrl_llm.trainer.context import Cursor, RunContext, opened
+from jaxrl_llm.trainer.segment import load
+from jaxrl_llm.trainer.step import make_step, next_phase
+
+
+class Ending(NamedTuple):
+    """The end of a run.
+
+    Attributes:
+      code: of the exit.
+      words: why it ends before its steps are made; empty where it does not.
+    """
+
+    code: int
+    words: str = ""
+
+
+def train(
+    run: Configuration,
+    directory: Path,
+    say: Callable[[str], None],
+    peers: Peers = ALONE,
+    weights: Start | None = None,
+    voice: Verbosity = Verbosity(),
+) -> int:
+    """Train, or resume from the directory's newest whole checkpoint; return the exit code.
+
+    Every process makes the same decisions from the same numbers; values of one process (a file, a signal, a
+    score) come through ``peers``. Only process 0 writes and prints.
+
+    Args:
+      run: validated.
+      directory: the run's; made by the caller, with config.json in it.
+      say: prints a line that should stay visible.
+      peers: the other processes of the run.
+      weights: the step of another run with the first weights; None for the model's own.
+      voice: how much is printed on the way.
+    """
+    phases = range(len(configs.phases_of(run)))
+    for number in phases:
+        configs.validate_on_devices(configs.in_phase(run, number), jax.device_count(), peers.count)
+    start, first, row = resume_point(run, directory, peers, say)
+    with opened(run, directory, start, bool(row), weights, peers, voice) as context, contextlib.ExitStack() as stack:
+        cursor = ending = None
+        for number in phases[first:]:
+            settings = configs.in_phase(run, number)
+            with (
+                stage_of(settings).resources(settings, peers, directory) as resources,
+                on_exit(lambda *reason, resources=resources: resources.close()),
+            ):
+                cursor = load(context, number, cursor, resources)
+                if number == first:
+                    cursor.row = row
+                    before_steps(context, cursor)
+                    stack.enter_context(context.stop)  # from here on there is a step to finish
+                ending = make_steps(context, cursor)
+            if ending is not None:
+                break
+        context.store.close()
+        if peers.leads:
+            requests.forget(directory, cursor.host.memory)
+    if ending.words:
+        say(ending.words)
+    return ending.code
+
+
+def resume_point(
+    run: Configuration, directory: Path, peers: Peers, say: Callable[[str], None]
+) -> tuple[int | None, int, dict[str, Any]]:
+    """Return the step of the checkpoint to resume from (None without one), the number of its phase, and the entries in
+    the row of the next step that record the resumption (empty for a new run).
+
+    Raises:
+      InputError: none of its checkpoints is whole, or no other could be written.
+    """
+
+    def look() -> tuple[int | None, int, str, bool, str]:
+        check_writable(directory)
+        start, passed_over = newest_whole(directory)
+        phased = start is not None and len(configs.phases_of(run)) > 1
+        phase = snapshots.phase_of(snapshots.kept(directory)[start]) if phased else 0
+        begun = (directory / "metrics.jsonl").exists()
+        return start, phase, passed_over, begun, configs.changed_since(directory, start)
+
+    start, phase, passed_over, begun, changed = peers.first(look)
+    if passed_over:
+        say(passed_over)
+    told = {"event/settings": changed} if changed else {}
+    return start, phase, {"event/resumed": passed_over or True} | told if start is not None or begun else {}
+
+
+def before_steps(context: RunContext, cursor: Cursor) -> None:
+    """Announce the steps. A run without a checkpoint is evaluated first: row 0, which rules may remember."""
+    progress, stage, host = context.progress, cursor.stage, cursor.host
+    progress.begin()
+    if context.start is None:
+        began = time.perf_counter()
+        found = stage.test(policy_model(cursor.state), first=True)
+        row: dict[str, Any] = {"step": 0}
+        if found is not None:
+            row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began}
+        progress.tested(0, row)
+        _, host.memory = decide(stage.rules, row, host.memory)
+        progress.happened(0, row)
+        record(context.writer, 0, found, row)
+    if line := progress.compiling.slower(progress.now.step):
+        progress.note(line)
+
+
+def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
+    """Make and save a phase's steps, moving ``cursor``; return the run's ending, or None if its next phase begins."""
+    run, directory, store, due = context.run, context.directory, context.store, context.due
+    for step in range(cursor.step + 1, run.steps + 1):
+        row, batch, decision = make_step(context, cursor, step)
+        asked = agreed_to_stop(context.peers, context.stop, step, batch.common, row)
+        records = cursor.stage.records
+        if decision.next_phase:
+            cursor.state = next_phase(run, cursor.stage, cursor.state, cursor.host)
+        if decision.snapshot:
+            store.wait()  # it is whole before the checkpoint of the step is begun
+            snapshots.keep(directory, step, cursor.state, cursor.host.phase)
+        if context.peers.leads:
+            requests.forget(directory, cursor.host.memory)
+        if decision.next_phase or decision.rollback is not None:
+            due.moved.add(step)
+        if due(step) or decision.stop is not None or asked:
+            context.progress.status("saving")
+            store.save(step, cursor.state, cursor.host.to_json(records, packed=False))
+            context.progress.pace.took(SAVE)
+        if decision.stop is not None:
+            words = f"step {step}: {decision.reason}"
+            if decision.remedy:
+                name = shlex.quote(str(directory))
+                words += f"; go on from it with jaxrl-llm train {name} --from {name} {decision.remedy}"
+            return Ending(decision.stop, words)
+        if asked and step < run.steps:
+            return Ending(PREEMPTED, f"stopped after step {step}, state saved: run the same command again to go on")
+        if decision.next_phase and step < run.steps:
+            return None
+    return Ending(DONE)
+
+
+def agreed_to_stop(
+    peers: Peers, stop: Preemption, step: int, common: Iterable[np.ndarray], row: dict[str, Any]
+) -> bool:
+    """Whether any process was asked to stop after this step; ``common``: arrays that must be equal on all processes.
+
+    Raises:
+      Disagreement: the processes have sampled, scored or learned differently.
+    """
+    learned = hashlib.sha256(repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef", "critic/loss")]).encode())
+    for array in common:
+        learned.update(array.tobytes())
+    peers.check_same(f"samples, scores or gradients in step {step}", learned.hexdigest()[:16])
+    return any(peers.gather(stop.asked))

@@ -1,0 +1,294 @@
+"""A segment of a run: its stage, and its state, which is fresh, another run's, restored, or carried over.
+
+A run begins or resumes with a segment, and each further phase is one; a rollback restores a state as a resume does.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import learner, rules, tasks
+from jaxrl_llm.checkpoints.recovery import damage
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, kept, phase_of
+from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of_policy, restore_parts, steps_in
+from jaxrl_llm.config import Configuration, Start
+from jaxrl_llm.diagnosis.history import ROLLED_BACK
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import NewRole, abstract_state, reset_reference
+from jaxrl_llm.models.heads import split
+from jaxrl_llm.runs.load import as_trained, load_model
+from jaxrl_llm.stages import stage_of
+from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.telemetry.progress import model_line
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext
+from jaxrl_llm.types import Role, TrainState
+
+
+def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
+    """Return the position before the first step of a phase; everything that may refuse the run is tried before any
+    output.
+
+    Args:
+      context: of the run.
+      number: the phase's.
+      cursor: where the phase before has ended; None for the first one of this process.
+      resources: of the phase's stage.
+    """
+    whole, mesh, progress, start = context.run, context.mesh, context.progress, context.start
+    run = configs.in_phase(whole, number)
+    if cursor is None:
+        progress.status(f"loading {run.model}")
+        model, tokenizer = load_model(run.model, run.learner.dtype, mesh)
+        trained = as_trained(run, model)
+    else:
+        model, tokenizer = jax.eval_shape(base_of_policy, cursor.state), cursor.tokenizer
+    stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, context.peers)
+    stage = with_phase(stage, whole, number)
+    notes = stage.notes
+    if cursor is None:
+        look_ahead(whole, number, model.config, tokenizer, progress.status)
+        if start is not None:
+            progress.status(f"restoring step {start}")
+        parameters = count_of(trained)
+        state, host = begin(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
+        check_problems(host.problems, stage.problems, stage.label)
+        sizes = parameters, count_of(state.policy.params), jax.device_count()
+        progress.note(model_line(run.model, *sizes, jax.devices()[0].device_kind))
+        notes = (*configs.unreached(whole), *notes)
+        cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
+    cursor.settings, cursor.stage = run, stage
+    cursor.host.problems = stage.problems
+    cursor.host.coefficients = dict(stage.coefficients) | cursor.host.coefficients
+    for line in notes:
+        progress.note(line)
+    return cursor
+
+
+def base_of_policy(state: TrainState) -> Any:
+    """Return the model that a stage is made of: the policy, or the frozen base of its adapter."""
+    policy = state.policy
+    return policy.params if policy.base is None else policy.base
+
+
+def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
+    """Return the stage with the rule that ends its phase if another one follows; the end of a solved run then ends only
+    the phase."""
+    phases = configs.phases_of(run)
+    if number + 1 == len(phases):
+        return stage
+    test = configs.evaluation_key(configs.in_phase(run, number))
+    ends = rules.PhaseEnds(phases[number], phases[number + 1], run.evaluation.every, test)
+    deciding = {**stage.rules, rules.OF_PHASES: ends}
+    lessons = deciding.get(rules.OF_LESSONS)
+    if isinstance(lessons, rules.TeachesNothing):
+        deciding[rules.OF_LESSONS] = dataclasses.replace(lessons, ended=ends.ended)
+    return dataclasses.replace(stage, rules=deciding)
+
+
+def look_ahead(run: Configuration, number: int, model: Any, tokenizer: Any, status: Callable[[str], None]) -> None:
+    """Refuse a run if a later phase could not begin: its data, prompts and rewards are tried now.
+
+    ``model``: the architecture.
+    """
+    for later in range(number + 1, len(configs.phases_of(run))):
+        before, after = configs.in_phase(run, later - 1), configs.in_phase(run, later)
+        try:
+            stage_of(after).check_ahead(before, after, model, tokenizer, status)
+        except InputError as error:
+            raise InputError(f"phase {configs.phases_of(run)[later].name!r}: {error}") from None
+
+
+def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:
+    """Refuse to resume a run with other problems than it began with.
+
+    Raises:
+      InputError: names the change.
+    """
+    for name, found in now.items():
+        changed = tasks.difference(before.get(name, found), found)
+        configs.require(
+            not changed,
+            f"the {name.split()[0]} problems of {label} are not those that the run began with ({changed}): put the "
+            "old ones back, or begin a new run with --from RUN (on from its weights) or --fresh",
+        )
+
+
+def count_of(model: Any) -> int:
+    """Return the number of parameters of a model or an adapter."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def begin(
+    run: Configuration,
+    stage: Stage,
+    model: Any,
+    store: Checkpoints,
+    start: int | None,
+    mesh: Any,
+    weights: Start | None,
+    note: Callable[[str], None],
+) -> tuple[TrainState, LoopState]:
+    """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
+    optimiser = build(run.learner.optimiser)
+    lora = run.learner.lora
+    others = [one.begins for one in stage.training if one.begins is not None]
+    if start is not None:
+        like = abstract_state(model, optimiser, stage.reference, lora, others)
+        return restored(store, start, like, mesh, split(model)[0], stage)
+    state = learner.create_state(model, optimiser, stage.reference, mesh, lora, run.seed, others)
+    if weights is not None:
+        state = borrowed(state, run, weights, mesh, note)
+        state = with_others(state, others, kept(Path(weights.run))[weights.step], mesh, note)
+    return state, LoopState(coefficients=dict(stage.coefficients))
+
+
+def restored(
+    store: Checkpoints, step: int, like: TrainState, mesh: Any, base: Any, stage: Stage
+) -> tuple[TrainState, LoopState]:
+    """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own.
+
+    The arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow.
+    """
+    state, saved = store.restore(step, like, mesh, base)
+    host = LoopState.from_json(saved, stage.records)
+    host.coefficients = dict(stage.coefficients) | host.coefficients
+    return state, host
+
+
+def borrowed(
+    state: TrainState, run: Configuration, weights: Start, mesh: Any, note: Callable[[str], None]
+) -> TrainState:
+    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot.
+
+    The optimiser state is taken over too if it exists and has the same settings.
+
+    Raises:
+      InputError: the other run's model or adapter is of another kind.
+    """
+    other = configs.read(Path(weights.run) / "config.json", own=False).run
+    old = configs.whole(other.learner)
+    shown = f"step {weights.step} of {weights.run}"
+    kinds = [isinstance(one, configs.RewardModel) for one in (other, run)]
+    if kinds[0] != kinds[1]:
+        names = [type(one).__name__ for one in (other, run)]
+        raise InputError(f"{shown} is of a {names[0]}, and this is a {names[1]}: give it as --model, not as --from")
+    if old.lora != run.learner.lora:
+        raise InputError(f"{shown} has {old.lora}, this run {run.learner.lora}: set learner.lora to what it is there")
+    place = kept(Path(weights.run))[weights.step]
+    snapshot = place.parent.name == SNAPSHOTS
+    same = old.optimiser == run.learner.optimiser and not snapshot
+    policy = state.policy
+    like = jax.eval_shape(parts_of_policy, policy.params, policy.opt_state if same else None)
+    for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
+        array.delete()  # there need not be room for both
+    found = restore_parts(place, like, mesh, policy.base).policy
+    why = "a snapshot keeps none" if snapshot else "its settings are"
+    note(f"begins with {shown}: its weights" + (" and its optimiser" if same else f"; the optimiser is new, as {why}"))
+    return reset_reference(
+        state.with_role("policy", params=found.params, opt_state=found.opt_state if same else policy.opt_state)
+    )
+
+
+def with_others(
+    state: TrainState, others: Sequence[NewRole], step_directory: Path, mesh: Any, note: Callable[[str], None]
+) -> TrainState:
+    """Return the state with its other roles taken from the same checkpoint as the policy, with fresh optimisers. A role
+    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model.
+    """
+    for other in others:
+        params = state.roles[other.name].params
+        layout = jax.tree.map(lambda x: x.sharding, params)
+        wanted = jax.eval_shape(lambda p, name=other.name: TrainState({name: Role(p, None, None)}, {}), params)
+        if holds(step_directory, wanted):
+            found = restore_parts(step_directory, wanted, mesh, state.policy.base).roles[other.name].params
+            note(f"the {other.name} begins with its weights there too")
+        elif other.load is None and state.policy.base is None:
+            found = jax.jit(lambda p, first=other.first: jax.tree.map(jnp.copy, first(p)), out_shardings=layout)(
+                state.policy.params
+            )
+        else:
+            continue
+        state = state.with_role(other.name, params=found)
+    return state
+
+
+def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> rules.Decision:
+    """Roll back to the newest whole checkpoint of this phase before the step that a guard names.
+
+    Returns the decision with the result, which is to stop if no such checkpoint exists. Data and update counts continue
+    from here, so that no two policies share a version. Groups of the abandoned policy are dropped, and the rules'
+    memory is restored (see ``remembered``).
+    """
+    host = cursor.host
+    context.store.wait()
+    folder = context.directory / CHECKPOINTS
+    step = context.peers.first(lambda: newest_before(folder, decision.rollback, host.phase, context.due))
+    if step is None:
+        why = why_not_back(context.run, context.directory, decision.rollback, host.phase)
+        return rules.Decision(rules.GUARD, f"{decision.reason}; {why}", events={"event/guard": decision.reason})
+    updates = {name: role.updates for name, role in cursor.state.roles.items()}
+    base = cursor.state.policy.base
+    like = jax.eval_shape(lambda x: x, cursor.state)
+    left = cursor.state.with_role("policy", base=None)
+    for name in updates:
+        left = left.with_role(name, updates=None)
+    for array in jax.tree.leaves(left):
+        array.delete()  # there need not be room for both
+    state, then = restored(context.store, step, like, context.mesh, base, cursor.stage)
+    for name, count in updates.items():
+        state = state.with_role(name, updates=count)
+    cursor.state = state
+    cursor.host = dataclasses.replace(
+        host,
+        left=cursor.stage.let_go(host.carried),
+        ready=None,
+        memory=remembered(then.memory, host.memory, cursor.step + 1 - step),
+        coefficients=then.coefficients,
+    )
+    said = f"to step {step}, with {decision.coefficients[rules.LR_SCALE]:g} times the learning rate: {decision.reason}"
+    events = decision.events | {"event/rollback": said, ROLLED_BACK: step}
+    return dataclasses.replace(decision, events=events)
+
+
+def why_not_back(run: Configuration, directory: Path, step: int, phase: int) -> str:
+    """Explain why no checkpoint before this step is available for a rollback."""
+    begun = min((number for number, found in kept(directory).items() if phase_of(found) == phase), default=0)
+    if phase and step <= begun:
+        return f"this phase began after step {begun}, and no run goes back into an earlier one"
+    which = " of this phase" * (len(configs.phases_of(run)) > 1)
+    return f"no checkpoint{which} from before it is kept to go back to: set --output.keep higher"
+
+
+def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int], bool]) -> int | None:
+    """Return the newest whole checkpoint of this phase before a step, among those that are ``due``, or
+    None."""
+    found = [number for number in steps_in(checkpoints) if number < step and due(number)]
+    whole = (
+        number
+        for number in reversed(found)
+        if phase_of(checkpoints / str(number)) == phase and not damage(checkpoints / str(number))
+    )
+    return next(whole, None)
+
+
+def remembered(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memory:
+    """Return the rules' memory after a rollback of ``undone`` steps: that of the checkpoint, with the current memory of
+    guards, phase length and new requests. The reference is as old as at the checkpoint, and later requests are still
+    pending."""
+    memory = dict(then)
+    if rules.OF_GUARDS in now:
+        memory[rules.OF_GUARDS] = now[rules.OF_GUARDS]
+    if rules.OF_PHASES in now:
+        memory[rules.OF_PHASES] = then.get(rules.OF_PHASES, {}) | {"steps": now[rules.OF_PHASES]["steps"]}
+    last = then.get(rules.LAST, {})
+    memory[rules.LAST] = last | {rules.UNDONE: last.get(rules.UNDONE, 0) + undone}
+    asked = now.get(rules.BY_HAND, {})
+    if asked.get("id") != then.get(rules.BY_HAND, {}).get("id"):
+        memory[rules.BY_HAND] = asked | {rules.AGAIN: True}
+    return memory

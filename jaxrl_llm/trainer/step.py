@@ -1,0 +1,191 @@
+"""One step of a run: take a batch, learn from it, evaluate, decide, record; and the start of the next phase.
+
+If the stage samples ahead, the next batch is made meanwhile.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import learner
+from jaxrl_llm.config import Configuration
+from jaxrl_llm.learner import Sample
+from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
+from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.rules import BY_HAND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
+from jaxrl_llm.stages.stage import Batch, Stage
+from jaxrl_llm.telemetry.records import Learned, record
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext
+from jaxrl_llm.trainer.segment import go_back
+from jaxrl_llm.types import TrainState
+
+
+def make_step(context: RunContext, cursor: Cursor, step: int) -> tuple[dict[str, Any], Batch, Decision]:
+    """Take a batch, learn from it, evaluate, decide and record; return the row, the batch and the decision.
+
+    ``cursor`` ends with the state after the decision, and with the batch's leftovers for the next step.
+    """
+    stage, host, progress = cursor.stage, cursor.host, context.progress
+    began = time.perf_counter()
+    progress.status("sampling")
+    version = int(cursor.state.policy.updates)
+    make = functools.partial(stage.next, stage.weights(policy_model(cursor.state)), version)
+    batch = make(host.left) if host.ready is None else host.ready
+    host.left = batch.left
+    host.ready = None
+    progress.status("updating")
+    learn = functools.partial(learn_from, stage, cursor.settings, cursor.state, batch, dict(host.coefficients), step)
+    if stage.ahead:
+        # In the last step too: should the run be given more, the next one's groups are of these weights, which the
+        # update replaces. A run that is given no more pays for one collection that it does not need.
+        host.left = None
+        if stage.apart:
+            with ThreadPoolExecutor(1) as other:
+                learned = other.submit(learn)
+                host.ready = make(batch.left)
+                cursor.state, measured, samples = learned.result()
+        else:  # two threads may start programs in another order on each device that they share, and wait for each other
+            cursor.state, measured, samples = learn()
+            host.ready = make(batch.left)
+        del make
+    else:
+        del make  # and with it the weights that it sampled from
+        cursor.state, measured, samples = learn()
+    lately, host.memory = stage.remembered(measured, host.memory)
+    row = batch.metrics | measured | lately | host.coefficients | {"step": step} | cursor.row
+    row["time/step_s"] = time.perf_counter() - began
+    progress.step(row)
+    return row, batch, finish(context, cursor, row, batch, samples, began)
+
+
+def finish(
+    context: RunContext, cursor: Cursor, row: dict[str, Any], batch: Batch, samples: list[Sample], began: float
+) -> Decision:
+    """Evaluate after a step has learned, decide, and record; return the decision.
+
+    Args:
+      context: of the run.
+      cursor: as the update has left it.
+      row: the step's; added to.
+      batch: of the step.
+      samples: the learner's record of the examples to write to samples.jsonl.
+      began: start of the step, by the performance counter.
+    """
+    stage, step, progress = cursor.stage, row["step"], context.progress
+    found = stage.test(policy_model(cursor.state)) if context.due.schedule.evaluates(step) else None
+    if found is not None:
+        row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
+        progress.tested(step, row)
+    decision, cursor.host.memory = decide(stage.rules, row | context.observed(row), cursor.host.memory)
+    if decision.rollback is not None:
+        decision = go_back(context, cursor, decision)
+        if context.sight is not None:
+            context.sight.take(decision.events)
+    cursor.state = apply(decision, cursor.state, cursor.settings)
+    cursor.host.coefficients |= decision.coefficients
+    cursor.row, cursor.step = {}, step
+    row |= decision.events
+    progress.happened(step, row, batch.examples)
+    examples = written_down(batch, cursor.settings.output.samples, step)
+    record(context.writer, step, found, row, Learned(examples, samples, stage.spell))
+    return decision
+
+
+def learn_from(
+    stage: Stage, run: Configuration, state: TrainState, batch: Batch, coefficients: Mapping[str, float], step: int
+) -> tuple[TrainState, dict[str, Any], list[Sample]]:
+    """Make all updates of a batch; return the new state, the metrics, and the samples to write to samples.jsonl."""
+    began = time.perf_counter()
+    if not len(batch):
+        return state, {"updates": 0.0, "time/update_s": 0.0}, []
+    with jax.set_mesh(stage.forward.mesh):  # of this thread
+        samples, measured = stage.samples(state, batch, coefficients)
+        state, metrics = learner.learn(
+            state,
+            samples,
+            run.learner,
+            stage.forward,
+            stage.learning(step),
+            dict(coefficients),
+            run.seed + step,
+            stage.measures_kl,
+            run.output.monitor_kl,
+        )
+        shown = of_examples(shown_places(batch, run.output.samples, step), samples)
+        if run.output.ratios and shown:
+            shown = stage.followed(state, shown)
+    return state, measured | metrics | {"time/update_s": time.perf_counter() - began}, shown
+
+
+def shown_places(batch: Batch, most: int, step: int) -> list[int]:
+    """Return the places of the batch's examples that a step writes to samples.jsonl, in rotation: always the first ones
+    would show only one task of a mixture with a fixed order."""
+    count = len(batch.examples)
+    return [(step * most + i) % count for i in range(min(most, count))]
+
+
+def written_down(batch: Batch, most: int, step: int) -> list[Any]:
+    """Return the examples of a batch that a step writes to samples.jsonl."""
+    return [batch.examples[place] for place in shown_places(batch, most, step)]
+
+
+def of_examples(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the learner's samples of the examples at these places of a batch, with their places renumbered among
+    them."""
+    order = {place: number for number, place in enumerate(places)}
+    return [
+        dataclasses.replace(sample, place=(order[sample.place[0]], sample.place[1]))
+        for group in samples
+        for sample in group
+        if sample.place is not None and sample.place[0] in order
+    ]
+
+
+BEYOND = (LAST, BY_HAND, OF_GUARDS)
+"""Entries of the rules' memory that outlive a phase: the last reset, the last request, the actions of guards."""
+
+
+def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
+    """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
+
+    Args:
+      run: all of it.
+      stage: of the phase that has ended.
+      state: donated.
+      host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
+        learning rate scale after a rollback is always kept. The rules' memory is cleared, except for ``BEYOND``.
+    """
+    before: Any = configs.in_phase(run, host.phase)
+    host.phase += 1
+    after: Any = configs.in_phase(run, host.phase)
+    phase = configs.phases_of(run)[host.phase]
+    host.left = stage.leaves(host.carried, after)
+    host.ready = None
+    host.problems = {}  # the next phase may have others
+    same = (before.recipe, before.scoring.constraints) == (after.recipe, after.scoring.constraints)
+    stay = (*BEYOND, OF_ENTROPY) if same else BEYOND
+    host.memory = {name: own for name, own in host.memory.items() if name in stay}
+    if not same:
+        host.coefficients = {name: value for name, value in host.coefficients.items() if name == LR_SCALE}
+    state = with_reference(state, configs.keeps_reference(after))
+    if phase.reset:
+        state = reset_reference(state)
+    if phase.reset_optimiser:
+        state = reset_optimiser(state, build(after.learner.optimiser))
+    return state
+
+
+def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:
+    """Return the state after the rules' decision; only this function applies decisions to it."""
+    if decision.reset_reference:
+        state = reset_reference(state) if decision.mix == 1 else mix_reference(state, decision.mix)
+    if decision.reset_optimiser:
+        state = reset_optimiser(state, build(run.learner.optimiser))
+    return state
