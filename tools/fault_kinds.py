@@ -21,6 +21,8 @@ DAMAGES = ("truncated", "bit flip")
 """Of the newest checkpoint, after a kill."""
 OTHERS = ("SIGTERM", *DAMAGES, "clock")
 OF_MOUNTS = ("full disk", "read-only")
+WRITTEN = {"checkpoint": CHECKPOINTS, "snapshot": SNAPSHOTS}
+"""A kill comes while this folder of the run is being written."""
 EVENTS = {"reset": "event/reference_reset", "phase": "event/phase"}
 SPREAD_S = {"checkpoint": 0.03, "snapshot": 0.03, "reset": 0.3, "phase": 1.0}
 """A kill comes up to so long after what it is aimed at has begun."""
@@ -94,8 +96,7 @@ def moment(life: Life, fault: Fault) -> bool:
         since, event = life.records.step(), EVENTS[fault.kind]
         came = life.wait(lambda: any(row["step"] > since and event in row for row in life.records.rows()))
         return came and life.pause(SPREAD_S[fault.kind] * fault.chance)
-    if fault.kind in ("checkpoint", "snapshot"):
-        place = CHECKPOINTS if fault.kind == "checkpoint" else SNAPSHOTS
+    if place := WRITTEN.get(fault.kind):
         return life.wait(lambda: life.records.unfinished(place)) and life.pause(SPREAD_S[fault.kind] * fault.chance)
     if fault.kind in KILLS[2:5]:
         return life.wait(lambda: life.doing() == fault.kind or time.sleep(AIM_S))
@@ -108,7 +109,11 @@ def strike(life: Life, fault: Fault) -> Hit:
     Raises:
       Wrong: the life ends in another way than it should.
     """
-    hit = Hit(fault.kind, max(life.records.step(), 0), life.doing(), False, life.records.unfinished(CHECKPOINTS))
+    doing = life.doing()
+    kills = fault.kind not in ("SIGTERM", *OF_MOUNTS)
+    if kills:
+        stop(life, WRITTEN.get(fault.kind))
+    hit = Hit(fault.kind, max(life.records.step(), 0), doing, kills, life.records.unfinished(CHECKPOINTS))
     if fault.kind == "SIGTERM":
         life.kill(signal.SIGTERM)
         expect(life, *QUIT)
@@ -119,13 +124,23 @@ def strike(life: Life, fault: Fault) -> Hit:
         with read_only(life.run_dir / CHECKPOINTS):
             expect(life, REFUSED, 0, says="read-only file system")
     else:
-        hit.killed = True
         victim = int(fault.chance * len(life.processes))
         life.kill(signal.SIGKILL, victim)
+        life.go_on()
         codes = life.end()
         if codes[victim] not in (-signal.SIGKILL, 0):
             raise Wrong(f"a killed process ended with {codes[victim]}")
     return hit
+
+
+def stop(life: Life, place: str | None) -> None:
+    """Stop a life where it is; with a place, the next time that it is caught writing there, or has ended."""
+    life.stop()
+    while place and not life.records.unfinished(place):
+        life.go_on()
+        if not life.wait(lambda: life.records.unfinished(place)):
+            return
+        life.stop()
 
 
 def expect(life: Life, *codes: int, says: str = "") -> None:

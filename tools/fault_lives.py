@@ -209,6 +209,18 @@ class Life:
         """Send a signal to one process."""
         self.processes[victim].send_signal(number)
 
+    def stop(self) -> None:
+        """Return once no process runs: each is stopped or has ended."""
+        for number, process in enumerate(self.processes):
+            self.kill(signal.SIGSTOP, number)
+            if process.returncode is None:
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        """Let all that are stopped run again."""
+        for number in range(len(self.processes)):
+            self.kill(signal.SIGCONT, number)
+
     def end(self) -> list[int]:
         """Exit codes, once all processes and their workers are gone.
 
