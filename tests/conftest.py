@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 # Environment, not jax.config: the processes that some tests start are then held to the same rules.
@@ -40,6 +41,8 @@ gc.set_threshold(100_000, 20, 100)
 import pytest  # noqa: E402  what imports jax comes after its environment
 from tiny import compiled  # noqa: E402
 
+from jaxrl_llm.plan.machines import compiles_for_gpus  # noqa: E402
+
 SOONER = ("algorithms", "engine", "learner", "models", "rollout", "sharding", "tests")
 """Folders whose programs run once or twice, and so are compiled without XLA's optimisations, but where a module is
 ``OPTIMISED``."""
@@ -53,6 +56,21 @@ def compiled_sooner(request):
         yield
 
 
-def pytest_collection_modifyitems(items: list) -> None:
+COMPILERS = find_spec("libtpu") is not None and compiles_for_gpus()
+"""Whether programs can be compiled for TPUs and GPUs that are not there."""
+
+
+def pytest_report_header() -> str:
+    """Say whether tests are left out."""
+    if COMPILERS:
+        return "compilers of absent TPUs and GPUs: installed"
+    return "compilers of absent TPUs and GPUs: missing, so their tests are left out; pip install -e '.[compilers]'"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """Whole runs first: they take longest, and what is last should be short, so that all workers end together."""
+    if not COMPILERS:
+        left_out = [item for item in items if item.get_closest_marker("compilers")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)

@@ -201,8 +201,8 @@ def target_config(chip: Chip) -> str:
 
 
 NO_COMPILER = {
-    "tpu": "planning for a TPU needs its compiler: pip install -e '.[tpu]' in the checkout (no TPU is needed)",
-    "gpu": "by formula alone: for the compiler's word pip install -e '.[gpu-plan]' in the checkout (no GPU is needed)",
+    "tpu": "planning for a TPU needs its compiler: pip install -e '.[compilers]' in the checkout (no TPU is needed)",
+    "gpu": "by formula alone: for the compiler's word pip install -e '.[compilers]' in the checkout (no GPU is needed)",
 }
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 PTX = ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm")

@@ -20,6 +20,7 @@ from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
 
 OPTIMISED = True
+pytestmark = pytest.mark.compilers
 
 SLOTS, GROUP, COLUMNS, STEPS = 32, 4, (1024, 2048), 16
 CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64, bias=True), Norm(1e-6), tied_embeddings=True)

@@ -90,6 +90,7 @@ def ppo():
     return plan(four_models(epochs=2), CONFIG, SLICE, describe(SLICE), None, True)
 
 
+@pytest.mark.compilers
 def test_critic_and_reward_models_are_compiled_for_a_tpu_slice(ppo):
     assert {"values", "critic", "judges"} < set(ppo.compiled) and not ppo.refused and ppo.fits
     sent = {p.name: sum(t.ici for t in p.traffic) for p in ppo.phases}
@@ -102,6 +103,7 @@ def test_critic_and_reward_models_are_compiled_for_a_tpu_slice(ppo):
     )
 
 
+@pytest.mark.compilers
 def test_the_report_names_every_model(ppo, tmp_path):
     text = "\n".join(lines(ppo, ""))
     for words in ("critic (float32)", "optimiser of the critic", "reward models (float32)", "critic x 2", "values x 1"):
@@ -234,6 +236,7 @@ def test_bytes_of_a_run_from_data_are_those_that_a_device_really_holds(name, ran
     assert int(np.prod(one.arrays.packed.rows.tokens.shape)) >= tokens
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("name, wanted", [("dpo", {"reference", "update"}), ("prm", {"update"})])
 def test_programs_of_data_are_compiled_for_a_tpu_slice(name, wanted):
     found = plan(from_data(name), CONFIG, SLICE, describe(SLICE), None, True)

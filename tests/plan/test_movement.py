@@ -119,6 +119,7 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
     assert in_memory("(f32[8]{0:T(8,128)S(1)}, bf16[2,8]{1,0}, u32[]{:S(2)})") == 32
 
 
+@pytest.mark.compilers
 def test_a_tpu_reads_weights_and_a_cache_once_in_each_round():
     """A real program: what is added to the least is small, and a cache that grows is counted in full."""
     device = describe(parse_topology("v5e:1x1"))[0]

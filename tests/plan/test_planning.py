@@ -24,6 +24,7 @@ def compiled():
     return plan(tiny_run((1, 2, 2)), CONFIG, SLICE, describe(SLICE), None, True)
 
 
+@pytest.mark.compilers
 def test_the_real_programs_compile_for_a_tpu_slice(compiled):
     assert set(compiled.compiled) == {"weights", "prompts", "decode", "refill", "update"} and not compiled.refused
     assert compiled.fits and compiled.learning.compiled and compiled.learning.temporary > 0
@@ -37,6 +38,7 @@ def test_the_real_programs_compile_for_a_tpu_slice(compiled):
     assert sum(t.ici for t in by_name["weights"].traffic) > 0
 
 
+@pytest.mark.compilers
 def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_path):
     text = "\n".join(lines(compiled, "built in"))
     for word in ("temporaries, the compiler's", "update: ", "(compiled)", "by formula", "FITS", "bound by", "MFU"):
@@ -52,6 +54,7 @@ def test_the_report_says_what_is_compiled_and_what_is_a_formula(compiled, tmp_pa
     assert "tiny-random" in (tmp_path / "plan.svg").read_text()
 
 
+@pytest.mark.compilers
 def test_a_program_that_needs_too_much_is_a_number_and_no_traceback():
     run = tiny_run((1, 4, 1), slots=1 << 16, max_prompt_tokens=1024, max_new_tokens=16384, chunk=16)
     run = with_learner(run, row_tokens=0)
@@ -119,6 +122,7 @@ def test_a_search_ranks_meshes_that_fit():
     assert len(table(found)) == 1 + len(found)
 
 
+@pytest.mark.compilers
 def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.microbatch_rows 4 --json plan.json"
     done = command(*asked.split(), "--loops", folder=tmp_path)
@@ -136,6 +140,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     assert 0 < sent["dcn"] and 0 < sent["ici"], "gradients are summed over both hosts, weights gathered inside"
 
 
+@pytest.mark.compilers
 def test_a_gpu_samples_from_weights_by_layer_and_a_tpu_from_stacked_ones():
     for machine, name in ((parse_topology("h100:4"), "0"), (SLICE, "attn")):
         sampled = subject(tiny_run((1, 4, 1)), CONFIG, describe(machine)).arrays.sampled
@@ -155,11 +160,11 @@ def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
 def test_without_the_compiler_one_line_says_how_to_get_it(tmp_path):
     hidden = "import sys; sys.modules['jax_plugins.xla_cuda13'] = sys.modules['jax_plugins.xla_cuda12'] = None"
     done = command("plan", "smoke", "--topology", "h100:2", folder=tmp_path, before=hidden)
-    assert done.code == 0 and "pip install -e '.[gpu-plan]'" in done.out.splitlines()[-1], done
+    assert done.code == 0 and "pip install -e '.[compilers]'" in done.out.splitlines()[-1], done
     # As where it is not installed; JAX has told this process, and so its children, where it is.
     without = "import os, sys; sys.modules['libtpu'] = None; os.environ.pop('TPU_LIBRARY_PATH', None)"
     answer = command("plan", "smoke", "--topology", "v5e:2x2", folder=tmp_path, before=without)
-    assert answer.code == 2 and "pip install -e '.[tpu]'" in answer.err and answer.err.count("\n") == 1
+    assert answer.code == 2 and "pip install -e '.[compilers]'" in answer.err and answer.err.count("\n") == 1
 
 
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path):

@@ -54,6 +54,7 @@ def test_without_slice_numbers_devices_are_taken_in_their_order():
     assert rows == [[d.id for d in jax.devices()[:4]], [d.id for d in jax.devices()[4:]]]
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("shape", [TWO, MeshShape(2, -1, 1, slices=2)])
 def test_each_row_of_data_lies_within_one_slice(shape):
     shuffled = np.random.default_rng(0).permutation(chips("v5e:2x2", 2))
@@ -64,12 +65,14 @@ def test_each_row_of_data_lies_within_one_slice(shape):
     assert {d.id for d in mesh.devices.flat} == {d.id for d in shuffled}
 
 
+@pytest.mark.compilers
 def test_weights_across_slices_are_refused():
     with pytest.raises(InputError, match=r"slices of 4, 4: set mesh\.slices to 2") as refused:
         make_mesh(MeshShape(), chips("v5e:2x2", 2))
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.compilers
 def test_one_slice_may_learn_and_the_other_sample():
     devices, shape = chips("v5e:2x2", 2), MeshShape(1, -1, 2, rollout=4)
     learner, sampler = make_mesh(shape, devices), rollout_mesh(shape, devices)
@@ -77,6 +80,7 @@ def test_one_slice_may_learn_and_the_other_sample():
     assert sampler.devices.shape == (2, 1, 2)
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize(("name", "shape"), [
     ("v5p:4x4x4", MeshShape(tensor=4)), ("v5p:4x4x4", MeshShape(2, -1, 2)), ("v5e:4x4", MeshShape(tensor=2)),
 ])  # fmt: skip
