@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import bench_replay  # noqa: E402
+import bench_replay
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import bench_rollout  # noqa: E402
-import bench_update  # noqa: E402
+import bench_rollout
+import bench_update
 
-from jaxrl_llm.learner import Learner  # noqa: E402
-from jaxrl_llm.models.decoder import initialise  # noqa: E402
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.models.decoder import initialise
 
 SMALL = Learner(optimiser=bench_update.ADAM, microbatch_rows=8, row_tokens=32)
 

@@ -213,7 +213,7 @@ def test_groups_sampled_ahead_survive_json_exactly():
 
 
 def test_a_checkpoint_of_before_the_first_release_is_refused_in_one_line():
-    with pytest.raises(InputError, match="before the first release, and cannot be resumed.*--from RUN"):
+    with pytest.raises(InputError, match=r"before the first release, and cannot be resumed.*--from RUN"):
         LoopState.from_json({"backlog": {}, "ready": None}, RECORDS)
 
 

@@ -93,7 +93,7 @@ def test_other_losses_and_gradients_than_ours_are_refused():
     ours = [[-0.5, 2.0], [-0.5, 1.9]]
     peer_checks.same_updates("peer", ours, [[-0.500001, 2.001], [-0.5, 1.9]])
     for other in ([[-0.5, 2.0], [-0.5, 1.95]], [[-0.51, 2.0], [-0.5, 1.9]]):
-        with pytest.raises(SystemExit, match="compare_peers: update [12] of peer has loss and gradient norm"):
+        with pytest.raises(SystemExit, match=r"compare_peers: update [12] of peer has loss and gradient norm"):
             peer_checks.same_updates("peer", ours, other)
 
 
@@ -110,7 +110,7 @@ def test_the_work_is_the_same_each_time_and_comes_group_by_group():
     assert all((a == b).all() for a, b in zip(prompts, again, strict=True)) and (limits == same).all()
     assert len({prompt.tobytes() for prompt in prompts}) == 4
     assert all((prompts[i] == prompts[i - i % 4]).all() for i in range(16))
-    assert 1 <= limits.min() and limits.max() <= 20
+    assert limits.min() >= 1 and limits.max() <= 20
 
 
 def test_lengths_are_equal_or_have_a_tail_of_mean_three_tenths():
@@ -178,7 +178,7 @@ def test_every_peer_has_exact_versions_and_ours_has_no_environment(tmp_path):
 
 def test_a_worker_that_dies_is_told_with_the_end_of_its_log(tmp_path):
     worker = peer_processes.started("ours", tmp_path)
-    with pytest.raises(SystemExit, match="(?s)compare_peers: ours ended without an answer.*KeyError: 'model'"):
+    with pytest.raises(SystemExit, match=r"(?s)compare_peers: ours ended without an answer.*KeyError: 'model'"):
         worker.ask({"mode": ""})
     worker.close()
 

@@ -255,7 +255,7 @@ def test_a_value_of_another_type_is_refused(path, value, words):
 
 def test_evaluations_need_something_to_test_on():
     run = replaced(replaced(RUN, "task.holdout", 0.0), "evaluation.every", 5)
-    with pytest.raises(InputError, match="set task.holdout above 0, or evaluation.task"):
+    with pytest.raises(InputError, match=r"set task.holdout above 0, or evaluation.task"):
         configs.validate(run)
     configs.validate(replaced(run, "evaluation.task", TASK))
 
@@ -264,7 +264,7 @@ def test_problems_without_answers_need_no_verifier_and_nothing_that_reads_who_is
     own = dataclasses.replace(RUN, scoring=Scoring((Format("a"),)))
     for changed in (replaced(own, "task.verifier", "none"), replaced(own, "task.source.answer_field", None)):
         configs.validate(changed)
-        with pytest.raises(InputError, match="but recipe.shaping RelativeLength rewards short answers that are right"):
+        with pytest.raises(InputError, match=r"but recipe.shaping RelativeLength rewards short answers that are right"):
             configs.validate(dataclasses.replace(changed, recipe=RECIPES["kimi_k1_5"]))
     assert configs.verifies(RUN) and not configs.verifies(own)
 
@@ -290,7 +290,7 @@ def test_a_date_stands_where_none_is_given():
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     for rows in (0, 8):
         configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", rows), 8)
-    with pytest.raises(InputError, match="rows 2 does not divide over mesh .* = 1 x 8: make it a multiple of 8, or 0"):
+    with pytest.raises(InputError, match=r"rows 2 does not divide over mesh .* = 1 x 8: make it a multiple of 8, or 0"):
         configs.validate_on_devices(replaced(RUN, "learner.microbatch_rows", 2), 8)
 
 

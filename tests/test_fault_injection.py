@@ -20,10 +20,10 @@ from jaxrl_llm.system.json_lines import read_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from fault_compare import difference  # noqa: E402
-from fault_injection import CONFIGS, Pass, kinds_of, resumed, table, under_faults, undisturbed  # noqa: E402
-from fault_kinds import KILLS, OTHERS, Fault, Hit, damage, planned  # noqa: E402
-from fault_lives import named  # noqa: E402
+from fault_compare import difference
+from fault_injection import CONFIGS, Pass, kinds_of, resumed, table, under_faults, undisturbed
+from fault_kinds import KILLS, OTHERS, Fault, Hit, damage, planned
+from fault_lives import named
 
 FAULTS = (
     Fault("random", 3, 0.1, 0.5),
@@ -43,7 +43,7 @@ def campaign(tmp_path_factory):
 
 
 def test_a_run_that_is_killed_five_times_equals_one_that_nobody_touched(campaign):
-    whole, found = campaign
+    _whole, found = campaign
     assert found.wrong == ""
     assert [hit.kind for hit in found.hits] == [fault.kind for fault in FAULTS]
     assert sum(hit.counts for hit in found.hits) == 5

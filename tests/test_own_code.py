@@ -123,7 +123,7 @@ def test_a_module_that_is_gone_or_another_is_told_in_one_line(project, tmp_path,
     moved = shutil.move(project, tmp_path / "moved")
     path = moved / "runs" / "mine" / "config.json"
     with pytest.raises(
-        InputError, match="it has classes of .*pieces.py, which is not there any more: go to the folder"
+        InputError, match=r"it has classes of .*pieces.py, which is not there any more: go to the folder"
     ):
         configs.load_json(path)
     request.addfinalizer(lambda here=os.getcwd(): os.chdir(here))
@@ -142,7 +142,7 @@ def test_what_cannot_be_saved_is_told_when_it_is_read(tmp_path):
 
     shaped = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, shaping=(Inner(), {1, 2})))
     path = write(tmp_path / "run", shaped, Origin(str(tmp_path)))
-    with pytest.raises(InputError, match="config.json: its class .*Inner is not at the top of a file"):
+    with pytest.raises(InputError, match=r"config.json: its class .*Inner is not at the top of a file"):
         configs.load_json(path)
     run = configs.read(path).run
     assert configs.changes(run, configs.as_read(shaped)) == [] and run.model == "tiny-random"

@@ -110,7 +110,7 @@ def test_another_model_or_adapter_is_refused(folder, answers):
     )
     assert not (folder / "elsewhere/runs").exists()
     other = jax.eval_shape(lambda: load_pretrained(ROOT / "tests/fixtures/models/qwen2")[0])
-    with pytest.raises(InputError, match="the checkpoint has policy/.*: give the model that it was trained from"):
+    with pytest.raises(InputError, match=r"the checkpoint has policy/.*: give the model that it was trained from"):
         restore_policy(folder / "project/runs/mine/checkpoints/1", other, one_device())
 
 

@@ -295,7 +295,7 @@ WRONG = {
 def test_a_judge_of_answers_wants_the_same_problems_in_all_phases():
     judged = Evaluation(every=1, judge=Format("[0-9]+"))
     others = dataclasses.replace(RUN.task, name="others", holdout=0.3)
-    with pytest.raises(InputError, match="changes task, and evaluation.judge compares answers to the problems"):
+    with pytest.raises(InputError, match=r"changes task, and evaluation.judge compares answers to the problems"):
         changed(Phase("a", 1), Phase("b", changes={"task": others}), evaluation=judged, task=held_out())
     changed(Phase("a", 1), Phase("b", changes={"rollout.group": 2}), evaluation=judged, task=held_out())
 

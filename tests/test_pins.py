@@ -108,14 +108,14 @@ def test_what_a_start_does_not_read_may_go(at):
     pins = begun(at, configs.resolved(run), start=start)
     assert set(pins) == {"rm", "other", "critic", f"{at / 'critic'}@2"}
     changed(at, "critic/checkpoints/2")
-    with pytest.raises(InputError, match="--from: .* is not as it was"):
+    with pytest.raises(InputError, match=r"--from: .* is not as it was"):
         decided(at, run, start)
     (at / "run/checkpoints/1/host").mkdir(parents=True)
     (at / "run/checkpoints/1/host/metadata").write_text('{"phase": 0}')
     shutil.rmtree(at / "critic")
     assert decided(at, run, start) == {name: pin for name, pin in pins.items() if "@" not in name}
     shutil.rmtree(at / "rm")
-    with pytest.raises(InputError, match="^reward model: .*it is gone"):
+    with pytest.raises(InputError, match=r"^reward model: .*it is gone"):
         decided(at, run)
     (at / "run/checkpoints/1/host/metadata").write_text('{"phase": 1}')
     assert decided(at, run)["rm"] == pins["rm"], "the phase that it judged is over"
@@ -129,7 +129,7 @@ def test_an_adapter_stays_beside_the_step_that_it_was_trained_beside(at):
     other = decided(at, dataclasses.replace(lora, model="other"), start, began=False)
     assert decided(at, lora, start, began=False)["rm"].step == 3 and other["other"].step == 3
     shutil.rmtree(at / "rm/checkpoints/3")
-    with pytest.raises(InputError, match="^model: .* reads it as it is now, with --fresh$"):
+    with pytest.raises(InputError, match=r"^model: .* reads it as it is now, with --fresh$"):
         decided(at, lora, start, began=False)
 
 
@@ -148,14 +148,14 @@ def test_a_run_that_holds_all_its_weights_goes_on_where_its_first_model_is_not_a
     begun(at, run)
     changed(at, "rm/checkpoints/3")
     (at / "run/metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(InputError, match="^model: .*the files of step 3 have changed"):
+    with pytest.raises(InputError, match=r"^model: .*the files of step 3 have changed"):
         decided(at, run)
     (at / "run/checkpoints/1").mkdir(parents=True)
     shutil.move(at / "rm/checkpoints/3", at / "rm/checkpoints/4")
     assert decided(at, run)["rm"].step == 4
     assert "step 3 was read, and it keeps 2, 4); the run's own checkpoint has its weights" in capsys.readouterr().err
     pairs = Preference("rm", Pairs(Table("rm.jsonl")), seed=SMOKE.seed)
-    with pytest.raises(InputError, match="^model: "):
+    with pytest.raises(InputError, match=r"^model: "):
         decided(at, pairs)
 
 
@@ -171,7 +171,7 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read_for_more_t
 
     a_run(at / "run", run, models=decided(at, run, began=False))
     compared(first)
-    with pytest.raises(InputError, match="^model: base is not as it was .*its weights have changed"):
+    with pytest.raises(InputError, match=r"^model: base is not as it was .*its weights have changed"):
         compared(other)
     (at / "run/checkpoints/1").mkdir(parents=True)
     compared(first)

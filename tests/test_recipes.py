@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def with_algorithm(run=SMOKE, **pieces):
 def docstrings():
     """The text below each recipe, by the name of its variable."""
     body = ast.parse(Path(recipes.__file__).read_text()).body
-    pairs = zip(body, body[1:], strict=False)
+    pairs = itertools.pairwise(body)
     return {
         node.targets[0].id: text.value.value
         for node, text in pairs
@@ -154,7 +155,7 @@ def test_resets_are_also_known_by_their_old_names():
 
 def test_a_controller_without_a_coefficient_is_refused():
     recipe = dataclasses.replace(RECIPES["dapo"], controller=AdaptiveKL(0.1))
-    with pytest.raises(InputError, match="recipe.controller has no coefficient to move"):
+    with pytest.raises(InputError, match=r"recipe.controller has no coefficient to move"):
         configs.validate(dataclasses.replace(SMOKE, recipe=recipe))
 
 

@@ -122,7 +122,7 @@ def test_every_step_stands_once_with_the_same_metrics(folders):
     for one, other in zip(whole, broken, strict=True):
         assert plain(one) == plain(other)
     assert [row["step"] for row in whole if "event/resumed" in row] == []
-    assert [row["step"] for row in broken if "event/resumed" in row][0] == 1
+    assert next(row["step"] for row in broken if "event/resumed" in row) == 1
     assert sum("event/resumed" in row for row in broken) == 3
     assert any(row.get("kl", 0) for row in whole), "the reference was never left behind"
 

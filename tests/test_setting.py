@@ -72,9 +72,9 @@ def test_an_interval_is_checked_and_said_in_words(interval, note, words, inside,
 
 
 def test_a_choice_names_the_others():
-    with pytest.raises(InputError, match="^x must be a, b or c, got d$"):
+    with pytest.raises(InputError, match=r"^x must be a, b or c, got d$"):
         Choice("a", "b", "c").check("x", "d")
-    with pytest.raises(InputError, match="^x 'd' is unknown: a or b$"):
+    with pytest.raises(InputError, match=r"^x 'd' is unknown: a or b$"):
         Choice("a", "b", unknown=True).check("x", "d")
 
 

@@ -58,6 +58,6 @@ def test_a_run_from_data_makes_its_step_on_eight_devices_and_saves_no_choice(tmp
 
 def test_a_number_that_the_mesh_does_not_divide_is_refused_and_leaves_nothing(tmp_path):
     learner = dataclasses.replace(load_config("smoke")[1].learner, microbatch_rows=2)
-    with pytest.raises(InputError, match="rows 2 does not divide over .* = 1 x 8: make it a multiple of 8, or 0 to"):
+    with pytest.raises(InputError, match=r"rows 2 does not divide over .* = 1 x 8: make it a multiple of 8, or 0 to"):
         train(run_in(tmp_path, "smoke", learner=learner))
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from jaxrl_llm.config import in_phase, load_config, resolved, validate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import soak  # noqa: E402
+import soak
 
 STEPS = 2000
 STEADY = {"memory": lambda step: 600.0, "files": lambda step: 30, "threads": lambda step: 20}

@@ -98,12 +98,12 @@ def test_a_token_of_any_age_is_weighted_by_what_the_policy_and_its_own_sampler_g
 
 
 def test_what_cannot_run_ahead_is_refused():
-    with pytest.raises(InputError, match="rollout.collect.staleness must be 0 or 1, got 2"):
+    with pytest.raises(InputError, match=r"rollout.collect.staleness must be 0 or 1, got 2"):
         validate(run_with(Collect(staleness=2)))
-    with pytest.raises(InputError, match="mesh.rollout 1 sets devices aside .*: set rollout.collect.staleness 1"):
+    with pytest.raises(InputError, match=r"mesh.rollout 1 sets devices aside .*: set rollout.collect.staleness 1"):
         validate(run_with(rollout=1))
     for devices in (0, 8):
-        with pytest.raises(InputError, match="mesh.rollout must be from 0 to"):
+        with pytest.raises(InputError, match=r"mesh.rollout must be from 0 to"):
             MeshShape(rollout=devices or -1).sizes(8)
 
 

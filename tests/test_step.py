@@ -91,7 +91,7 @@ def test_a_run_is_gone_on_with_on_its_own_problems_and_may_be_tested_on_others()
     check_problems(began, prints(with_rows(some)), "rows")
     check_problems({}, prints(with_rows(some)), "rows")  # begun before problems had fingerprints
     with pytest.raises(
-        InputError, match="the training problems of rows are not .* 2 as before, but prompts have changed"
+        InputError, match=r"the training problems of rows are not .* 2 as before, but prompts have changed"
     ):
         check_problems(began, prints(with_rows(others, some)), "rows")
     tested, found = [name for name in began if name != "training"], prints(with_rows(some, some))
@@ -101,7 +101,7 @@ def test_a_run_is_gone_on_with_on_its_own_problems_and_may_be_tested_on_others()
 
 
 def test_what_rewards_right_answers_is_refused_once_none_is_known():
-    with pytest.raises(InputError, match="task rows without reference answers, but recipe.shaping RelativeLength"):
+    with pytest.raises(InputError, match=r"task rows without reference answers, but recipe.shaping RelativeLength"):
         prints(with_rows([{"prompt": "a"}], recipe=RECIPES["kimi_k1_5"]))
     assert prints(with_rows([{"prompt": "a", "answer": 1}], recipe=RECIPES["kimi_k1_5"]))["training"]["count"] == 1
 

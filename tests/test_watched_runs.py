@@ -143,7 +143,7 @@ def test_refusals_that_nothing_can_tell_are_refused(refusals, words):
 
 def test_runs_from_data_have_no_policy_to_judge():
     run = load_config("sft_quickstart")[1]
-    with pytest.raises(InputError, match="evaluation.judge compares the answers of a policy in reinforcement learning"):
+    with pytest.raises(InputError, match=r"^evaluation.judge compares the answers of a policy in reinforcement"):
         validate(dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, judge=Format("a"))))
 
 

@@ -162,16 +162,21 @@ def rewrite(options: Options) -> Counter[str]:
     prompt_field = prompt_field_of(rows, options)
     counts: Counter[str] = Counter()
     changes = out.with_suffix(".changes.jsonl")
-    with writable(out, "--out"), new_file(out) as new, new_file(changes) as listed:
-        with new.open("w", encoding="utf-8") as kept, listed.open("w", encoding="utf-8") as report:
-            for where, row in rows:
-                status, after, told = outcome(row, prompt_field, options)
-                counts[status] += 1
-                if after is not None:
-                    kept.write(json.dumps(after, ensure_ascii=False) + "\n")
-                if told is not None:
-                    named = {"row": where, "id": row.get(options.id_field, where), "status": status}
-                    report.write(json.dumps(named | told, ensure_ascii=False) + "\n")
+    with (
+        writable(out, "--out"),
+        new_file(out) as new,
+        new_file(changes) as listed,
+        new.open("w", encoding="utf-8") as kept,
+        listed.open("w", encoding="utf-8") as report,
+    ):
+        for where, row in rows:
+            status, after, told = outcome(row, prompt_field, options)
+            counts[status] += 1
+            if after is not None:
+                kept.write(json.dumps(after, ensure_ascii=False) + "\n")
+            if told is not None:
+                named = {"row": where, "id": row.get(options.id_field, where), "status": status}
+                report.write(json.dumps(named | told, ensure_ascii=False) + "\n")
     print(f"{out}: {', '.join(f'{count} {status}' for status, count in counts.items())} (see {changes.name})")
     return counts
 

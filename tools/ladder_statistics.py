@@ -1,6 +1,7 @@
 """What ablate tells of runs, from the rows of their metrics.jsonl alone: means over seeds, with intervals."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ def area(points: Sequence[tuple[int, float]]) -> float:
     """The mean height of a curve: its area by trapezoids over its length."""
     if len(points) < 2:
         return math.nan
-    pairs = zip(points, points[1:], strict=False)
+    pairs = itertools.pairwise(points)
     return sum((b - a) * (x + y) / 2 for (a, x), (b, y) in pairs) / (points[-1][0] - points[0][0])
 
 

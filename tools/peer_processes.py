@@ -100,7 +100,7 @@ def process_of(name: str, script: str, folder: Path, compiled: str) -> tuple[sub
     environment["JAX_COMPILATION_CACHE_DIR"] = compiled
     # A peer sees none of the packages of this environment.
     environment["PYTHONPATH"] = "" if peer.pins else os.pathsep.join((str(ROOT), str(ROOT / "tools")))
-    log = open(folder / f"{name}.log", "w")
+    log = open(folder / f"{name}.log", "w")  # noqa: SIM115  its owner closes it with the process
     command = [str(python), str(ROOT / "tools" / "peers" / script)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment), log

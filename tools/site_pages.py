@@ -4,6 +4,7 @@ Links between these files are written as they hold in the repository, and turned
 """
 
 import ast
+import itertools
 import json
 import posixpath
 import re
@@ -44,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if place.startswith("notebooks/"):
         source = place
     kept = [0, *(end for fence in FENCE.finditer(markdown) for end in fence.span()), len(markdown)]
-    parts = [markdown[begin:end] for begin, end in zip(kept, kept[1:], strict=False)]
+    parts = [markdown[begin:end] for begin, end in itertools.pairwise(kept)]
     return "".join(
         part if number % 2 else LINK.sub(lambda link: turned(link[1], source, place), part)
         for number, part in enumerate(parts)

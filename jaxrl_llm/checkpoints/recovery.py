@@ -68,7 +68,7 @@ def _unreadable(step: Path) -> str:
         names = [key.removesuffix(ARRAY) for key in keys if key.endswith(ARRAY)]
         for name in names:
             ts.open({"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}).result().read().result()
-    except Exception as error:  # damaged files fail in ways of their own
+    except Exception as error:  # noqa: BLE001  damaged files fail in ways of their own
         return str(error).splitlines()[0]
     return "" if names else "it holds no arrays"
 

@@ -1,6 +1,7 @@
 """``jaxrl-llm list``: configurations, tasks, recipes and models by name."""
 
 import ast
+import itertools
 import re
 import shutil
 import textwrap
@@ -82,7 +83,7 @@ def recipes(whole: bool) -> list[str]:
 
     body = ast.parse(Path(module.__file__).read_text()).body
     notes = {}
-    for node, note in zip(body[:-1], body[1:], strict=True):
+    for node, note in itertools.pairwise(body):
         documented = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and documented:
             sentence = re.split(r"\.\s", str(note.value.value), maxsplit=1)[0].rstrip(".")

@@ -48,7 +48,7 @@ def together(given: Distributed) -> Generator[Peers]:
     try:
         with on_exit(peers.shutdown.quit):
             yield peers
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  the other processes hear of whatever ends this one
         _end_all(peers.shutdown, error)
     peers.close()
 

@@ -13,6 +13,7 @@ A model that scores an answer may read on to the end of the template's text, ``P
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -261,7 +262,7 @@ class Writer:
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
         tokens: list[int] = []
         mask: list[bool] = []
-        for at, following in zip(speaks[:-1], speaks[1:], strict=True):
+        for at, following in itertools.pairwise(speaks):
             whole = pieces.rendered(chat[:following])
             said = said_of(before, chat[at], whole)
             if said is None or pieces.plain:

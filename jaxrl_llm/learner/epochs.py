@@ -1,6 +1,7 @@
 """Training on one rollout: epochs and minibatches over its samples, from a state to a new state."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -195,7 +196,7 @@ def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int
 def _split(groups: Sequence[Sequence[Sample]], parts: int) -> list[list[Sample]]:
     """Split the groups into minibatches as evenly as possible, whole and in order."""
     bounds = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
-    return [[s for group in groups[a:b] for s in group] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [[s for group in groups[a:b] for s in group] for a, b in itertools.pairwise(bounds)]
 
 
 def _applied(row: Row) -> bool:

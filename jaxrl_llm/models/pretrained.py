@@ -156,7 +156,8 @@ def _fetch(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except InputError:
         raise
-    except Exception as error:  # connection, permission, unknown repository: each library version has its own classes
+    except Exception as error:  # noqa: BLE001
+        # Connection, permission, unknown repository: each library version has its own classes.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"cannot fetch {name} from the model hub ({reason}); use a local model: --model PATH"
@@ -198,7 +199,8 @@ def attributes_of(name: str) -> dict[str, Any]:
 
     try:
         return json.loads(Path(hf_hub_download(name, "config.json")).read_text())
-    except Exception as error:  # connection, permission, unknown repository: each library version has its own classes
+    except Exception as error:  # noqa: BLE001
+        # Connection, permission, unknown repository: each library version has its own classes.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"cannot fetch config.json of {name} ({reason}); put it into a folder and give --model FOLDER"

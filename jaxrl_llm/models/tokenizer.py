@@ -55,7 +55,7 @@ def load_tokenizer(directory: Path) -> Any | None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises every kind of exception for a broken file
+    except Exception as error:  # noqa: BLE001  transformers raises every kind of exception for a broken file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{directory}: the tokenizer cannot be read ({reason}); fetch its files again") from None
     if not tokenizer.is_fast:

@@ -83,7 +83,7 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         if inspect.isawaitable(result):
             result = run(_awaited(result))
         return _scores(result, function, call) if call.form.batch else [_scored(result, call, call.items[0])]
-    except BaseException as error:  # SystemExit too: one bad item must not end what runs it
+    except BaseException as error:  # noqa: BLE001  SystemExit too: one bad item must not end what runs it
         first = _failed(error, function)
         return [first] + [first._replace(trace="")] * (len(call.items) - 1)
 
@@ -104,7 +104,7 @@ async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], 
             async with limit:
                 arguments, named = bind(call.form, [item])
                 return _scored(await function(*arguments, **named), call, item)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  a person's function raises whatever it likes
             if limit.expired():
                 return Outcome("timeout", message=overdue(call.timeout_s), place=defined(function))
             return _failed(error, function)

@@ -229,7 +229,7 @@ def main(handle: str) -> None:
             try:
                 call: Call = pickle.loads(said)  # from the parent that started this process
                 function = resolve(call.path)
-            except BaseException as error:  # whatever a person's module raises at import, SystemExit too
+            except BaseException as error:  # noqa: BLE001  whatever a person's module raises at import, SystemExit too
                 _say(connection, "done", [Outcome("error", message=in_one_line(error))])
                 continue
             _say(connection, "started")

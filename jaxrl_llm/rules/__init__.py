@@ -1,6 +1,5 @@
 """Rules between steps: pure functions of a step's row and of their own memory."""
 
-# ruff: noqa: F401
 from jaxrl_llm.rules.decision import DONE, GUARD, LAST, UNDONE, Decision, Memory, Rule, decide
 from jaxrl_llm.rules.guards import (
     ALL,

@@ -1,6 +1,5 @@
 """The device mesh, and the layout of every array on it."""
 
-# ruff: noqa: F401
 from jaxrl_llm.sharding.mesh import (
     BATCH,
     MeshShape,

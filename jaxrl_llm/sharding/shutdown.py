@@ -70,7 +70,7 @@ class Shutdown:
         """Wait, in a thread, until a process reports its reason to stop or the service misses a process."""
         try:
             said = json.loads(self._client.blocking_key_value_get("stopped", FOREVER_MS))
-        except Exception:  # of JAX's own kinds; whatever it is, the others are out of reach
+        except Exception:  # noqa: BLE001  of JAX's own kinds; whatever it is, the others are out of reach
             with self._leaving:
                 self._exit(1, LOST)  # before JAX aborts the process, which it does on the same news
         if said is None or said[0] == self._index:

@@ -1,5 +1,6 @@
 """The live lines of a terminal below the table of steps: curves, split of time, memory, an example and a finding."""
 
+import itertools
 import math
 import os
 import time
@@ -191,7 +192,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     """
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low = min(means)
     spread = max(means) - low
     top = len(blocks) - 1

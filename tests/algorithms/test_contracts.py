@@ -134,7 +134,7 @@ BY_TOKEN = (Whitened(), ProcessSupervised(), GAE(), KLInReward(LeaveOneOut(), K1
 @pytest.mark.parametrize("estimator", [*OUTCOME, *BY_TOKEN[:3]])
 @pytest.mark.parametrize("bad", [None, np.ones((1, 2, 1)), np.array([["a", "b"]]), np.ones((1, 2), np.complex64)])
 def test_estimators_refuse_rewards(estimator, bad):
-    with pytest.raises(ValueError, match="^rewards must be"):
+    with pytest.raises(ValueError, match=r"^rewards must be"):
         estimator(bad, CONTEXT)
 
 
@@ -151,16 +151,16 @@ def test_what_compares_none_takes_a_flat_list(estimator):
 
 @pytest.mark.parametrize("bad", [None, PAIR, np.ones(2), np.ones((1, 2, 3, 1)), np.ones((1, 2, 2), np.complex64)])
 def test_gdpo_refuses_rewards_without_an_axis_for_each(bad):
-    with pytest.raises(ValueError, match="^rewards must be"):
+    with pytest.raises(ValueError, match=r"^rewards must be"):
         GDPO()(bad)
-    with pytest.raises(ValueError, match="GDPO.weights has 3 entries, the last axis of rewards 2"):
+    with pytest.raises(ValueError, match=r"GDPO.weights has 3 entries, the last axis of rewards 2"):
         GDPO((1.0, 1.0, 1.0))(np.ones((1, 2, 2)))
 
 
 @pytest.mark.parametrize("estimator", [*OUTCOME, *BY_TOKEN[:3]])
 @pytest.mark.parametrize("ids", [np.zeros(3, int), np.zeros((2, 1), int), np.zeros(2), np.array(["a", "b"])])
 def test_estimators_refuse_ids(estimator, ids):
-    with pytest.raises(ValueError, match="^context.group_ids must"):
+    with pytest.raises(ValueError, match=r"^context.group_ids must"):
         estimator(PAIR, CONTEXT._replace(group_ids=ids))
     with pytest.raises(ValueError, match=r"^rewards must be \[B\] or \[P, G\]"):
         estimator(PAIR[None], CONTEXT._replace(group_ids=np.zeros(2, int)))
@@ -173,7 +173,7 @@ FIELDS = [(estimator, field) for estimator in BY_TOKEN for field in estimator.ne
 def test_estimators_name_the_field_of_the_context_that_is_missing(estimator, field):
     with pytest.raises(ValueError, match=rf"needs context.{field}: pass AdvantageContext\({field}=...\)"):
         estimator(PAIR, CONTEXT._replace(**{field: None}))
-    with pytest.raises(ValueError, match="needs context.mask"):
+    with pytest.raises(ValueError, match=r"needs context.mask"):
         estimator(PAIR)
 
 
@@ -187,7 +187,7 @@ def test_estimators_name_the_field_of_the_context_that_they_refuse(estimator, fi
 @pytest.mark.parametrize("estimator", [Whitened(), GAE(), KLInReward(GAE(), K1(), 0.1)])
 @pytest.mark.parametrize("bad", [OTHER, ROWS, WHOLE])
 def test_step_rewards_of_another_shape_or_kind_are_named(estimator, bad):
-    with pytest.raises(ValueError, match="context.step_rewards must"):
+    with pytest.raises(ValueError, match=r"context.step_rewards must"):
         estimator(PAIR, CONTEXT._replace(step_rewards=bad))
 
 

@@ -119,7 +119,7 @@ def test_what_was_cut_off_is_worth_what_the_critic_expects_of_the_rest(gamma, la
 
 def test_a_value_after_the_last_token_must_be_given_for_each_completion():
     rewards, context = one_batch()
-    with pytest.raises(ValueError, match="GAE needs context.bootstrap"):
+    with pytest.raises(ValueError, match=r"GAE needs context.bootstrap"):
         GAE(bootstrap=True)(rewards, context._replace(bootstrap=None))
     with pytest.raises(ValueError, match=r"context.bootstrap must have shape \(6,\)"):
         GAE(bootstrap=True)(rewards, context._replace(bootstrap=np.zeros((B, T), np.float32)))

@@ -239,7 +239,7 @@ def test_metrics_have_no_gradient_and_the_pinned_names():
 
 def test_what_is_missing_is_named():
     logp, batch = ragged(0)
-    with pytest.raises(ValueError, match="batch.ref_logp must be given"):
+    with pytest.raises(ValueError, match=r"batch.ref_logp must be given"):
         policy_loss(PRESETS["grpo"], logp, batch._replace(ref_logp=None))
     with pytest.raises(ValueError, match="entropy must be given"):
         policy_loss(dataclasses.replace(PRESETS["dapo"], entropy_coef=0.1), logp, batch)
@@ -264,7 +264,7 @@ def test_a_sequence_ratio_refuses_reducers_that_weight_by_length(ratio, reducer)
 
 
 def test_a_kl_coefficient_without_an_estimator_is_refused():
-    with pytest.raises(ValueError, match="kl_coef=0.1 needs an estimator"):
+    with pytest.raises(ValueError, match=r"kl_coef=0.1 needs an estimator"):
         dataclasses.replace(PRESETS["dapo"], kl_coef=0.1)
 
 

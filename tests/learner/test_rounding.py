@@ -64,6 +64,6 @@ def test_a_row_that_tensor_does_not_divide_is_refused():
     configs.validate_on_devices(on(256, 2), 8)
     configs.validate_on_devices(on(0, 2), 8)
     with pytest.raises(
-        InputError, match="learner.row_tokens 255 does not divide over mesh tensor 2, .*: make it a multiple of 2"
+        InputError, match=r"learner.row_tokens 255 does not divide over mesh tensor 2, .*: make it a multiple of 2"
     ):
         configs.validate_on_devices(on(255, 2), 8)

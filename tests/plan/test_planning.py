@@ -137,7 +137,7 @@ def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     assert found["machine"] == "h100:2x2" and found["memory"]["available"] == 72e9
     [update] = [phase for phase in found["phases"] if phase["name"] == "update"]
     sent = {name: sum(one[name] for one in update["traffic"]) for name in ("ici", "dcn")}
-    assert 0 < sent["dcn"] and 0 < sent["ici"], "gradients are summed over both hosts, weights gathered inside"
+    assert sent["dcn"] > 0 and sent["ici"] > 0, "gradients are summed over both hosts, weights gathered inside"
 
 
 @pytest.mark.compilers

@@ -108,7 +108,7 @@ def test_bounds_survive_config_json(value):
 def test_what_config_json_cannot_hold_inside_a_bound_is_said_where_it_is_to_be_called():
     found = configs.from_json(configs.to_json(Hinge(lambda p, c: 1.0, 0.5)))
     assert found.of == Lost("lambda", 1.0, "it is a lambda")
-    with pytest.raises(InputError, match="reward lambda is not in config.json, since it is a lambda"):
+    with pytest.raises(InputError, match=r"reward lambda is not in config.json, since it is a lambda"):
         check(found)
 
 

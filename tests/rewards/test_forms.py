@@ -131,7 +131,7 @@ def test_a_column_that_the_row_has_not_is_named():
 
 @pytest.mark.parametrize("function", [lambda: 1, lambda problem: 1, lambda *, problem, completion=1: 1])
 def test_what_cannot_take_a_problem_and_a_completion_is_refused(function):
-    with pytest.raises(InputError, match="cannot be a reward: write it as f.problem, completion"):
+    with pytest.raises(InputError, match=r"cannot be a reward: write it as f.problem, completion"):
         form_of(function)
 
 

@@ -206,7 +206,7 @@ def test_a_configuration_keeps_names_and_says_what_it_cannot_keep():
     for reward in (again.rewards[0], again.rewards[2]):
         check(reward)
     with pytest.raises(
-        InputError, match="^reward lambda is not in config.json, since it is a lambda: train from the Python"
+        InputError, match=r"^reward lambda is not in config.json, since it is a lambda: train from the Python"
     ):
         check(again.rewards[1])
 

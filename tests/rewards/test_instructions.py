@@ -244,7 +244,7 @@ def written(problem):
     wants = dict(zip(problem.metadata["instruction_id_list"], problem.metadata["kwargs"], strict=True))
     few = {name: given for name, given in wants.items() if "less than" in given.values()}
     many = {name: given for name, given in wants.items() if name not in few}
-    get = lambda name: many.get(next((known for known in many if known.endswith(f":{name}")), None))  # noqa: E731
+    get = lambda name: many.get(next((known for known in many if known.endswith(f":{name}")), None))
     said = ["<<x>>" if "detectable_format:title" in many else "so"]
     said += (get("existence") or {}).get("keywords", [])
     said += [given["keyword"]] * given["frequency"] if (given := get("frequency")) else []
@@ -254,7 +254,7 @@ def written(problem):
     said += ["[name]"] * given["num_placeholders"] if (given := get("number_placeholders")) else []
     said += [f"{given['postscript_marker'].lower()} more"] if (given := get("postscript")) else []
     body = " ".join(said)
-    more = lambda count: range(2, count + 1)  # noqa: E731
+    more = lambda count: range(2, count + 1)
     if given := get("number_paragraphs"):
         body += "".join(f"\n***\nand {'m' * n}" for n in more(given["num_paragraphs"]))
     if given := get("nth_paragraph_first_word"):
@@ -341,7 +341,7 @@ def test_a_run_takes_the_source_and_rows_without_answers():
 
 def test_unknown_kinds_are_refused():
     task = Task(Instructions(kinds=("punctuation:no_coma",)), extractor="whole", verifier="instructions")
-    with pytest.raises(InputError, match="no kind 'punctuation:no_coma'; did you mean punctuation:no_comma?"):
+    with pytest.raises(InputError, match=r"no kind 'punctuation:no_coma'; did you mean punctuation:no_comma?"):
         load(task)
     with pytest.raises(InputError, match="has size 0; give at least 1"):
         load(dataclasses.replace(task, source=Instructions(size=0)))

@@ -113,7 +113,7 @@ def test_a_launcher_is_noticed_where_it_started_several():
     assert joining(Distributed(), alone) is None
     assert joining(Distributed(), alone | {"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
     assert joining(Distributed(), KUBERNETES) is None
-    with pytest.raises(InputError, match="an indexed Job, .* pip install kubernetes"):
+    with pytest.raises(InputError, match=r"an indexed Job, .* pip install kubernetes"):
         joining(Distributed(), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})
     assert joining(Distributed("run-0.run:1", 4, 0), KUBERNETES | {"JOB_COMPLETION_INDEX": "0"})["num_processes"] == 4
 

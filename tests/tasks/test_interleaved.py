@@ -96,7 +96,7 @@ def test_shares_count_from_where_others_began_and_streams_go_on():
     assert [sum(task == "a" for task, _ in rest[:count]) for count in (4, 8, 40)] == [3, 6, 30]
     assert len(set(first + rest)) == 60, "no problem comes twice before all of its task have come"
     alone, _ = asked_of(later, 4, going_on({"b": places["b"]}, ["a", "b"], 20))
-    assert [pair for pair in alone if pair[0] == "a"][0] == first[[pair[0] for pair in first].index("a")]
+    assert next(pair for pair in alone if pair[0] == "a") == first[[pair[0] for pair in first].index("a")]
 
 
 def group_of(task):

@@ -60,7 +60,7 @@ def test_a_turn_that_is_not_learned_does_not_keep_a_truncated_row():
     settings = {"overlong": "truncate"}
     kept = load_texts(Texts([row], **settings), TINY, STOP, lambda _: unlearned + 1)
     assert kept.train[0].mask.sum() == 1 and kept.train[0].length == unlearned + 1
-    with pytest.raises(InputError, match="no row left to train on.* of 1 rows 1 overlong dropped"):
+    with pytest.raises(InputError, match=r"no row left to train on.* of 1 rows 1 overlong dropped"):
         load_texts(Texts([row], **settings), TINY, STOP, lambda _: unlearned)
 
 
@@ -76,7 +76,7 @@ def test_bad_rows_are_dropped_and_counted_on_demand(tmp_path, kind):
         loaded(kind(Table(str(path))))
     path.write_text("{\n{")
     with pytest.raises(
-        InputError, match="no row left to train on: 0 from the source.*of 2 rows 2 bad dropped"
+        InputError, match=r"no row left to train on: 0 from the source.*of 2 rows 2 bad dropped"
     ) as caught:
         loaded(kind(Table(str(path)), bad_rows="drop"))
     assert "\n" not in str(caught.value)

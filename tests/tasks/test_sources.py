@@ -78,7 +78,7 @@ def test_rows_are_read_with_where_they_stand(tmp_path):
     assert found == [(f"{tmp_path}/rows.jsonl:1", rows[0]), (f"{tmp_path}/rows.jsonl:2", rows[1])]
     assert list(Rows(rows).read()) == [("rows[0]", rows[0]), ("rows[1]", rows[1])]
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{')
-    with pytest.raises(InputError, match="rows.jsonl:2 is no JSON"):
+    with pytest.raises(InputError, match=r"rows.jsonl:2 is no JSON"):
         list(Table(str(tmp_path / "rows.jsonl")).read())
 
 
@@ -117,18 +117,18 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message):
 
 def test_bytes_that_are_no_text_are_named_with_their_file(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
-    with pytest.raises(InputError, match="rows.jsonl:2 is no JSON"):
+    with pytest.raises(InputError, match=r"rows.jsonl:2 is no JSON"):
         list(Table(str(tmp_path / "rows.jsonl")).problems())
     broken = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
     column = pyarrow.Array.from_buffers(pyarrow.string(), 2, broken)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "rows.parquet")
-    with pytest.raises(InputError, match="rows.parquet has text that is no UTF-8"):
+    with pytest.raises(InputError, match=r"rows.parquet has text that is no UTF-8"):
         list(Table(str(tmp_path / "rows.parquet"), answer_field=None).problems())
 
 
 def test_a_reference_that_cannot_be_cut_out_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text(GOOD)
-    with pytest.raises(InputError, match="rows.jsonl:1: last_number finds no answer in field 'answer'"):
+    with pytest.raises(InputError, match=r"rows.jsonl:1: last_number finds no answer in field 'answer'"):
         list(Table(str(tmp_path / "rows.jsonl"), answer_extractor="last_number").problems())
 
 
@@ -149,7 +149,7 @@ def test_a_bad_file_is_refused(tmp_path, name, content, message):
 
 def test_options_that_only_a_problem_shows_to_be_wrong_are_refused():
     source = ReasoningGym("spell_backward", {"min_word_len": 60, "max_word_len": 70}, size=2)
-    with pytest.raises(InputError, match="spell_backward fails at problem 0 of size 2, .*IndexError.*; change them"):
+    with pytest.raises(InputError, match=r"spell_backward fails at problem 0 of size 2, .*IndexError.*; change them"):
         list(source.problems())
 
 

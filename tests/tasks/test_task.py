@@ -155,7 +155,7 @@ def test_problems_without_an_answer_are_allowed_where_none_is_needed(tmp_path):
         assert not loaded.verified and {problem.verifier for problem in loaded.train} == {"none"}
         assert loaded.train[2].metadata["answer"] == {"tests": [1]}
     assert not load(Task(Table(str(path)), verifier="none")).verified
-    with pytest.raises(InputError, match="prompts.jsonl:1 has no answer in field.*take rewards that need no answer"):
+    with pytest.raises(InputError, match=r"prompts.jsonl:1 has no answer in field.*take rewards that need no answer"):
         load(Task(Table(str(path))))
     assert load(Task(table(tmp_path, [("a", "1")])), answers=False).verified
     assert not load(Task(table(tmp_path, [("a", "1")]), verifier="none"), answers=True).verified

@@ -164,7 +164,7 @@ def test_a_template_that_raises_whatever_it_likes_is_refused_with_the_row():
         assert "\n" not in str(caught.value)
     task = Task(Table("none.jsonl"), template="{{ messages + 1 }}")
     asked = Problem("1", tuple(TALK[:1]), "2", "sums", metadata={"row": "sums.jsonl:3"})
-    with pytest.raises(InputError, match="sums.jsonl:3: the chat template refuses .*TypeError.*change --task.system"):
+    with pytest.raises(InputError, match=r"sums.jsonl:3: the chat template refuses .*TypeError.*change --task.system"):
         encode(asked, task, TINY)
 
 

@@ -217,7 +217,7 @@ def test_a_run_whose_files_cannot_be_read_is_named(tmp_path):
     run = a_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     (run / "samples.jsonl").unlink()
     (run / "samples.jsonl").symlink_to("/proc/self/mem")  # opens, and cannot be read
-    with pytest.raises(InputError, match="a file of .*run cannot be read: .*Input/output error"):
+    with pytest.raises(InputError, match=r"a file of .*run cannot be read: .*Input/output error"):
         write_report([run], tmp_path / "report.html")
 
 
