@@ -94,7 +94,7 @@ def learning(run: Configuration, arrays: Arrays, base: DeviceMemory, temporary: 
     Reward models count too, unless they have devices of their own.
     """
     sampled = 0
-    if isinstance(arrays, SamplingArrays) and arrays.rollout.collect.staleness and not run.mesh.rollout:
+    if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
         sampled = bytes_per_device(arrays.sampled)
     return dataclasses.replace(
         base, judges=0 if run.mesh.rollout else judges(arrays), sampled=sampled,
@@ -185,7 +185,7 @@ def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], par
     sampled = size(arrays.sampled)
     slots = size(arrays.slots)
     waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
-    waiting = max(waiting, 0) * prompts_waiting(arrays.rollout, parts)
+    waiting = max(waiting, 0) * prompts_waiting(arrays.sampler.rollout, parts)
     decode = compiled_temporary(done["decode"], sampled + slots)
     weights = done.get("weights", Compiled("weights"))
     moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
@@ -200,7 +200,7 @@ def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], par
 
 def sampling_formula(arrays: SamplingArrays, parts: int) -> float:
     """Estimate the bytes of sampling besides weights and cache: logits, waiting prompts, growing blocks of prompts."""
-    rollout = arrays.rollout
+    rollout = arrays.sampler.rollout
     config = arrays.sampled.config
     share = share_of(arrays.sampled)
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)

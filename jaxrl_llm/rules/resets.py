@@ -98,7 +98,7 @@ class Resets(Setting):
     @property
     def by_kl(self) -> dict[str, float]:
         """Return the active resets by KL, by field."""
-        fields = {name: getattr(self, name) for name in ("on_kl", "on_kl_share", "on_kl_jump")}
+        fields = {"on_kl": self.on_kl, "on_kl_share": self.on_kl_share, "on_kl_jump": self.on_kl_jump}
         return {name: value for name, value in fields.items() if value}
 
     @property
@@ -121,9 +121,8 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
     if resets.on_stall:
         rules["stall"] = OnStall(resets.on_stall, evaluation_every, **reset, test=test)
     if resets.reference_every:
-        rules["reference"] = OnSchedule(
-            resets.reference_every, True, resets.with_optimiser, resets.mix, resets.snapshots
-        )
+        every = resets.reference_every
+        rules["reference"] = OnSchedule(every, True, resets.with_optimiser, resets.mix, resets.snapshots)
     if resets.optimiser_every:
         rules["optimiser"] = OnSchedule(resets.optimiser_every, False, True)
     if resets.by_kl:
@@ -196,21 +195,19 @@ class OnKL:
             return Decision(), own
         since = row[LAST_RESET]
         before = own["kls"] if own.get("since") == since else []
-        reason = self._reason(kl, row, before) if row[REFERENCE_AGE] > self.window else ""
-        remembered = {"since": since, "kls": [*before, kl][-self.window :]}
-        return _reset(bool(reason), bool(reason) and self.with_optimiser, self.mix, self.snapshot, reason), remembered
-
-    def _reason(self, kl: float, row: Row, before: list[float]) -> str:
-        """Return why the KL resets, in a few words; empty if it does not."""
-        if self.above and kl > self.above:
-            return f"the KL, {kl:.4g}, is above {self.above:g}"
         pull = row.get("kl_coef", self.kl_coef) * kl
         whole = pull + row.get("advantage/abs_mean", math.nan)
-        if self.share and pull > self.share * whole:
-            return f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * self.share:g} %"
-        if self.jump and len(before) == self.window and kl > self.jump * statistics.median(before) > 0:
-            return f"the KL, {kl:.4g}, is {kl / statistics.median(before):.1f} times what it was, above {self.jump:g}"
-        return ""
+        usual = statistics.median(before) if len(before) == self.window else math.inf
+        reason = ""
+        if row[REFERENCE_AGE] > self.window:
+            if self.above and kl > self.above:
+                reason = f"the KL, {kl:.4g}, is above {self.above:g}"
+            elif self.share and pull > self.share * whole:
+                reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * self.share:g} %"
+            elif self.jump and kl > self.jump * usual > 0:
+                reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {self.jump:g}"
+        remembered = {"since": since, "kls": [*before, kl][-self.window :]}
+        return _reset(bool(reason), bool(reason) and self.with_optimiser, self.mix, self.snapshot, reason), remembered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +312,10 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str,
 
     A change of the test restarts the count; a memory without a test's name is taken to be of this one.
     """
-    result = evaluated(row)
+    # The share of problems solved, or the mean reward if nothing is verified; the average of several tasks comes first.
+    tested = [name for name in row if name.startswith("eval/")]
+    names = [name for ending in ("/pass@1", "/reward") for name in tested if name.endswith(ending)]
+    result = row[names[0]] if names else None
     if result is None or row["step"] % every:
         return {}
     best = own.get("best") if own.get("test", test) == test else None
@@ -323,26 +323,13 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str,
     return {"best": result if better else best, "stalled": 0 if better else own["stalled"] + 1, "test": test}
 
 
-def evaluated(row: Row) -> float | None:
-    """Return the share of problems solved in the step's evaluation, or the mean reward if nothing is verified.
-
-    For several tasks it is their average, which comes first in a row. None without an evaluation.
-    """
-    for ending in ("/pass@1", "/reward"):
-        for name, value in row.items():
-            if name.startswith("eval/") and name.endswith(ending):
-                return value
-    return None
-
-
 def _reset(reference: bool, optimiser: bool, mix: float, snapshot: bool, reason: str = "") -> Decision:
-    events = {REFERENCE_RESET: reference, "event/optimiser_reset": optimiser}
+    events: dict[str, bool | str] = {REFERENCE_RESET: reason or True} if reference else {}
+    events |= {"event/optimiser_reset": True} if optimiser else {}
     return Decision(
         reset_reference=reference,
         reset_optimiser=optimiser,
         mix=mix if reference else 1.0,
         snapshot=reference and snapshot,
-        events={
-            name: (reason if name == REFERENCE_RESET and reason else True) for name, made in events.items() if made
-        },
+        events=events,
     )

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rules import PHASE, Decision, OnStall, Phase, PhaseEnds, Reaches, Stalls, decide
-from jaxrl_llm.rules.phases import WAITS
+from jaxrl_llm.rules.guards import WAITS
 from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]

@@ -30,11 +30,10 @@ from jaxrl_llm.rules import (
     Phase,
     PhaseEnds,
     Resets,
-    RewardFails,
     TeachesNothing,
     decide,
 )  # fmt: skip
-from jaxrl_llm.rules.guards import FewKept
+from jaxrl_llm.rules.guards import FewKept, reward_fails
 from jaxrl_llm.stages.rl.ingredients import rules_for
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.context import LoopState
@@ -130,9 +129,9 @@ def test_a_critics_gradient_has_a_guard_and_a_remedy_of_its_own():
 
 def test_a_reward_that_fails_for_all_stops_the_run():
     row = {"step": 1, "reward/mine/failed_fraction": 1.0, "event/reward_failed": "mine.py:7: KeyError: 'x'"}
-    decision, _ = RewardFails()(row, {})
+    decision, _ = reward_fails(row, {})
     assert decision.stop == GUARD and "mine" in decision.reason and "mine.py:7: KeyError" in decision.reason
-    assert RewardFails()(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
+    assert reward_fails(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
 
 
 EMPTY = {
