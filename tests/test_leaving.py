@@ -25,10 +25,9 @@ from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
 from jaxrl_llm.stages.rl.ingredients import ingredients_of
-from jaxrl_llm.stages.rl.phase_carryover import stream_left
+from jaxrl_llm.stages.rl.phase_carryover import same_rewards, stream_left, successes_left
 from jaxrl_llm.stages.rl.problems import streams_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
-from jaxrl_llm.stages.rl.success_replay import same_rewards, successes_left
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.tasks import Curriculum, EasyToHard
 from jaxrl_llm.trainer.segment import with_phase

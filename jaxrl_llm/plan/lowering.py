@@ -43,8 +43,8 @@ from jaxrl_llm.plan.shapes import (
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.outline import Architectures, Outline
 from jaxrl_llm.stages.rl.ingredients import ingredients_of
+from jaxrl_llm.stages.stage import Architectures, Outline
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -130,7 +130,7 @@ def planned_stage(run: Configuration) -> ModuleType:
     """
     stage = stage_of(run)
     if not hasattr(stage, "outline"):
-        raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/outline.py)")
+        raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/stage.py)")
     return stage
 
 

@@ -28,7 +28,7 @@ from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_
 from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
 from jaxrl_llm.plan.shapes import SamplingArrays, abstract_model, bytes_per_device
 from jaxrl_llm.sharding import batch_parts
-from jaxrl_llm.stages.outline import Architectures, Groups
+from jaxrl_llm.stages.stage import Architectures, Groups
 
 
 @dataclasses.dataclass(frozen=True)

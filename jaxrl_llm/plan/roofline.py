@@ -25,7 +25,7 @@ from jaxrl_llm.plan.shapes import (
     share_of,
     width_of,
 )
-from jaxrl_llm.stages.outline import Outline
+from jaxrl_llm.stages.stage import Outline
 
 
 class ParameterCounts(NamedTuple):

@@ -25,7 +25,7 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import base_of, model_of
 from jaxrl_llm.sharding import abstract, platform_of, sampling_shardings, shardings
-from jaxrl_llm.stages.outline import Outline, Pass, PlannedSampler
+from jaxrl_llm.stages.stage import Outline, Pass, PlannedSampler
 from jaxrl_llm.types import Prompt, Role, TrainState
 
 
