@@ -8,7 +8,8 @@ import pytest
 
 from jaxrl_llm.config import JUDGED
 from jaxrl_llm.rewards import Accuracy, ModelReward, Scorer
-from jaxrl_llm.rollout.evaluate import Evaluated, Tested
+from jaxrl_llm.rollout import evaluate
+from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.rl.win_rate import FIRST_ANSWERS, WinRate
 from jaxrl_llm.types import Completion, Problem
@@ -39,7 +40,7 @@ def evaluated(*texts, problems=PROBLEMS, extra=0):
 
 
 def judged(contest, found):
-    return contest.tested(Tested({}, tuple(found)), None, False).answers
+    return contest.tested(evaluate.Tested({}, tuple(found)), None, False).answers
 
 
 @pytest.fixture

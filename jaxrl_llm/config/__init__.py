@@ -17,7 +17,6 @@ from jaxrl_llm.config.mixture import (
     asked,
     bases,
     check_answers,
-    holds_out,
     limits_of,
     parts_of_task,
     refusals,
@@ -32,7 +31,6 @@ from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, pi
 from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached, validate
 from jaxrl_llm.config.run import (
     MAX_SEED,
-    Configuration,
     Evaluation,
     Output,
     Run,
@@ -64,6 +62,7 @@ from jaxrl_llm.config.texts import (
     Answering,
     AtStart,
     BatchSize,
+    Configuration,
     Preference,
     RewardModel,
     Supervised,
