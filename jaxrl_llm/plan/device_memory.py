@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
@@ -66,21 +65,19 @@ class DeviceMemory:
 
 def resident(arrays: Arrays) -> DeviceMemory:
     """Return the memory of the training state, resident in both halves; moments kept in host memory do not count."""
-    state = arrays.state
-    size = bytes_per_device
-    policy = state.policy
-    others = [role for name, role in state.roles.items() if name != "policy"]
+    weights, moments = {"policy": 0, "critic": 0}, {"policy": 0, "critic": 0}
+    for name, role in arrays.state.roles.items():
+        kind = "policy" if name == "policy" else "critic"
+        here = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
+        weights[kind] += bytes_per_device((role.params, role.base))
+        moments[kind] += bytes_per_device(here)
     return DeviceMemory(
-        weights=size(policy.params) + size(policy.base),
-        optimiser=_on_device(policy.opt_state),
-        reference=size(state.reference),
-        critic=sum(size(role.params) + size(role.base) for role in others),
-        critic_optimiser=sum(_on_device(role.opt_state) for role in others),
+        weights=weights["policy"],
+        optimiser=moments["policy"],
+        reference=bytes_per_device(arrays.state.reference),
+        critic=weights["critic"],
+        critic_optimiser=moments["critic"],
     )
-
-
-def _on_device(moments: Any) -> int:
-    return bytes_per_device([x for x in jax.tree.leaves(moments) if x.sharding.memory_kind != "pinned_host"])
 
 
 def judges(arrays: Arrays) -> float:

@@ -18,10 +18,12 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.fingerprint import weights_digest
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, resources, with_room
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Groups, Outline, Pass, scored
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.telemetry.progress import Progress
+
+__all__ = ["groups", "outline", "prepare", "resources"]
 
 REFERENCE = "reference.npz"
 """A file in the run's directory: the initial log-probabilities of every answer."""

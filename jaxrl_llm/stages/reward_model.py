@@ -17,9 +17,11 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, resources, with_room
 from jaxrl_llm.stages.stage import AFTER, Groups, Outline, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
+
+__all__ = ["groups", "outline", "prepare", "resources"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,11 @@ from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read
+from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, resources
 from jaxrl_llm.stages.stage import Groups, Outline, scored
 from jaxrl_llm.telemetry.progress import Progress
+
+__all__ = ["groups", "outline", "prepare", "resources"]
 
 
 def sample_of(text: Text) -> Sample:

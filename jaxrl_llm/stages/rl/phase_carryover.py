@@ -9,7 +9,7 @@ from typing import Self
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rollout.groups import Carryover
-from jaxrl_llm.rollout.replay import Store, no_longer_than
+from jaxrl_llm.rollout.replay import no_longer_than
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.curriculum import PLACES
@@ -88,17 +88,14 @@ class SuccessReplay(Ingredient):
 
     def leaves(self, left: Carryover, following: configs.Run) -> Carryover:
         """Keep the successes that are also right in the next phase and fit into its limits."""
-        return dataclasses.replace(left, successes=successes_left(left.successes, self.run, following))
-
-
-def successes_left(store: Store, one: configs.Run, other: configs.Run) -> Store:
-    """Return the stored successes that are also right in the next phase and fit into its limits."""
-    masks = one.learner.keep_sampling_mask == other.learner.keep_sampling_mask
-    if not masks or not same_rewards(one, other):
-        return {}
-    limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
-    names = {old.label: new.label for old, new in going_together(one, other) if same_task(old, new)}
-    return no_longer_than(store, {old: limits[new] for old, new in names.items()}, names)
+        run = self.run
+        masks = run.learner.keep_sampling_mask == following.learner.keep_sampling_mask
+        if not masks or not same_rewards(run, following):
+            return dataclasses.replace(left, successes={})
+        limits = configs.limits_of(configs.parts_of_task(following.task), following.rollout.max_new_tokens)
+        names = {old.label: new.label for old, new in going_together(run, following) if same_task(old, new)}
+        fitting = no_longer_than(left.successes, {old: limits[new] for old, new in names.items()}, names)
+        return dataclasses.replace(left, successes=fitting)
 
 
 def same_rewards(one: configs.Run, other: configs.Run) -> bool:
