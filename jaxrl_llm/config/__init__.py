@@ -2,7 +2,6 @@
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model
 from jaxrl_llm.config.files import (
-    Found,
     config_folder,
     config_names,
     find_config,
@@ -41,6 +40,7 @@ from jaxrl_llm.config.run import (
 from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
+    Found,
     Unsaveable,
     as_read,
     changed_since,

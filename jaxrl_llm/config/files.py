@@ -8,9 +8,9 @@ from pathlib import Path
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, Start, execute, located, split_step
+from jaxrl_llm.config.origin import Origin, Start, execute, split_step
 from jaxrl_llm.config.run import Run
-from jaxrl_llm.config.saved import is_run, read, whole
+from jaxrl_llm.config.saved import Found, is_run, read, whole
 from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES
@@ -28,28 +28,6 @@ def config_folder() -> Path:
 def config_names() -> list[str]:
     """Return the names of the shipped configurations, sorted."""
     return sorted(p.stem for p in config_folder().glob("*.py") if p.stem != "__init__")
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A configuration and its origin.
-
-    Attributes:
-      name: of the file or the run's directory; the name of a new run.
-      run: its value.
-      origin: its file, and the folder in which relative paths start.
-      directory: of the run, if it is loaded from a run's config.json.
-    """
-
-    name: str
-    run: Configuration
-    origin: Origin
-    directory: Path | None = None
-
-    @property
-    def located(self) -> Configuration:
-        """The run with the paths of its data and models resolved from the current folder."""
-        return located(self.run, self.origin, self.directory)
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
@@ -112,12 +90,11 @@ def find_start(name: str) -> Start:
 
 
 def _saved(path: Path) -> Found:
-    saved = read(path)
-    directory = path.parent
-    run = whole(saved.run, str(path))
+    found = read(path)
+    run = whole(found.run, str(path))
     if path.name == "config.json":
-        run = dataclasses.replace(run, run_dir=str(directory))
-    return Found(directory.absolute().name, run, saved.origin, directory)
+        run = dataclasses.replace(run, run_dir=str(path.parent))
+    return dataclasses.replace(found, run=run)
 
 
 def with_recipe(run: Configuration, name: str) -> Run:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.codec import flat
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, find_class, make_findable, origin_of, own_modules, why_not_found
+from jaxrl_llm.config.origin import Origin, find_class, located, make_findable, origin_of, own_modules, why_not_found
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration, RewardModel
 from jaxrl_llm.data.datasets import Pairs
@@ -43,16 +43,25 @@ class Unsaveable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """The contents of a config.json.
+class Found:
+    """A configuration and its origin.
 
     Attributes:
-      run: with ``Unsaveable`` in some places, perhaps.
-      origin: where it came from.
+      name: of the file or the run's directory; the name of a new run.
+      run: its value; as ``read`` returns it, perhaps with ``Unsaveable`` in some places.
+      origin: its file, and the folder in which relative paths start.
+      directory: of the run, if it is loaded from a run's config.json.
     """
 
+    name: str
     run: Configuration
     origin: Origin
+    directory: Path | None = None
+
+    @property
+    def located(self) -> Configuration:
+        """The run with the paths of its data and models resolved from the current folder."""
+        return located(self.run, self.origin, self.directory)
 
 
 def to_json(value: Any) -> Any:
@@ -161,7 +170,7 @@ def load_json(path: Path) -> Configuration:
     return whole(read(path).run, str(path))
 
 
-def read(path: Path, own: bool = True) -> Saved:
+def read(path: Path, own: bool = True) -> Found:
     """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
     Args:
@@ -187,7 +196,7 @@ def read(path: Path, own: bool = True) -> Saved:
             "or begin a new run"
         ) from None
     require(isinstance(run, KINDS), f"{path} does not describe a run")
-    return Saved(run, origin)
+    return Found(path.parent.absolute().name, run, origin, path.parent)
 
 
 def is_run(path: Path) -> bool:

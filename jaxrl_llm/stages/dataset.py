@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +28,13 @@ from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.problems import read_parts
-from jaxrl_llm.stages.stage import Fingerprints, Groups, Outline, Stage, check_positions, state_of
+from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, state_of
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem, TrainState
 
 LEFT_OUT = "event/data"
 """The metric in the first step's row that reports how many data rows were dropped or truncated."""
-
-Ready = TypeVar("Ready", bound="DatasetStage")
 
 
 def resources(run: FromData, peers: Peers, directory: Path) -> Scorer:
@@ -189,34 +187,12 @@ class DatasetStage(Stage):
         return Drawn([self.rows[place] for place in places], places, end, told | {"epoch": end / len(self.rows)})
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """The data of a run, once it is read.
-
-    Attributes:
-      label: of the data.
-      loaded: its rows.
-      prints: their fingerprints.
-      exam: evaluates on a task; None without one.
-      status: receives progress messages.
-    """
-
-    label: str
-    loaded: LoadedTexts
-    prints: Fingerprints
-    exam: Exam | None
-    status: Callable[[str], None]
-
-    @property
-    def rows(self) -> tuple[Any, ...]:
-        """Return all rows: the training rows, then the held-out ones."""
-        return (*self.loaded.train, *self.loaded.held_out)
-
-
 def read(
-    run: FromData, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
-) -> Read:
-    """Collect the data or read it. The arguments are those of a stage's ``prepare``.
+    run: FromData, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers, what: str
+) -> tuple[LoadedTexts, dict[str, Any]]:
+    """Collect the data or read it; return its rows, and the fields of a ``DatasetStage`` except how it learns.
+
+    The arguments are those of a stage's ``prepare``, and the plural noun for its rows.
 
     Raises:
       InputError: a model without a tokenizer or with too few positions, a row that is unusable or too long.
@@ -235,50 +211,24 @@ def read(
     )
     prints = {"training": tasks.fingerprint(loaded.train), "held-out": tasks.fingerprint(loaded.held_out)}
     peers.check_same(f"rows of {data.label}", str(prints))
-    return Read(data.label, loaded, prints, exam, progress.status)
-
-
-def made(
-    kind: Callable[..., Ready],
-    run: FromData,
-    data: Read,
-    forward: Forward,
-    training: tuple[Training, ...],
-    what: str,
-    **own: Any,
-) -> Ready:
-    """Return a stage of this kind, ready to make steps.
-
-    Args:
-      kind: a ``DatasetStage``.
-      run: with its settings resolved.
-      data: its rows.
-      forward: how the model is run.
-      training: how it is trained.
-      what: the plural noun for its rows.
-      own: fields of the kind.
-    """
-    epochs = run.steps * run.batch.rows / len(data.loaded.train)
+    epochs = run.steps * run.batch.rows / len(loaded.train)
     size = (
-        f"{run.data.label}: {len(data.loaded.train):,} {what}, {len(data.loaded.held_out):,} to test on; each step "
+        f"{run.data.label}: {len(loaded.train):,} {what}, {len(loaded.held_out):,} to test on; each step "
         f"{run.batch.rows} of them, {run.steps} steps are {epochs:.1f} epochs"
     )
-    return kind(
-        training=training,
-        forward=forward,
-        label=data.label,
-        problems=data.prints,
-        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
-        notes=[*data.loaded.notes, size],
-        rows=data.loaded.train,
-        held_out=data.loaded.held_out[: run.evaluation.limit or None],
-        count=run.batch.rows,
-        seed=run.seed,
-        exam=data.exam,
-        status=data.status,
-        left_out=data.loaded.left_out,
-        **own,
-    )
+    return loaded, {
+        "label": data.label,
+        "problems": prints,
+        "rules": {"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        "notes": [*loaded.notes, size],
+        "rows": loaded.train,
+        "held_out": loaded.held_out[: run.evaluation.limit or None],
+        "count": run.batch.rows,
+        "seed": run.seed,
+        "exam": exam,
+        "status": progress.status,
+        "left_out": loaded.left_out,
+    }
 
 
 def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:

@@ -18,7 +18,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.fingerprint import weights_digest
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources, with_room
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Groups, Outline, Pass, scored
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.telemetry.progress import Progress
@@ -136,22 +136,23 @@ def prepare(
     Raises:
       InputError: data that the run cannot use.
     """
-    data = read(run, model, tokenizer, mesh, scorer, progress, peers)
-    for row in data.rows:
+    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "pairs")
+    every = (*loaded.train, *loaded.held_out)
+    for row in every:
         require(
             len(row.completions) == len(SIGNS),
             f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
             "the worst, or train a RewardModel, which learns from rankings",
         )
     forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
-    pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in data.rows)
+    pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in every)
     forward = with_room(forward, pairs, run.learner.microbatch_rows)
 
     def compute() -> Sums:
-        parts = {"train": data.loaded.train, "held_out": data.loaded.held_out}
+        parts = {"train": loaded.train, "held_out": loaded.held_out}
         return {name: sums(forward, model, pairs, progress.status) for name, pairs in parts.items()}
 
-    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": data.prints}
+    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": fields["problems"]}
     key = json.dumps(made_from, sort_keys=True)  # the pairs are tokens: template and tokenizer are in them
     known = at_start(scorer.folder / REFERENCE, key, peers, compute)
-    return made(PreferenceStage, run, data, forward, training, "pairs", loss=run.loss, known=known)
+    return PreferenceStage(forward=forward, training=training, loss=run.loss, known=known, **fields)

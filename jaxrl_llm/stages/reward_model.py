@@ -17,7 +17,7 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources, with_room
 from jaxrl_llm.stages.stage import AFTER, Groups, Outline, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
 
@@ -123,18 +123,16 @@ def prepare(
     Raises:
       InputError: data that the run cannot use.
     """
-    data = read(run, model, tokenizer, mesh, scorer, progress, peers)
-    data = dataclasses.replace(data, exam=None)  # what learns gives scores, and no answers
+    what = "solutions" if isinstance(run.data, Steps) else "rankings"
+    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, what)
+    fields["exam"] = None  # what learns gives scores, and no answers
     if run.bootstrap:
-        train, notes = data.loaded.train, data.loaded.notes
-        count = len(train)
+        count = len(loaded.train)
         drawn = np.random.default_rng([run.seed, count]).integers(count, size=count)
         rows = f"{count:,} rows to learn from are drawn by seed {run.seed}, {len(set(drawn.tolist())):,} different ones"
-        train = tuple(train[place] for place in drawn)
-        loaded = dataclasses.replace(data.loaded, train=train, notes=(*notes, f"bootstrap: {rows}"))
-        data = dataclasses.replace(data, loaded=loaded)
+        fields["rows"] = tuple(loaded.train[place] for place in drawn)
+        fields["notes"].insert(-1, f"bootstrap: {rows}")
     forward, training = programs_of(run, model, mesh, objective_of(run))
-    rankings = ((row.where, samples_of(row, 0)) for row in data.rows)
+    rankings = ((row.where, samples_of(row, 0)) for row in (*fields["rows"], *loaded.held_out))
     forward = with_room(forward, rankings, run.learner.microbatch_rows)
-    what = "solutions" if isinstance(run.data, Steps) else "rankings"
-    return made(RewardStage, run, data, forward, training, what)
+    return RewardStage(forward=forward, training=training, **fields)

@@ -14,7 +14,7 @@ from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, made, outline_of, programs_of, read, resources
+from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources
 from jaxrl_llm.stages.stage import Groups, Outline, scored
 from jaxrl_llm.telemetry.progress import Progress
 
@@ -71,5 +71,6 @@ def prepare(
     Raises:
       InputError: data that the run cannot use.
     """
-    data = read(run, model, tokenizer, mesh, scorer, progress, peers)
-    return made(SupervisedStage, run, data, *programs_of(run, model, mesh, NextToken()), "texts")
+    _, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
+    forward, training = programs_of(run, model, mesh, NextToken())
+    return SupervisedStage(forward=forward, training=training, **fields)
