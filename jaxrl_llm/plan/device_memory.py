@@ -174,10 +174,9 @@ def pass_by_formula(
 
 def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:
     """Return the bytes of the largest sampling program, besides weights and cache; ``parts``: parts of the slots."""
+    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
     if not done:
-        busiest = sampling_formula(arrays, parts)
-        scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
-        return max(busiest, *scoring) if scoring else busiest
+        return max([sampling_formula(arrays, parts), *scoring])
     size = bytes_per_device
     sampled = size(arrays.sampled)
     slots = size(arrays.slots)
@@ -191,7 +190,6 @@ def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], par
     blocks = size(arrays.slots.blocks) / 2
     # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
     busiest = max(decode, blocks, refill, done["prompts"].temporary)
-    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
     return max(busiest + waiting, moving - slots, *scoring)
 
 

@@ -1,7 +1,6 @@
 """A plan: the needs of a run on a machine, from the compiler where there is one, and from formulas elsewhere."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -155,8 +154,18 @@ def plan(
     if not more or not compiling:
         return found
     say(f"compiling update for {machine.name} with other microbatches")
-    again = functools.partial(subject, config=config, devices=devices, find=find)
-    return dataclasses.replace(found, more=found.more | row_bytes(run, again, machine.devices, done["update"]))
+    # Twice as many rows, or half as many if the update was refused.
+    update, rows = done["update"], run.learner.microbatch_rows
+    unit = batch_parts(run.mesh.sizes(machine.devices))
+    other = 2 * rows if not update.refused else rows // 2 // unit * unit
+    if not other:
+        return found
+    changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
+    again = compile_one(subject(changed, config, devices, find), "update")
+    needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
+    if math.inf in needs:
+        return found
+    return dataclasses.replace(found, more=found.more | {"rows": (needs[1] - needs[0]) / (other - rows)})
 
 
 def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: Architectures) -> Configuration:
@@ -180,22 +189,6 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
     return dataclasses.replace(run, learner=learner), (
         "the run takes cuDNN's attention, which needs less memory; to compile that: pip install nvidia-cudnn-cu13",
     )
-
-
-def row_bytes(run: Any, again: Callable[[Any], Subject], devices: int, update: Compiled) -> dict[str, float]:
-    """Return the memory that one row of a microbatch adds to an update, from compiling it with twice as many.
-
-    Half as many if refused. ``again``: returns the programs of a run with other settings.
-    """
-    rows = run.learner.microbatch_rows
-    unit = batch_parts(run.mesh.sizes(devices))
-    other = 2 * rows if not update.refused else rows // 2 // unit * unit
-    if not other:
-        return {}
-    changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
-    larger = compile_one(again(changed), "update")
-    needs = [one.refused or one.arguments + one.temporary for one in (update, larger)]
-    return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
 
 
 def _assembled(

@@ -96,15 +96,10 @@ class Resets(Setting):
         )
 
     @property
-    def by_kl(self) -> dict[str, float]:
-        """Return the active resets by KL, by field."""
-        fields = {"on_kl": self.on_kl, "on_kl_share": self.on_kl_share, "on_kl_jump": self.on_kl_jump}
-        return {name: value for name, value in fields.items() if value}
-
-    @property
     def of_reference(self) -> list[str]:
         """Return the fields that reset the reference."""
-        return [name for name in ("reference_every", "on_stall", *self.by_kl) if getattr(self, name)]
+        fields = ("reference_every", "on_stall", "on_kl", "on_kl_share", "on_kl_jump")
+        return [name for name in fields if getattr(self, name)]
 
 
 def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: str = "") -> dict[str, Rule]:
@@ -125,8 +120,8 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
         rules["reference"] = OnSchedule(every, True, resets.with_optimiser, resets.mix, resets.snapshots)
     if resets.optimiser_every:
         rules["optimiser"] = OnSchedule(resets.optimiser_every, False, True)
-    if resets.by_kl:
-        bounds = resets.on_kl, resets.on_kl_share, resets.on_kl_jump
+    bounds = resets.on_kl, resets.on_kl_share, resets.on_kl_jump
+    if any(bounds):
         rules["kl"] = OnKL(*bounds, resets.kl_window, kl_coef, **reset)
     if resets.ema:
         rules["ema"] = Averaged(resets.ema)
