@@ -112,17 +112,15 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
     rules: dict[str, Rule] = {}
-    reset: dict[str, Any] = {"with_optimiser": resets.with_optimiser, "mix": resets.mix, "snapshot": resets.snapshots}
     if resets.on_stall:
-        rules["stall"] = OnStall(resets.on_stall, evaluation_every, **reset, test=test)
+        rules["stall"] = OnStall(resets, evaluation_every, test)
     if resets.reference_every:
         every = resets.reference_every
         rules["reference"] = OnSchedule(every, True, resets.with_optimiser, resets.mix, resets.snapshots)
     if resets.optimiser_every:
         rules["optimiser"] = OnSchedule(resets.optimiser_every, False, True)
-    bounds = resets.on_kl, resets.on_kl_share, resets.on_kl_jump
-    if any(bounds):
-        rules["kl"] = OnKL(*bounds, resets.kl_window, kl_coef, **reset)
+    if resets.on_kl or resets.on_kl_share or resets.on_kl_jump:
+        rules["kl"] = OnKL(resets, kl_coef)
     if resets.ema:
         rules["ema"] = Averaged(resets.ema)
     return rules
@@ -146,71 +144,63 @@ class OnSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class OnStall:
-    """A rule that resets the reference after ``evaluations`` in a row without a better result.
+    """A rule that resets the reference after ``on_stall`` evaluations in a row without a better result.
 
     Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
     another ``test`` are not compared.
     """
 
-    evaluations: int
+    resets: Resets
     every: int
-    with_optimiser: bool
-    mix: float = 1.0
-    snapshot: bool = True
     test: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers the result of ``stalls``."""
         found = stalls(row, own, self.every, self.test)
-        due = bool(found) and found["stalled"] >= self.evaluations
+        due = bool(found) and found["stalled"] >= self.resets.on_stall
         remembered = own | found | ({"stalled": 0} if due else {})
-        return _reset(due, due and self.with_optimiser, self.mix, self.snapshot), remembered
+        resets = self.resets
+        return _reset(due, due and resets.with_optimiser, resets.mix, resets.snapshots), remembered
 
 
 @dataclasses.dataclass(frozen=True)
 class OnKL:
     """A rule that resets the reference if the KL is high, is a large share of the loss, or has jumped.
 
-    It skips the first ``window`` steps after any reset. A bound of 0 is off.
+    It skips the first ``kl_window`` steps after any reset. ``kl_coef``: of the loss, if no controller updates it.
     """
 
-    above: float
-    share: float
-    jump: float
-    window: int
+    resets: Resets
     kl_coef: float
-    with_optimiser: bool
-    mix: float = 1.0
-    snapshot: bool = True
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers the last KLs ``since`` the last reset, without steps that measured none."""
-        kl = row.get("kl", math.nan)
+        resets, kl = self.resets, row.get("kl", math.nan)
         if math.isnan(kl):
             return Decision(), own
         since = row[LAST_RESET]
         before = own["kls"] if own.get("since") == since else []
         pull = row.get("kl_coef", self.kl_coef) * kl
         whole = pull + row.get("advantage/abs_mean", math.nan)
-        usual = statistics.median(before) if len(before) == self.window else math.inf
+        usual = statistics.median(before) if len(before) == resets.kl_window else math.inf
         reason = ""
-        if row[REFERENCE_AGE] > self.window:
-            if self.above and kl > self.above:
-                reason = f"the KL, {kl:.4g}, is above {self.above:g}"
-            elif self.share and pull > self.share * whole:
-                reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * self.share:g} %"
-            elif self.jump and kl > self.jump * usual > 0:
-                reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {self.jump:g}"
-        remembered = {"since": since, "kls": [*before, kl][-self.window :]}
-        return _reset(bool(reason), bool(reason) and self.with_optimiser, self.mix, self.snapshot, reason), remembered
+        if row[REFERENCE_AGE] > resets.kl_window:
+            if resets.on_kl and kl > resets.on_kl:
+                reason = f"the KL, {kl:.4g}, is above {resets.on_kl:g}"
+            elif resets.on_kl_share and pull > resets.on_kl_share * whole:
+                reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * resets.on_kl_share:g} %"
+            elif resets.on_kl_jump and kl > resets.on_kl_jump * usual > 0:
+                reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {resets.on_kl_jump:g}"
+        remembered = {"since": since, "kls": [*before, kl][-resets.kl_window :]}
+        due = bool(reason)
+        return _reset(due, due and resets.with_optimiser, resets.mix, resets.snapshots, reason), remembered
 
 
 @dataclasses.dataclass(frozen=True)
 class ByHand:
     """A rule that resets the reference once for each user request, and again after a rollback to before the reset."""
 
-    mix: float = 1.0
-    snapshot: bool = True
+    resets: Resets = Resets()
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer.
@@ -224,7 +214,7 @@ class ByHand:
         requests = [asked] * new + [own] * bool(own.get(AGAIN))
         optimiser = any(request.get("with_optimiser", False) for request in requests)
         why = "by hand" if new else "by hand, again since the run went back"
-        decision = _reset(True, optimiser, self.mix, self.snapshot, why)
+        decision = _reset(True, optimiser, self.resets.mix, self.resets.snapshots, why)
         return decision, {"id": requests[0]["id"], "step": row["step"], "with_optimiser": optimiser}
 
 

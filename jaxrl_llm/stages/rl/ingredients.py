@@ -68,7 +68,7 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
     rules = guards_of(run, own, len(objectives_of(run)) > 1)
     rules |= rules_of(run.recipe.resets, run.evaluation.every, kl_coef, test)
     if configs.keeps_reference(run):
-        rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
+        rules[BY_HAND] = ByHand(run.recipe.resets)
     if run.recipe.of_kl is not None:
         rules["controller"] = Controlled(run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
