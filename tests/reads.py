@@ -52,6 +52,11 @@ class Reads(ast.NodeVisitor):
             if wanted and any("Protocol" in ast.unparse(base) for base in node.bases):
                 self.named[node.name] = {kind for kind in kinds if wanted <= {*dir(kind), *fields_of(kind)}}
         for tree in trees:
+            for line in tree.body:
+                match line:
+                    case ast.Assign([ast.Name(name)], ast.BinOp(_, ast.BitOr()) as union):  # of several types
+                        self.named.setdefault(name, set()).update(self.annotated(union))
+        for tree in trees:
             self.visit(tree)
 
     def types(self, node):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.config import JUDGED
 from jaxrl_llm.rewards import Accuracy, ModelReward, Scorer
+from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages.rl.win_rate import FIRST_ANSWERS, WinRate
@@ -38,6 +39,10 @@ def evaluated(*texts, problems=PROBLEMS, extra=0):
     return Evaluated("sums", problems, rows, np.zeros((len(texts), len(texts[0])), bool), np.zeros(len(texts)))
 
 
+def judged(contest, found):
+    return contest.tested(evaluate.Tested({}, tuple(found)), None, False).answers
+
+
 @pytest.fixture
 def contest(tmp_path):
     seen.clear()
@@ -48,7 +53,7 @@ def contest(tmp_path):
 
 def test_better_answers_win_and_equal_ones_share(contest):
     contest.begin([evaluated(["abc", "ab"], ["abc", ""], ["abc", "x"])])
-    (found,) = contest.judged([evaluated(["abcd", "a"], ["xyz", "?"], ["abc", "yy"])])
+    (found,) = judged(contest, [evaluated(["abcd", "a"], ["xyz", "?"], ["abc", "yy"])])
     np.testing.assert_array_equal(found.won, [[1.0, 0.0], [0.5, np.nan], [0.5, 1.0]])
     assert found.metrics()["eval/sums/win_rate"] == 3 / 5, "what cannot be judged is left out"
     assert ("0", "abc", [97, 98, 99, 0], "length") in seen and ("0", "abcd", [97, 98, 99, 100, 0], "length") in seen
@@ -57,12 +62,12 @@ def test_better_answers_win_and_equal_ones_share(contest):
 
 def test_answers_of_the_same_words_in_other_tokens_are_judged(contest):
     contest.begin([evaluated(["a"], ["b"], ["c"])])
-    assert contest.judged([evaluated(["a"], ["b"], ["c"], extra=1)])[0].won.tolist() == [[0.5]] * 3 and len(seen) == 6
+    assert judged(contest, [evaluated(["a"], ["b"], ["c"], extra=1)])[0].won.tolist() == [[0.5]] * 3 and len(seen) == 6
 
 
 def test_only_answers_to_the_same_problems_are_compared(contest):
     contest.begin([evaluated(["aaa"], ["bbb"], problems=PROBLEMS[:2])])
-    (found,) = contest.judged([evaluated(["a", "a"], ["cccc", "c"], problems=PROBLEMS[1:])])
+    (found,) = judged(contest, [evaluated(["a", "a"], ["cccc", "c"], problems=PROBLEMS[1:])])
     np.testing.assert_array_equal(found.won, [[0.0, np.nan], [np.nan, np.nan]])
     assert found.metrics()["eval/sums/win_rate"] == 0.0
 
@@ -70,12 +75,12 @@ def test_only_answers_to_the_same_problems_are_compared(contest):
 def test_answers_to_other_prompts_or_of_another_sampling_are_not_compared(contest):
     contest.begin([evaluated(["abc"], ["abc"], ["abc"])])
     cooler = dataclasses.replace(contest, made_from=lambda problem: f"{problem.id} at {int(problem.id != '1')}")
-    np.testing.assert_array_equal(cooler.judged([evaluated(["a"], ["a"], ["a"])])[0].won, [[0], [np.nan], [0]])
+    np.testing.assert_array_equal(judged(cooler, [evaluated(["a"], ["a"], ["a"])])[0].won, [[0], [np.nan], [0]])
     rows = [json.loads(line) for line in contest.path.read_text().splitlines()]
     for row in rows:
         del row["made_from"]
     contest.path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert cooler.judged([evaluated(["a"], ["a"], ["a"])])[0].won.sum() == 0, "earlier versions do not say it"
+    assert judged(cooler, [evaluated(["a"], ["a"], ["a"])])[0].won.sum() == 0, "earlier versions do not say it"
 
 
 def test_the_answers_of_an_attempt_before_give_way(contest):
@@ -83,11 +88,11 @@ def test_the_answers_of_an_attempt_before_give_way(contest):
     contest.begin([evaluated(["a"], ["b"], ["c"])])
     kept = [json.loads(line) for line in contest.path.read_text().splitlines()]
     assert [row["completion"] for row in kept] == ["a", "b", "c"] and kept[0]["tokens"] == [97, 0]
-    assert contest.judged([evaluated(["aa"], ["b"], ["c"])])[0].won.tolist() == [[1.0], [0.5], [0.5]]
+    assert judged(contest, [evaluated(["aa"], ["b"], ["c"])])[0].won.tolist() == [[1.0], [0.5], [0.5]]
 
 
 def test_without_the_file_nobody_wins(contest):
-    metrics = contest.judged([evaluated(["a"], ["b"], ["c"])])[0].metrics()
+    metrics = judged(contest, [evaluated(["a"], ["b"], ["c"])])[0].metrics()
     assert np.isnan(metrics["eval/sums/win_rate"]) and not seen
 
 

@@ -27,7 +27,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained, logits
 from jaxrl_llm.rollout.evaluate import Evaluated
 from jaxrl_llm.tasks import Prompts, Table, Task, load
-from jaxrl_llm.trainer import requests
+from jaxrl_llm.trainer.context import ask_reset, asked_reset
 from jaxrl_llm.types import Completion
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
@@ -149,7 +149,7 @@ def rows(folder):
 def killed_once_asked(folder):
     """A run that was asked to reset, and killed once that was done, before its first checkpoint."""
     (folder / "asked").mkdir()
-    requests.ask(folder / "asked", True)
+    ask_reset(folder / "asked", True)
     arguments = f"{BY_HAND} --steps 60 --output.checkpoint_every 59".split()
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
@@ -167,7 +167,7 @@ def gone_on(folder, answers):
     whole one; and the first row of the killed one."""
     killed_once_asked(folder)
     first = rows(folder / "asked")[1]
-    assert requests.asked(folder / "asked") and not steps_in(folder / "asked" / "checkpoints"), "it is not safe yet"
+    assert asked_reset(folder / "asked") and not steps_in(folder / "asked" / "checkpoints"), "it is not safe yet"
     for name in ("damaged", "lost"):
         shutil.copytree(folder / "run", folder / name)
         for step in (3,) if name == "damaged" else (2, 3):
@@ -194,7 +194,7 @@ def test_a_kill_before_the_next_checkpoint_loses_no_request(folder, gone_on):
     again = rows(folder / "asked")
     assert [row.get("event/reference_reset") for row in again] == [None, "by hand", None, None]
     assert again[1]["loss"] == first["loss"] and again[1]["event/resumed"]
-    assert not requests.asked(folder / "asked") and steps_in(folder / "asked" / "snapshots") == [1]
+    assert not asked_reset(folder / "asked") and steps_in(folder / "asked" / "snapshots") == [1]
     assert "step 1: reference reset: by hand" in answers["asked"].err
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.models import save_pretrained, scores
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.evaluate import majority, reranked
 from jaxrl_llm.rollout.respond import complete
-from jaxrl_llm.stages.rl.prm_stopping import first_fall
+from jaxrl_llm.stages.rl.step_rewards import first_fall
 from jaxrl_llm.tasks import Prompts, extract
 
 SAMPLES = 4

@@ -11,7 +11,7 @@ from jaxrl_llm.data import Texts
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, Phase, Rules, decide
 from jaxrl_llm.tasks import Table
-from jaxrl_llm.trainer import requests
+from jaxrl_llm.trainer.context import ask_reset, asked_reset, forget_reset
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
 
@@ -38,9 +38,9 @@ def test_a_guard_leaves_the_request_for_later():
 
 
 def test_a_request_goes_only_when_a_checkpoint_has_what_it_asked_for(tmp_path):
-    requests.forget(tmp_path, {BY_HAND: {"id": "a", "step": 1}})
-    requests.ask(tmp_path, False)
-    found = requests.asked(tmp_path)["asked/reset"]
+    forget_reset(tmp_path, {BY_HAND: {"id": "a", "step": 1}})
+    ask_reset(tmp_path, False)
+    found = asked_reset(tmp_path)["asked/reset"]
     assert not found["with_optimiser"]
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     for memory, stays in (
@@ -49,8 +49,8 @@ def test_a_request_goes_only_when_a_checkpoint_has_what_it_asked_for(tmp_path):
         ({BY_HAND: {"id": found["id"], "step": 8}}, True),
         ({BY_HAND: {"id": found["id"], "step": 7}}, False),
     ):
-        requests.forget(tmp_path, memory)
-        assert bool(requests.asked(tmp_path)) == stays
+        forget_reset(tmp_path, memory)
+        assert bool(asked_reset(tmp_path)) == stays
 
 
 def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, capsys):
@@ -76,7 +76,7 @@ def test_what_has_nothing_to_reset_is_refused_and_the_rest_is_asked(tmp_path, ca
     for name in ("run", "watched"):
         assert cli.run(["reset", str(tmp_path / name), "--with_optimiser"]) == 0
         assert "resets its reference and its optimiser after the step that it is in" in capsys.readouterr().out
-        assert requests.asked(tmp_path / name)["asked/reset"]["with_optimiser"]
+        assert asked_reset(tmp_path / name)["asked/reset"]["with_optimiser"]
     assert cli.run(["reset", "--help"]) == 0 and "usage: jaxrl-llm reset RUN" in capsys.readouterr().out
 
 

@@ -31,7 +31,7 @@ from jaxrl_llm.tasks import Task
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.trainer.segment import check_problems
-from jaxrl_llm.trainer.step import learn_from, of_examples, shown_places, written_down
+from jaxrl_llm.trainer.step import learn_from, of_examples, shown_places
 from jaxrl_llm.types import Completion, Group, Problem
 
 REWARDS = (Format("a+", weight=2.0), Format("[ab]+", weight=-1.0))
@@ -199,8 +199,9 @@ def test_samples_are_followed_to_the_policy_after_the_step():
 )
 def test_groups_are_written_down_in_turn(most, told):
     batch = RolloutBatch(list("abc"), [], Carryover(), 0, 0, {})
-    assert ["".join(written_down(batch, most, step)) for step in (1, 2, 3)] == told
-    assert written_down(dataclasses.replace(batch, groups=[]), most, 1) == []
+    written = [[batch.examples[place] for place in shown_places(batch, most, step)] for step in (1, 2, 3)]
+    assert ["".join(names) for names in written] == told
+    assert shown_places(dataclasses.replace(batch, groups=[]), most, 1) == []
 
 
 def test_of_some_groups_alone_samples_are_written_down():

@@ -72,7 +72,7 @@ class Reranker:
 
     def watch(self, problems: Sequence[Problem], samples: int) -> Any:
         """Return a watcher that ends answers early, ``samples`` per problem; None without ``give_up_after``."""
-        from jaxrl_llm.stages.rl.prm_stopping import FallingSteps
+        from jaxrl_llm.stages.rl.step_rewards import FallingSteps
 
         if not self.give_up_after:
             return None

@@ -62,7 +62,7 @@ def reset(arguments: list[str]) -> int:
         raise InputError(f"reset does not know {arguments[0]}: jaxrl-llm reset RUN [--with_optimiser]")
     from jaxrl_llm import config as configs
     from jaxrl_llm.checkpoints import snapshots
-    from jaxrl_llm.trainer.requests import ask
+    from jaxrl_llm.trainer.context import ask_reset
 
     directory = Path(name)
     path = directory / "config.json"
@@ -87,7 +87,7 @@ def reset(arguments: list[str]) -> int:
         f"begin a run with a KL, or with --monitor_kl, from its weights: jaxrl-llm train CONFIG --from {name}",
     )
     with writable(directory, "RUN"):
-        ask(directory, with_optimiser)
+        ask_reset(directory, with_optimiser)
     also = " and its optimiser" if with_optimiser else ""
     print(f"{name} resets its reference{also} after the step that it is in, or after its next one")
     return 0

@@ -2,7 +2,6 @@
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model
 from jaxrl_llm.config.files import (
-    Found,
     config_folder,
     config_names,
     find_config,
@@ -17,7 +16,6 @@ from jaxrl_llm.config.mixture import (
     asked,
     bases,
     check_answers,
-    holds_out,
     limits_of,
     parts_of_task,
     refusals,
@@ -32,7 +30,6 @@ from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, pi
 from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached, validate
 from jaxrl_llm.config.run import (
     MAX_SEED,
-    Configuration,
     Evaluation,
     Output,
     Run,
@@ -43,6 +40,7 @@ from jaxrl_llm.config.run import (
 from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
+    Found,
     Unsaveable,
     as_read,
     changed_since,
@@ -64,6 +62,7 @@ from jaxrl_llm.config.texts import (
     Answering,
     AtStart,
     BatchSize,
+    Configuration,
     Preference,
     RewardModel,
     Supervised,

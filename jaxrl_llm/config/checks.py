@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.mixture import has_accuracy, overlong_weight, parts_of_task, rewards_of
 from jaxrl_llm.config.origin import is_ours
-from jaxrl_llm.config.run import Configuration, Run
-from jaxrl_llm.config.texts import Preference, RewardModel, Supervised
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.texts import Configuration, Preference, RewardModel, Supervised
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sharding import BATCH, batch_parts
@@ -66,7 +66,12 @@ def check_run(run: Configuration) -> None:
     remedy."""
     run = resolved(run)
     check_settings(run)
-    check_finite(run)  # last, since the checks of a field say more
+    # Last, since the checks of a field say more. Settings and report of a run are JSON, which holds no infinite number.
+    for name, found, hint in _fields(run):
+        numbers = found if isinstance(found, (tuple, list)) else (found,)
+        if any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
+            free = types.NoneType in _alternatives(hint)
+            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
 
 
 def check_types(value: Any) -> None:
@@ -79,20 +84,6 @@ def check_types(value: Any) -> None:
         if not _fits(found, hint):
             shown = f"{type(found).__name__}(...)" if dataclasses.is_dataclass(type(found)) else f"{found!r:.80}"
             raise InputError(f"{name} is {shown}: give {_described(hint)}")
-
-
-def check_finite(value: Any) -> None:
-    """Refuse an infinite number in this dataclass and in those inside it: the settings and the report of a run are
-    JSON, which cannot hold one. Classes from outside this package may have them.
-
-    Raises:
-      InputError: names the field, its value, and what it takes.
-    """
-    for name, found, hint in _fields(value):
-        numbers = found if isinstance(found, (tuple, list)) else (found,)
-        if any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
-            free = types.NoneType in _alternatives(hint)
-            raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
 
 
 def _fields(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -117,10 +108,8 @@ def _inside(value: Any, name: str) -> list[tuple[Any, str]]:
 
 def _fits(value: Any, wanted: Any) -> bool:
     """Whether a value fits an annotation. Functions, protocols and the contents of mappings are not checked."""
-    return any(_fits_one(value, one) for one in _alternatives(wanted))
-
-
-def _fits_one(value: Any, wanted: Any) -> bool:
+    if len(either := _alternatives(wanted)) > 1:
+        return any(_fits(value, one) for one in either)
     if typing.get_origin(wanted) is typing.Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(wanted))
     if wanted is bool:

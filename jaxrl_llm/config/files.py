@@ -1,7 +1,6 @@
 """Configurations by name: one Python file per run."""
 
 import dataclasses
-import difflib
 import importlib
 import os
 from pathlib import Path
@@ -9,10 +8,11 @@ from pathlib import Path
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, Start, execute, located, split_step
-from jaxrl_llm.config.run import Configuration, Run
-from jaxrl_llm.config.saved import is_run, read, whole
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.config.origin import Origin, Start, execute, split_step
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.saved import Found, is_run, read, whole
+from jaxrl_llm.config.texts import Configuration
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.recipes import RECIPES
 
 
@@ -28,28 +28,6 @@ def config_folder() -> Path:
 def config_names() -> list[str]:
     """Return the names of the shipped configurations, sorted."""
     return sorted(p.stem for p in config_folder().glob("*.py") if p.stem != "__init__")
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A configuration and its origin.
-
-    Attributes:
-      name: of the file or the run's directory; the name of a new run.
-      run: its value.
-      origin: its file, and the folder in which relative paths start.
-      directory: of the run, if it is loaded from a run's config.json.
-    """
-
-    name: str
-    run: Configuration
-    origin: Origin
-    directory: Path | None = None
-
-    @property
-    def located(self) -> Configuration:
-        """The run with the paths of its data and models resolved from the current folder."""
-        return located(self.run, self.origin, self.directory)
 
 
 def load_config(name: str) -> tuple[str, Configuration]:
@@ -74,13 +52,9 @@ def find_config(name: str) -> Found:
     if path.suffix != ".py":
         path = config_folder() / f"{name}.py"
     if not path.is_file():
-        close = difflib.get_close_matches(name, config_names(), 1)
-        hint = (
-            f"did you mean {close[0]}?"
-            if close
-            else f"there are {', '.join(config_names())}, or give a .py file or a run"
-        )
-        raise InputError(f"no configuration {name!r}: {hint}")
+        known = config_names()
+        others = f"there are {', '.join(known)}, or give a .py file or a run"
+        raise InputError(f"no configuration {name!r}: {did_you_mean(name, known, others)}")
     module = execute(path)
     others = "".join(f", or {kind.__name__}(...)" for kind in KINDS[1:])
     require(isinstance(getattr(module, "config", None), KINDS), f"{path} must set config = Run(...){others}")
@@ -116,12 +90,11 @@ def find_start(name: str) -> Start:
 
 
 def _saved(path: Path) -> Found:
-    saved = read(path)
-    directory = path.parent
-    run = whole(saved.run, str(path))
+    found = read(path)
+    run = whole(found.run, str(path))
     if path.name == "config.json":
-        run = dataclasses.replace(run, run_dir=str(directory))
-    return Found(directory.absolute().name, run, saved.origin, directory)
+        run = dataclasses.replace(run, run_dir=str(path.parent))
+    return dataclasses.replace(found, run=run)
 
 
 def with_recipe(run: Configuration, name: str) -> Run:
@@ -130,14 +103,13 @@ def with_recipe(run: Configuration, name: str) -> Run:
     Raises:
       InputError: unknown recipe, or a kind of run without recipes.
     """
-    require(
-        isinstance(run, Run),
-        f"--recipe {name} is a method of reinforcement learning, and this is a {type(run).__name__} run: leave it out",
-    )
+    if not isinstance(run, Run):
+        kind = type(run).__name__
+        raise InputError(
+            f"--recipe {name} is a method of reinforcement learning, and this is a {kind} run: leave it out"
+        )
     name = "prorl_v1" if name == "prorl" else name
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, 1)
-        raise InputError(
-            f"no recipe {name!r}: " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(RECIPES)}")
-        )
+        hint = did_you_mean(name, RECIPES, f"there are {', '.join(RECIPES)}")
+        raise InputError(f"no recipe {name!r}: {hint}")
     return dataclasses.replace(run, recipe=RECIPES[name])

@@ -90,14 +90,9 @@ class Mixture(Setting):
                 1 <= longest <= most,
                 f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to {limit} {most}",
             )
-        if where == "task.":
-            self._check_rewards(run)
-
-    def _check_rewards(self, run: Any) -> None:
-        """Refuse tasks with different rewards where the estimator, or a reward of steps, needs the same ones for
-        all."""
-        if all(rewards_of(run, part) == rewards_of(run, self.parts[0]) for part in self.parts):
+        if where != "task." or all(rewards_of(run, part) == rewards_of(run, self.parts[0]) for part in self.parts):
             return
+        # The estimator, or a reward of steps, may need the same rewards for all.
         estimator = run.recipe.algorithm.advantage
         require(
             not estimator.several,
@@ -130,11 +125,6 @@ def tasks_in(*given: Task | Mixture | None) -> list[Task]:
 def limits_of(parts: Sequence[Part], most: int) -> dict[str, int]:
     """Return the longest completion of each task in tokens, by its label; ``most`` where a part sets no limit."""
     return {part.task.label: most if part.max_new_tokens is None else part.max_new_tokens for part in parts}
-
-
-def holds_out(task: Task | Mixture) -> bool:
-    """Whether the task, or any task of the mixture, holds out problems."""
-    return any(one.holdout for one in tasks_in(task))
 
 
 def rewards_of(run: Any, part: Part) -> tuple[Reward, ...]:

@@ -31,7 +31,13 @@ def notes(run: Run) -> list[str]:
     """Return all notes on a run to print before it begins, one line each."""
     run = resolved(run)
     own = [line for setting, _ in settings_in(run) for line in setting.notes(run)]
-    return [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *own, *_last_values(run)]
+    lines = [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *own]
+    if run.recipe.drop_truncated and "bootstrap" in run.recipe.algorithm.advantage.needs:
+        lines.append(
+            "completions that are cut off are left out of the loss: the value of the state after them is never read; "
+            "--recipe.no-drop_truncated"
+        )
+    return lines
 
 
 def inert(run: Run) -> list[str]:
@@ -65,9 +71,20 @@ def _at_ratio_one(run: Run) -> list[str]:
         idle.append("recipe.critic.clip holds no value")
     if not idle or run.learner.updates > 1:
         return []
-    paper = run.recipe.paper
-    alike = ", as in the paper" if paper is not None and paper.count == 1 else ""
-    return [f"one update a batch{alike}: {', '.join(idle)}; {_more_updates(run)}{_in_the_paper(run)}{_few(run)}"]
+    paper, prompts = run.recipe.paper, run.rollout.prompts
+    published = 1 if paper is None else paper.count
+    # Each minibatch has at least two groups.
+    minibatches = max(2, min(published if published > 1 else USUAL_MINIBATCHES, prompts // 2))
+    flag = "--learner.epochs 2" if prompts == 1 else f"--learner.minibatches {minibatches}"
+    alike = ", as in the paper" if paper is not None and published == 1 else ""
+    in_paper = few = ""
+    if published > 1:
+        each = "" if paper.completions is None else f" of {paper.completions} completions"
+        in_paper = f" (the paper makes {published} updates{each})"
+    size = prompts * run.rollout.group
+    if prompts > 1 and size // minibatches < LEAST_COMPLETIONS:
+        few = f", but {size} completions are few for it: papers have {LEAST_COMPLETIONS} or more an update"
+    return [f"one update a batch{alike}: {', '.join(idle)}; {flag}{in_paper}{few}"]
 
 
 def _learns_earlier(run: Run) -> bool:
@@ -76,34 +93,6 @@ def _learns_earlier(run: Run) -> bool:
     collect = run.rollout.collect
     leaves = bool(run.recipe.filter_groups or collect.token_budget or collect.interrupt or collect.replay)
     return collect.learn_earlier and leaves
-
-
-def _more_updates(run: Run) -> str:
-    """Return the flag that makes several updates per batch."""
-    return "--learner.epochs 2" if run.rollout.prompts == 1 else f"--learner.minibatches {_minibatches(run)}"
-
-
-def _minibatches(run: Run) -> int:
-    """Return the paper's number of updates, limited so that each minibatch has at least two groups; at least 2."""
-    paper = run.recipe.paper
-    wanted = paper.count if paper is not None and paper.count > 1 else USUAL_MINIBATCHES
-    return max(2, min(wanted, run.rollout.prompts // 2))
-
-
-def _in_the_paper(run: Run) -> str:
-    paper = run.recipe.paper
-    if paper is None or paper.count == 1:
-        return ""
-    size = "" if paper.completions is None else f" of {paper.completions} completions"
-    return f" (the paper makes {paper.count} updates{size})"
-
-
-def _few(run: Run) -> str:
-    """Return a warning if several updates would have fewer completions each than any paper's; else an empty string."""
-    size = run.rollout.prompts * run.rollout.group
-    if run.rollout.prompts == 1 or size // _minibatches(run) >= LEAST_COMPLETIONS:
-        return ""
-    return f", but {size} completions are few for it: papers have {LEAST_COMPLETIONS} or more an update"
 
 
 def _without_gap(run: Run) -> list[str]:
@@ -126,13 +115,11 @@ def _too_late(run: Run) -> list[str]:
     """Note the pieces that would begin only after the run has ended."""
     recipe = run.recipe
     updates = run.steps * run.learner.updates
+    every = {name: getattr(recipe.resets, name) for name in ("reference_every", "optimiser_every")}
     lines = [
-        f"recipe.resets.{name} {every} never comes in {run.steps} steps"
-        for name, every in (
-            ("reference_every", recipe.resets.reference_every),
-            ("optimiser_every", recipe.resets.optimiser_every),
-        )
-        if every > run.steps
+        f"recipe.resets.{name} {steps} never comes in {run.steps} steps"
+        for name, steps in every.items()
+        if steps > run.steps
     ]
     kept = run.steps // recipe.resets.reference_every if recipe.resets.reference_every else 0
     if recipe.resets.snapshots and kept > MANY_SNAPSHOTS:
@@ -214,13 +201,3 @@ def _steps(run: Run) -> list[str]:
                 "--recipe.filter_groups False"
             )
     return lines
-
-
-def _last_values(run: Run) -> list[str]:
-    """Note bootstrap values that are never read, since truncated completions are left out of the loss."""
-    if not run.recipe.drop_truncated or "bootstrap" not in run.recipe.algorithm.advantage.needs:
-        return []
-    return [
-        "completions that are cut off are left out of the loss: the value of the state after them is never read; "
-        "--recipe.no-drop_truncated"
-    ]

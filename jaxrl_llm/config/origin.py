@@ -205,18 +205,14 @@ def execute(path: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, InputError):
             raise
-        where = _where(error, folder) or path
+        if isinstance(error, SyntaxError):
+            where = f"{error.filename}, line {error.lineno}"
+        else:  # the last frame in the configuration's folder
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if Path(frame.filename).absolute().parent == folder]
+            where = f"{own[-1].filename}, line {own[-1].lineno}" if own else path
         raise InputError(f"{where}: {type(error).__name__}: {error}; correct the configuration") from error
     return module
-
-
-def _where(error: Exception, folder: Path) -> str:
-    """Return the file and line of an error: the last frame in the configuration's folder, or an empty string."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).absolute().parent == folder]
-    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def make_findable(folder: Path) -> None:
@@ -226,31 +222,19 @@ def make_findable(folder: Path) -> None:
     """
     here = str(folder)
     earlier = [place for place in FOLDERS if place != here]
-    _forget(earlier, folder)
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    stale = set()  # modules of earlier folders that share a name with one in this folder
+    for name in names & sys.modules.keys():
+        file = Path(getattr(sys.modules[name], "__file__", None) or "")
+        if str(file.absolute().parents[int(file.name == "__init__.py")]) in earlier:
+            stale.add(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
+        del sys.modules[name]
     before = next((index for index, place in enumerate(sys.path) if place in earlier), len(sys.path))
     if here not in sys.path[:before]:
         sys.path[:] = [*sys.path[:before], here, *(place for place in sys.path[before:] if place != here)]
     FOLDERS[:] = [here, *earlier]
     importlib.invalidate_caches()
-
-
-def _forget(earlier: list[str], folder: Path) -> None:
-    """Unload modules of the folders ``earlier`` that share a name with a module in ``folder``."""
-    if not earlier:
-        return
-    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    stale = {name for name in names if name in sys.modules and str(_home(sys.modules[name])) in earlier}
-    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
-        del sys.modules[name]
-
-
-def _home(module: ModuleType) -> Path | None:
-    """Return the folder from which a module is imported by its name; None for a module without a file."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return None
-    depth = module.__name__.count(".") + (Path(file).name == "__init__.py")
-    return Path(file).absolute().parents[depth]
 
 
 def own_modules(value: Any) -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.checks import check_run, check_types, resolved
 from jaxrl_llm.config.mixture import overlong_weight
-from jaxrl_llm.config.run import MAX_SEED, Configuration, Run
+from jaxrl_llm.config.run import MAX_SEED, Run
+from jaxrl_llm.config.texts import Configuration
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.rules.settings import Phase, Rules, Stalls
@@ -35,7 +36,7 @@ def phases_of(run: Configuration) -> tuple[Phase, ...]:
 def in_phase(run: Kind, number: int) -> Kind:
     """Return the run's settings in one phase, counted from 0: with the changes of all phases up to it, and resolved.
 
-    A phase has random numbers of its own: its seed is the run's, shifted.
+    A phase has random numbers of its own: its seed is the run's, shifted, and below ``MAX_SEED``.
 
     Raises:
       InputError: a change names no setting, or one that no phase changes.
@@ -45,16 +46,11 @@ def in_phase(run: Kind, number: int) -> Kind:
     found = dataclasses.replace(run, rules=dataclasses.replace(run.rules, phases=()))
     for phase in run.rules.phases[: number + 1]:
         found = resolved(changed(found, phase.changes))
-    return dataclasses.replace(found, seed=shifted(run.seed, number))
+    return dataclasses.replace(found, seed=(run.seed + number * SHIFT) % MAX_SEED)
 
 
 SHIFT = 1 << 16
 """The difference between the seeds of two consecutive phases."""
-
-
-def shifted(seed: int, number: int) -> int:
-    """Return the seed of a phase: below ``MAX_SEED``, and for the first phase the run's own."""
-    return (seed + number * SHIFT) % MAX_SEED
 
 
 def shared_by_phases(seed: int) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
@@ -288,7 +288,7 @@ class Run(Setting):
     @property
     def holds_out(self) -> tuple[bool, str]:
         """Whether problems are held out for evaluation, and the field that sets how many."""
-        return mixture.holds_out(self.task), "task.holdout"
+        return any(task.holdout for task in tasks_in(self.task)), "task.holdout"
 
     @property
     def outcomes(self) -> int:
@@ -304,20 +304,8 @@ class Run(Setting):
     def check(self, run: Any, where: str) -> None:
         """Refuse settings that read missing answers, unknown guards, and tasks that cannot work."""
         check_model(self.model)
-        if any(isinstance(base, ON_DEVICE) for base in bases(self)):
-            self._check_wording()
-        mixture.check_answers(self)
-        for kind in self.rules.guards:
-            if kind != ALL and kind not in WORDS:
-                close = difflib.get_close_matches(kind, WORDS, 1, 0.5)
-                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(WORDS)}, or all"
-                raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
-        for task in tasks_in(self.task, self.evaluation.task):
-            tasks.check(task)
-
-    def _check_wording(self) -> None:
-        """Refuse two tasks of one name with different wordings, since a reward model tells tasks apart by name."""
-        for tested in tasks_in(self.evaluation.task):
+        by_name = any(isinstance(base, ON_DEVICE) for base in bases(self))  # a reward model tells tasks apart so
+        for tested in tasks_in(self.evaluation.task) if by_name else ():
             for trained in tasks_in(self.task):
                 wording = ("template", "system", "suffix", "date") if tested.label == trained.label else ()
                 for name in wording:
@@ -326,23 +314,14 @@ class Run(Setting):
                         f"task and evaluation.task are both called {trained.label} and differ in {name}: give "
                         "evaluation.task another name, by which reward models tell them apart",
                     )
-
-
-class Configuration(Protocol):
-    """The fields that every kind of run has; ``Run``, the one of reinforcement learning, documents them."""
-
-    model: str
-    learner: Learner
-    mesh: MeshShape
-    evaluation: Evaluation
-    output: Output
-    steps: int
-    seed: int
-
-    @property
-    def run_dir(self) -> str | None:
-        """The run's directory."""
-        ...
+        mixture.check_answers(self)
+        for kind in self.rules.guards:
+            if kind != ALL and kind not in WORDS:
+                close = difflib.get_close_matches(kind, WORDS, 1, 0.5)
+                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(WORDS)}, or all"
+                raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
+        for task in tasks_in(self.task, self.evaluation.task):
+            tasks.check(task)
 
 
 def keeps_reference(run: Run) -> bool:

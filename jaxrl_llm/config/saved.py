@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxrl_llm.codec import flat
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, find_class, make_findable, origin_of, own_modules, why_not_found
-from jaxrl_llm.config.run import Configuration, Run
-from jaxrl_llm.config.texts import RewardModel
+from jaxrl_llm.config.origin import Origin, find_class, located, make_findable, origin_of, own_modules, why_not_found
+from jaxrl_llm.config.run import Run
+from jaxrl_llm.config.texts import Configuration, RewardModel
 from jaxrl_llm.data.datasets import Pairs
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import Recipe
@@ -43,16 +43,25 @@ class Unsaveable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """The contents of a config.json.
+class Found:
+    """A configuration and its origin.
 
     Attributes:
-      run: with ``Unsaveable`` in some places, perhaps.
-      origin: where it came from.
+      name: of the file or the run's directory; the name of a new run.
+      run: its value; as ``read`` returns it, perhaps with ``Unsaveable`` in some places.
+      origin: its file, and the folder in which relative paths start.
+      directory: of the run, if it is loaded from a run's config.json.
     """
 
+    name: str
     run: Configuration
     origin: Origin
+    directory: Path | None = None
+
+    @property
+    def located(self) -> Configuration:
+        """The run with the paths of its data and models resolved from the current folder."""
+        return located(self.run, self.origin, self.directory)
 
 
 def to_json(value: Any) -> Any:
@@ -139,18 +148,17 @@ def rebuilt(data: Any, origin: Origin | None) -> Any:
         return Unsaveable(f"it names {data['type']}, which is no configuration class of this version")
     missing = [item for item in fields.values() if isinstance(item, Unsaveable)]
     try:
-        return kind(**_meant_then(kind, fields) | fields)
+        # A field added since the file was written, where its meaning then differs from the new default.
+        then: dict[str, Any] = {}
+        if kind is RewardModel and isinstance(fields.get("data"), Pairs):
+            then = {"score_at": "stop"}
+        if kind is Recipe and fields.get("overlong_share"):
+            then = {"overlong_weight": 1.0}
+        return kind(**then | fields)
     except (TypeError, ValueError, AttributeError):
         if not missing:
             raise
         return missing[0]
-
-
-def _meant_then(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields added to a class since the file was written if their old meaning differs from the new default."""
-    if kind is RewardModel and isinstance(fields.get("data"), Pairs):
-        return {"score_at": "stop"}
-    return {"overlong_weight": 1.0} if kind is Recipe and fields.get("overlong_share") else {}
 
 
 def load_json(path: Path) -> Configuration:
@@ -162,7 +170,7 @@ def load_json(path: Path) -> Configuration:
     return whole(read(path).run, str(path))
 
 
-def read(path: Path, own: bool = True) -> Saved:
+def read(path: Path, own: bool = True) -> Found:
     """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
     Args:
@@ -188,7 +196,7 @@ def read(path: Path, own: bool = True) -> Saved:
             "or begin a new run"
         ) from None
     require(isinstance(run, KINDS), f"{path} does not describe a run")
-    return Saved(run, origin)
+    return Found(path.parent.absolute().name, run, origin, path.parent)
 
 
 def is_run(path: Path) -> bool:
@@ -217,13 +225,14 @@ def changes(old: Configuration, new: Configuration) -> list[str]:
     """List the fields that differ, as ``name: old -> new``."""
     before = flat(to_json(old))
     after = flat(to_json(new))
-    names = sorted(before.keys() | after.keys())
-    # As text, since nan is not equal to itself.
-    return [
-        f"{name}: {_short(before.get(name))} -> {_short(after.get(name))}"
-        for name in names
-        if repr(before.get(name)) != repr(after.get(name))
-    ]
+    found = []
+    for name in sorted(before.keys() | after.keys()):
+        values = before.get(name), after.get(name)
+        if repr(values[0]) != repr(values[1]):  # as text, since nan is not equal to itself
+            texts = [str(value) for value in values]
+            then, now = (text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..." for text in texts)
+            found.append(f"{name}: {then} -> {now}")
+    return found
 
 
 def shown(found: Sequence[str]) -> str:
@@ -245,8 +254,3 @@ def evaluation_key(run: Run) -> str:
     """Return a key of the settings that evaluations depend on: equal keys measure the same problems in the same way."""
     test = dataclasses.replace(run.evaluation, task=run.evaluation.task or run.task, every=0, judge=None)
     return hashlib.sha256(json.dumps(to_json(test)).encode()).hexdigest()[:16]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms.preference import DPO, IPO
 from jaxrl_llm.config.mixture import tasks_in
-from jaxrl_llm.config.run import MOVED, SEED, Configuration, Evaluation, Output, check_model
+from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
 from jaxrl_llm.data.loading import check_collected
 from jaxrl_llm.errors import require
@@ -222,6 +222,10 @@ class RewardModel(FromData):
             "a reward model gives no answers: of evaluation it has every and limit alone, leave the others out",
         )
         super().check(run, where)
+
+
+Configuration = Run | FromData
+"""Every kind of run: of reinforcement learning, or from data."""
 
 
 class AtStart(NamedTuple):

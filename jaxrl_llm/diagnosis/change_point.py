@@ -97,7 +97,13 @@ def change_point(series: Series, limit: Limit, up: bool, relative: bool = False)
     after = float(np.median(values[start:]))
     before = float(past[start])
     began = _began(values[: start + 1], before, after, window(count), relative)
-    steep = began + _knee(np.log(np.maximum(level[began : start + 1], 1e-12))) if relative else began
+    steep = began
+    if relative:
+        # Where slow growth turns into fast growth: the point furthest below the line from first to last, if it is far.
+        grows = np.log(np.maximum(level[began : start + 1], 1e-12))
+        below = np.linspace(grows[0], grows[-1], len(grows)) - grows
+        furthest = int(np.argmax(below))
+        steep += furthest if below[furthest] > KNEE * (grows[-1] - grows[0]) else 0
     steps = series.steps
     return ChangePoint(
         int(steps[began]), int(steps[steep]), int(steps[start]), sign * before, sign * after, count - start
@@ -115,13 +121,3 @@ def _began(values: np.ndarray, before: float, after: float, width: int, relative
     most = before + max(ALIKE * (after - before), 3.5 * noise(values) / width**0.5)
     alike = np.flatnonzero(smoothed(values, width)[:-1] <= most)
     return int(alike[-1]) + 1 if len(alike) else 0
-
-
-def _knee(level: np.ndarray) -> int:
-    """Return the index where slow growth turns into fast growth: the point furthest below the line from first to last.
-
-    0 if no point is far below it.
-    """
-    below = np.linspace(level[0], level[-1], len(level)) - level
-    furthest = int(np.argmax(below))
-    return furthest if below[furthest] > KNEE * (level[-1] - level[0]) else 0

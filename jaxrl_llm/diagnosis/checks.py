@@ -4,8 +4,9 @@ The value of a metric alone says little: checks compare it with the run's own pa
 tolerate much in a run that learns. The thresholds are ours, chosen on synthetic and real runs.
 """
 
+import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]
     ``steps``: planned steps of an unfinished run; it counts as stalled only after half of them without progress.
     """
     run = history(rows, steps)
-    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    found = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
     return sorted(found, key=lambda finding: finding.step)
 
 
@@ -136,10 +137,30 @@ def entropy_collapse(run: History) -> Finding | None:
     return of_change("entropy_collapse", step, found, run)
 
 
-def entropy_explosion(run: History) -> Finding | None:
-    """Find an entropy far above its own past; less far if nothing is learned meanwhile."""
-    found = _grown(run, "entropy", above(0.5, 2.0, 0.4), above(1.5, 3.0, 1.2), relative=True)
-    return of_change("entropy_explosion", found.steep, found, run) if found else None
+GROWN: dict[str, tuple[str, Limit, Limit, bool, float]] = {
+    "entropy_explosion": ("entropy", above(0.5, 2.0, 0.4), above(1.5, 3.0, 1.2), True, np.inf),
+    "truncation": ("completions/truncated_fraction", above(0.2, more=0.15), above(0.3, more=0.2), False, 0.5),
+    "repetition": ("completions/repetition_fraction", above(0.15, more=0.12), above(0.25, more=0.15), False, 0.4),
+    "kl_runaway": ("kl", above(0.2, 5.0), above(0.4, 8.0), True, np.inf),
+}
+"""Troubles that are a metric's growth: its name, two bounds, whether factors count, and what is much from the start."""
+
+
+def grown(kind: str, run: History) -> Finding | None:
+    """Find growth of a metric of ``GROWN``: beyond the second bound in any run, beyond the first in one that learned
+    nothing meanwhile; or there, where the metric is high from the first step and does not fall."""
+    name, idle, learning, relative, high = GROWN[kind]
+    series = run[name]
+    found = change_point(series, learning, True, relative)
+    if found is None:
+        found = change_point(series, idle, True, relative)
+        if found is not None and (not _lasts(found, series) or _excused(run, found)):
+            found = None
+    if found is None:
+        found = change_point(series, above(high), True)
+        if found is not None and (found.count < 12 or fallen(series, found.step) or _excused(run, found)):
+            found = None
+    return of_change(kind, found.steep, found, run) if found else None
 
 
 def length_collapse(run: History) -> Finding | None:
@@ -161,20 +182,6 @@ def length_explosion(run: History) -> Finding | None:
     return None if excused else of_change("length_explosion", found.steep, found, run)
 
 
-def truncation(run: History) -> Finding | None:
-    """Find many truncated completions, either more than before or from the start without decline."""
-    found = _grown(run, "completions/truncated_fraction", above(0.2, more=0.15), above(0.3, more=0.2))
-    found = found or _always(run, "completions/truncated_fraction", 0.5)
-    return of_change("truncation", found.step, found, run) if found else None
-
-
-def repetition(run: History) -> Finding | None:
-    """Find many repetitive completions, either more than before or from the start without decline."""
-    found = _grown(run, "completions/repetition_fraction", above(0.15, more=0.12), above(0.25, more=0.15))
-    found = found or _always(run, "completions/repetition_fraction", 0.4)
-    return of_change("repetition", found.step, found, run) if found else None
-
-
 def no_signal(run: History) -> Finding | None:
     """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise.
 
@@ -188,12 +195,6 @@ def no_signal(run: History) -> Finding | None:
     if not none_left and improved(run, found.step):
         return None
     return of_change("no_signal", found.step, found, run)
-
-
-def kl_runaway(run: History) -> Finding | None:
-    """Find a KL that grew many times and is large in itself; less large if nothing is learned."""
-    found = _grown(run, "kl", above(0.2, 5.0), above(0.4, 8.0), relative=True)
-    return of_change("kl_runaway", found.steep, found, run) if found else None
 
 
 def clip_saturation(run: History) -> Finding | None:
@@ -256,35 +257,28 @@ def stalled(run: History) -> Finding | None:
     return findings.finding("stalled", found.step, last=run.last, best=short(found.best), now=short(found.now))
 
 
-RULES = (
-    entropy_collapse, entropy_explosion, length_collapse, length_explosion, truncation, reward_hacking, no_signal,
-    kl_runaway, clip_saturation, sampler_mismatch, gradient_spikes, stalled, repetition, overfitting,
-)  # fmt: skip
+RULES: dict[str, Callable[[History], Finding | None]] = {
+    "entropy_collapse": entropy_collapse,
+    "entropy_explosion": functools.partial(grown, "entropy_explosion"),
+    "length_collapse": length_collapse,
+    "length_explosion": length_explosion,
+    "truncation": functools.partial(grown, "truncation"),
+    "reward_hacking": reward_hacking,
+    "no_signal": no_signal,
+    "kl_runaway": functools.partial(grown, "kl_runaway"),
+    "clip_saturation": clip_saturation,
+    "sampler_mismatch": sampler_mismatch,
+    "gradient_spikes": gradient_spikes,
+    "stalled": stalled,
+    "repetition": functools.partial(grown, "repetition"),
+    "overfitting": overfitting,
+}
+"""The check of each kind of trouble."""
 
 
 def _near_zero(past: np.ndarray) -> np.ndarray:
     """Return the limit of a collapsed entropy: 0.2 of the past up to 0.25 nats, or 0.5 of it up to 0.03 nats."""
     return np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.5 * past, 0.03))
-
-
-def _grown(run: History, name: str, idle: Limit, learning: Limit, relative: bool = False) -> ChangePoint | None:
-    """Find growth beyond ``learning``, in any run, or beyond ``idle`` in one that learned nothing meanwhile."""
-    gross = change_point(run[name], learning, True, relative)
-    if gross is not None:
-        return gross
-    found = change_point(run[name], idle, True, relative)
-    if found is None or not _lasts(found, run[name]):
-        return None
-    return None if _excused(run, found) else found
-
-
-def _always(run: History, name: str, high: float) -> ChangePoint | None:
-    """Find a metric that is high from the first step and does not fall, in a run that does not learn."""
-    series = run[name]
-    found = change_point(series, above(high), True)
-    if found is None or found.count < 12 or fallen(series, found.step):
-        return None
-    return None if _excused(run, found) else found
 
 
 def _tells(run: History, found: ChangePoint, gross: bool) -> bool:

@@ -96,7 +96,10 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
         if (back := number(row.get(ROLLED_BACK))) is not None:
             for name, values in found.items():
                 found[name] = {step: value for step, value in values.items() if step <= back}
-    series = {name: _series(values) for name, values in found.items()}
+    series = {}
+    for name, values in found.items():
+        steps_of = np.array(sorted(values), np.int64)
+        series[name] = Series(steps_of, np.array([values[step] for step in steps_of.tolist()], float))
     tested: dict[str, dict[float, Series]] = {}
     for name, values in series.items():
         if (match := TESTED.fullmatch(name)) and len(values):
@@ -114,8 +117,3 @@ def total(one: Series, other: Series) -> Series:
     for series in (one, other):
         values[np.searchsorted(steps, series.steps)] += series.values
     return Series(steps, values)
-
-
-def _series(values: dict[int, float]) -> Series:
-    steps = np.array(sorted(values), np.int64)
-    return Series(steps, np.array([values[step] for step in steps.tolist()], float))

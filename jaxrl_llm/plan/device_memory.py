@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
@@ -66,21 +65,19 @@ class DeviceMemory:
 
 def resident(arrays: Arrays) -> DeviceMemory:
     """Return the memory of the training state, resident in both halves; moments kept in host memory do not count."""
-    state = arrays.state
-    size = bytes_per_device
-    policy = state.policy
-    others = [role for name, role in state.roles.items() if name != "policy"]
+    weights, moments = {"policy": 0, "critic": 0}, {"policy": 0, "critic": 0}
+    for name, role in arrays.state.roles.items():
+        kind = "policy" if name == "policy" else "critic"
+        here = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
+        weights[kind] += bytes_per_device((role.params, role.base))
+        moments[kind] += bytes_per_device(here)
     return DeviceMemory(
-        weights=size(policy.params) + size(policy.base),
-        optimiser=_on_device(policy.opt_state),
-        reference=size(state.reference),
-        critic=sum(size(role.params) + size(role.base) for role in others),
-        critic_optimiser=sum(_on_device(role.opt_state) for role in others),
+        weights=weights["policy"],
+        optimiser=moments["policy"],
+        reference=bytes_per_device(arrays.state.reference),
+        critic=weights["critic"],
+        critic_optimiser=moments["critic"],
     )
-
-
-def _on_device(moments: Any) -> int:
-    return bytes_per_device([x for x in jax.tree.leaves(moments) if x.sharding.memory_kind != "pinned_host"])
 
 
 def judges(arrays: Arrays) -> float:
@@ -94,7 +91,7 @@ def learning(run: Configuration, arrays: Arrays, base: DeviceMemory, temporary: 
     Reward models count too, unless they have devices of their own.
     """
     sampled = 0
-    if isinstance(arrays, SamplingArrays) and arrays.rollout.collect.staleness and not run.mesh.rollout:
+    if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
         sampled = bytes_per_device(arrays.sampled)
     return dataclasses.replace(
         base, judges=0 if run.mesh.rollout else judges(arrays), sampled=sampled,
@@ -177,15 +174,14 @@ def pass_by_formula(
 
 def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:
     """Return the bytes of the largest sampling program, besides weights and cache; ``parts``: parts of the slots."""
+    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
     if not done:
-        busiest = sampling_formula(arrays, parts)
-        scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
-        return max(busiest, *scoring) if scoring else busiest
+        return max([sampling_formula(arrays, parts), *scoring])
     size = bytes_per_device
     sampled = size(arrays.sampled)
     slots = size(arrays.slots)
     waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
-    waiting = max(waiting, 0) * prompts_waiting(arrays.rollout, parts)
+    waiting = max(waiting, 0) * prompts_waiting(arrays.sampler.rollout, parts)
     decode = compiled_temporary(done["decode"], sampled + slots)
     weights = done.get("weights", Compiled("weights"))
     moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
@@ -194,13 +190,12 @@ def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], par
     blocks = size(arrays.slots.blocks) / 2
     # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
     busiest = max(decode, blocks, refill, done["prompts"].temporary)
-    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
     return max(busiest + waiting, moving - slots, *scoring)
 
 
 def sampling_formula(arrays: SamplingArrays, parts: int) -> float:
     """Estimate the bytes of sampling besides weights and cache: logits, waiting prompts, growing blocks of prompts."""
-    rollout = arrays.rollout
+    rollout = arrays.sampler.rollout
     config = arrays.sampled.config
     share = share_of(arrays.sampled)
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)

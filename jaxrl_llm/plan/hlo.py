@@ -47,11 +47,9 @@ class Collective:
     def moved(self) -> float:
         """Return the bytes that one device sends over its links in one run, by a ring."""
         n = self.groups.shape[1]
-        return (
-            self.size
-            if self.kind == "collective-permute"
-            else self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
-        )
+        if self.kind == "collective-permute":
+            return self.size
+        return self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +108,14 @@ def parse(text: str, devices: int) -> Program:
         elif line.rstrip() == "}":  # kernels write attributes over several lines, which may begin so too
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            instruction = _instruction(line[match.end() :], match[2], bool(match[1]))
-            current[match[2]] = instruction
+            # ``shapes operation(operands), rest``; shapes may be a tuple, and layouts may contain parentheses.
+            given = line[match.end() :]
+            end = _closing(given, 0) + 1 if given.startswith("(") else given.index(" ")
+            opened = given.index("(", end)
+            operands = tuple(re.findall(r"%([\w.-]+)", given[opened : _closing(given, opened)]))
+            operation = given[end:opened].strip()
+            current[match[2]] = Instruction(match[2], given[:end], operation, operands, given[opened:], bool(match[1]))
     return Program(computations, entry, devices)
-
-
-def _instruction(text: str, name: str, root: bool) -> Instruction:
-    """Parse ``shapes operation(operands), rest``; shapes may be a tuple, and layouts may contain parentheses."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    opened = text.index("(", end)
-    closed = _closing(text, opened)
-    operands = tuple(re.findall(r"%([\w.-]+)", text[opened:closed]))
-    return Instruction(name, text[:end], text[end:opened].strip(), operands, text[opened:], root)
 
 
 def _closing(text: str, opened: int) -> int:
@@ -205,8 +199,17 @@ def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator
         if fusion and channel and (kind, channel[1]) in seen:
             continue
         seen |= {(kind, channel[1])} if fusion and channel else set()
-        scattered = kind == "all-reduce" and fusion.startswith("all-reduce-scatter")
-        yield _collective("reduce-scatter" if scattered else kind, instruction, program, times)
+        if kind == "all-reduce" and fusion.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        groups = _groups(instruction.rest, program.devices)
+        parts = parts_of(instruction.shapes) if instruction.operation.endswith("-start") else []
+        if kind == "all-reduce" or len(parts) < 2:
+            size = bytes_of(instruction.shapes)
+            if instruction.operation.startswith("reduce-scatter"):
+                size *= groups.shape[1]
+        else:  # what begins only: its operands, its results, then flags
+            size = bytes_of(parts[0] if kind == "reduce-scatter" else parts[1])
+        yield Collective(kind, size, groups, times)
 
 
 def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instruction, str]]:
@@ -216,18 +219,6 @@ def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instructio
         if instruction.operation == "fusion":
             for other in calls(instruction).get("calls", []):
                 yield from _flat(program, other, other)
-
-
-def _collective(kind: str, instruction: Instruction, program: Program, times: float) -> Collective:
-    groups = _groups(instruction.rest, program.devices)
-    parts = parts_of(instruction.shapes) if instruction.operation.endswith("-start") else []
-    if kind == "all-reduce" or len(parts) < 2:
-        size = bytes_of(instruction.shapes)
-        if instruction.operation.startswith("reduce-scatter"):
-            size *= groups.shape[1]
-    else:  # what begins only: its operands, its results, then flags
-        size = bytes_of(parts[0] if kind == "reduce-scatter" else parts[1])
-    return Collective(kind, size, groups, times)
 
 
 def parts_of(shapes: str) -> list[str]:
@@ -247,18 +238,13 @@ def parts_of(shapes: str) -> list[str]:
 
 def bytes_of(shapes: str) -> float:
     """Return the bytes of all arrays in a text of shapes."""
-    return sum(
-        math.prod(int(n) for n in sizes.split(",") if n) * width_of(dtype)
-        for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shapes)
-    )
-
-
-def width_of(dtype: str) -> float:
-    """Return the bytes of one number."""
-    for name, width in _WIDTHS.items():
-        if dtype.startswith(name):
-            return width
-    return int(re.search(r"\d+", dtype)[0]) / 8
+    total: float = 0
+    for dtype, sizes in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shapes):
+        width = next((width for name, width in _WIDTHS.items() if dtype.startswith(name)), None)
+        if width is None:
+            width = int(re.search(r"\d+", dtype)[0]) / 8
+        total += math.prod(int(n) for n in sizes.split(",") if n) * width
+    return total
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:
@@ -299,32 +285,25 @@ def trip_count(program: Program, around: dict[str, Instruction], loop: Instructi
     if limit is None or place is None:
         return None
     index = int(place[1])
-    first = _first_value(around, loop, index)
-    return max(-(-(limit - first) // _stride(body, index)), 0)
+    # The counter begins at 0 and grows by 1, unless the operands and the body give other constants.
+    given = around.get(loop.operands[0])
+    starts = given is not None and given.operation == "tuple"
+    first = _constant(_origin(around, given.operands[index])) or 0 if starts else 0
+    root = next(i for i in body.values() if i.root)
+    added = _origin(body, root.operands[index]) if root.operation == "tuple" else None
+    stride = 1
+    if added is not None and added.operation == "add":
+        stride = next((value for operand in added.operands if (value := _constant(body.get(operand)))), 1)
+    return max(-(-(limit - first) // stride), 0)
+
+
+def _origin(around: dict[str, Instruction], name: str) -> Instruction | None:
+    """Return the instruction that gives a value, before any copies of it."""
+    while name in around and around[name].operation in ("copy", "bitcast"):
+        name = around[name].operands[0]
+    return around.get(name)
 
 
 def _constant(instruction: Instruction | None) -> int | None:
     found = instruction and instruction.operation == "constant" and re.match(r"\((-?\d+)\)", instruction.rest)
     return int(found[1]) if found else None
-
-
-def _first_value(around: dict[str, Instruction], loop: Instruction, index: int) -> int:
-    """Return the counter's initial value: 0, unless the operands give another constant."""
-    given = around.get(loop.operands[0])
-    if given is None or given.operation != "tuple":
-        return 0
-    name = given.operands[index]
-    while name in around and around[name].operation in ("copy", "bitcast"):
-        name = around[name].operands[0]
-    return _constant(around.get(name)) or 0
-
-
-def _stride(body: dict[str, Instruction], index: int) -> int:
-    """Return the counter's increment per run of the body: 1, unless the body adds another constant."""
-    root = next(i for i in body.values() if i.root)
-    name = root.operands[index] if root.operation == "tuple" else ""
-    while name in body and body[name].operation in ("copy", "bitcast"):
-        name = body[name].operands[0]
-    if name not in body or body[name].operation != "add":
-        return 1
-    return next((value for operand in body[name].operands if (value := _constant(body.get(operand)))), 1)

@@ -5,7 +5,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
@@ -13,17 +13,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from jaxrl_llm.config import Configuration, Run, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.prefix_cache import bucket
-from jaxrl_llm.engine.sampling import asked
+from jaxrl_llm.engine.sampling import asked as asked_of
 from jaxrl_llm.engine.scheduler import idle
 from jaxrl_llm.engine.slots import as_rules, extend_prompts, fill_slots, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.forward import score
-from jaxrl_llm.models.cache import Cache, empty_cache
+from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.models.hf_config import read_config
@@ -34,20 +34,17 @@ from jaxrl_llm.plan.machines import Machine, without_compilation_cache
 from jaxrl_llm.plan.movement import Loop, loops
 from jaxrl_llm.plan.shapes import (
     Arrays,
-    PlannedPass,
-    PlannedRole,
     SamplingArrays,
     abstract_mesh,
     abstract_model,
     arrays,
-    meshes,
     prompt_calls,
 )
 from jaxrl_llm.runs.load import config_of, find_run
-from jaxrl_llm.sharding import abstract, batch_parts
+from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
 from jaxrl_llm.stages import stage_of
-from jaxrl_llm.stages.outline import Architectures, Outline
 from jaxrl_llm.stages.rl.ingredients import ingredients_of
+from jaxrl_llm.stages.stage import Architectures, Outline
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -110,14 +107,17 @@ def subject(
     ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and
     nothing can be compiled.
     """
-    mesh, where = meshes(run, devices) if machine is None or devices is not None else abstract_meshes(run, machine)
+    mesh, where = meshes(run, devices, machine)
     model = abstract_model(config, run.learner.dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
     return Subject(run, mesh, where, outline, arrays(outline, model, mesh, where))
 
 
-def abstract_meshes(run: Configuration, machine: Machine) -> tuple[AbstractMesh, AbstractMesh]:
-    """Return the run's meshes for learning and for sampling, abstract, without described devices."""
+def meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
+    """Return the run's meshes for learning and for sampling: of these devices, or without them abstract, of the
+    machine."""
+    if devices is not None or machine is None:
+        return make_mesh(run.mesh, devices), rollout_mesh(run.mesh, devices)
     sizes = run.mesh.sizes(machine.devices), run.mesh.sampling_sizes(machine.devices)
     return abstract_mesh(sizes[0], machine.chip.platform), abstract_mesh(sizes[1], machine.chip.platform)
 
@@ -130,102 +130,75 @@ def planned_stage(run: Configuration) -> ModuleType:
     """
     stage = stage_of(run)
     if not hasattr(stage, "outline"):
-        raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/outline.py)")
+        raise InputError(f"a {type(run).__name__} cannot be planned: its stage has no outline (stages/stage.py)")
     return stage
 
 
-def lower_update(one: Subject, learned: PlannedRole) -> jax.stages.Lowered:
-    """Lower an optimiser update of a role."""
+def lowered(one: Subject, name: str) -> jax.stages.Lowered:
+    """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several.
+
+    ``weights`` casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts.
+    """
+    held = one.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    coefficients = dict.fromkeys(one.outline.coefficients[learned.training.role], scalar)
-    with jax.set_mesh(one.mesh):
-        return learned.training.update.lower(one.arrays.state, learned.training.reads(one.arrays.packed), coefficients)
+    for learned in held.learned:
+        if learned.program == name:
+            role = learned.training
+            coefficients = dict.fromkeys(one.outline.coefficients[role.role], scalar)
+            with jax.set_mesh(one.mesh):
+                return role.update.lower(held.state, role.reads(held.packed), coefficients)
+    for reading in held.readings:
+        asked = reading.asked
+        if asked.name == name:
+            with jax.set_mesh(asked.forward.mesh):
+                return score.lower(reading.model, reading.packed, scalar, asked.forward.compute, asked.output)
+    assert isinstance(held, SamplingArrays)
+    sampler = held.sampler
+    if name == "weights":
+        with jax.set_mesh(one.mesh):
+            transfer: Any = sampler.transfer(one.mesh, one.where)
+            return transfer.lower(policy_model(held.state))
+    shape, where = held.slot_shape, one.where
+    rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
+    dtype = held.slots.cache.k.dtype
+    cache = jax.eval_shape(lambda: empty_cache(held.sampled.config, rows, bucket(calls * piece), dtype))
+    cache = abstract(cache, slot_shardings(cache, where))
+    with jax.set_mesh(where):
+        if name == "prompts":
+            lengths = jax.ShapeDtypeStruct((rows,), np.int32)
+            tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
+            given = cache if calls > 1 else None
+            return extend_prompts.lower(held.sampled, given, lengths, tokens, cache.columns, where)
+        if name == "refill":
+            lanes = np.zeros(shape.rows, np.int32)
+            begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], lanes, sampler.rules.repetition))
+            return fill_slots.lower(held.slots, cache, begun, where)
+        rules = jax.eval_shape(lambda: as_rules(sampler.rules))
+        chunk = sampler.rollout.chunk
+        return run_chunk.lower(held.sampled, held.slots, rules, chunk, asked_of(sampler.rules), shape.group, where)
 
 
-def lower_reading(reading: PlannedPass) -> jax.stages.Lowered:
-    """Lower a pass over one call's completions."""
-    temperature = jax.ShapeDtypeStruct((), np.float32)
-    forward = reading.forward
-    with jax.set_mesh(forward.mesh):
-        return score.lower(reading.model, reading.packed, temperature, forward.compute, reading.asked.output)
-
-
-def lower_decode(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """Lower a chunk of decode steps with all slots and the longest cache."""
-    rules = jax.eval_shape(lambda: as_rules(a.sampling))
-    with jax.set_mesh(one.where):
-        return run_chunk.lower(
-            a.sampled, a.slots, rules, a.rollout.chunk, asked(a.sampling), a.slot_shape.group, one.where
-        )
-
-
-def prompts(one: Subject, a: SamplingArrays) -> Cache:
-    """Return the cache of one call with the longest prompts, as shapes with their layout."""
-    rows, piece, calls = prompt_calls(a.rollout.max_prompt_tokens, batch_parts(one.where))
-    dtype = a.slots.cache.k.dtype
-    cache = jax.eval_shape(lambda: empty_cache(a.sampled.config, rows, bucket(calls * piece), dtype))
-    return abstract(cache, slot_shardings(cache, one.where))
-
-
-def lower_prompts(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """Lower the prefill of the longest prompts; the last call, where there are several."""
-    rows, piece, calls = prompt_calls(a.rollout.max_prompt_tokens, batch_parts(one.where))
-    cache = prompts(one, a)
-    lengths = jax.ShapeDtypeStruct((rows,), np.int32)
-    tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
-    with jax.set_mesh(one.where):
-        return extend_prompts.lower(a.sampled, cache if calls > 1 else None, lengths, tokens, cache.columns, one.where)
-
-
-def lower_refill(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """Lower the filling of slots and blocks with the prompts of a call."""
-    given = prompts(one, a)
-    lanes = np.zeros(a.slot_shape.rows, np.int32)
-    begun = jax.eval_shape(lambda: idle(a.slot_shape, given.v.shape[1], lanes, a.sampling.repetition))
-    with jax.set_mesh(one.where):
-        return fill_slots.lower(a.slots, given, begun, one.where)
-
-
-def lower_weights(one: Subject, a: SamplingArrays) -> jax.stages.Lowered:
-    """Lower the cast and relayout of the policy for sampling."""
-    transfer = a.sampler.transfer(one.mesh, one.where)
-    with jax.set_mesh(one.mesh):
-        # Of a run whose weights are moved, they are not compiled.
-        return transfer.lower(policy_model(one.arrays.state))  # ty: ignore[missing-attribute]
-
-
-SAMPLING: dict[str, Callable[[Subject, SamplingArrays], jax.stages.Lowered]] = {
-    "weights": lower_weights, "prompts": lower_prompts, "refill": lower_refill, "decode": lower_decode,
-}  # fmt: skip
-"""The programs that sample, in order."""
-
-
-def programs(one: Subject) -> dict[str, tuple[Mesh, Callable[[], jax.stages.Lowered]]]:
+def programs(one: Subject) -> dict[str, Mesh]:
     """Return the run's programs in order, each with its mesh; weights that move to other devices need none."""
-    found: dict[str, tuple[Mesh, Callable[[], jax.stages.Lowered]]] = {}
+    found = {}
     if isinstance(one.arrays, SamplingArrays):
-        for name, lower in SAMPLING.items():
-            if name != "weights" or not one.run.mesh.rollout:
-                found[name] = one.mesh if name == "weights" else one.where, functools.partial(lower, one, one.arrays)
-    for reading in one.arrays.readings:
-        found[reading.asked.name] = reading.forward.mesh, functools.partial(lower_reading, reading)
-    for learned in one.arrays.learned:
-        found[learned.program] = one.mesh, functools.partial(lower_update, one, learned)
-    return found
+        found = {} if one.run.mesh.rollout else {"weights": one.mesh}
+        found |= dict.fromkeys(("prompts", "refill", "decode"), one.where)
+    found |= {reading.asked.name: reading.asked.forward.mesh for reading in one.arrays.readings}
+    return found | {learned.program: one.mesh for learned in one.arrays.learned}
 
 
 def compile_one(one: Subject, name: str) -> Compiled:
     """Compile one of the programs; one that needs more memory than the device has is returned as refused."""
     began = time.monotonic()
-    where, lower = programs(one)[name]
     with without_compilation_cache():
         try:
-            done = lower().compile()
+            done = lowered(one, name).compile()
         except jax.errors.JaxRuntimeError as error:
             return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
     text = done.as_text()
-    program = hlo.parse(text, where.size)
+    program = hlo.parse(text, programs(one)[name].size)
     repeats = _repeats(one, name)
     return Compiled(
         name,
@@ -251,7 +224,7 @@ def _repeats(one: Subject, name: str) -> tuple[float, ...]:
         inside = (-(-reading.packed.target.shape[-1] // CHUNK),) * reading.predicts
         found[reading.asked.name] = reading.microbatches, *inside
     if isinstance(arrays, SamplingArrays):
-        found["decode"] = (arrays.rollout.chunk,)
+        found["decode"] = (arrays.sampler.rollout.chunk,)
     return found.get(name, ())
 
 

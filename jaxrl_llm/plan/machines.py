@@ -87,14 +87,9 @@ class Machine:
     slices: int = 1
 
     @property
-    def per_slice(self) -> int:
-        """Return the number of devices of a slice."""
-        return math.prod(self.shape) * (2 if self.chip.name == "tpu7x" else 1)
-
-    @property
     def devices(self) -> int:
         """Return the number of all devices."""
-        return self.per_slice * self.slices
+        return math.prod(self.shape) * (2 if self.chip.name == "tpu7x" else 1) * self.slices
 
     @property
     def name(self) -> str:

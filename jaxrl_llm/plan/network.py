@@ -30,24 +30,15 @@ class Places:
     coordinates: np.ndarray
 
 
-def places(machine: Machine, devices: Iterable[Any] | None) -> Places:
+def places(machine: Machine, devices: Iterable[Any] | None = None) -> Places:
     """Return the places of described devices, in the order of a program's partitions; without them, GPUs by host."""
     if devices is None:
-        return hosts(machine)
+        return Places(machine, np.arange(machine.devices) // machine.shape[1], np.zeros((machine.devices, 0), int))
     devices = list(devices)
     if machine.chip.platform == "gpu":
         return Places(machine, np.array([d.process_index for d in devices]), np.zeros((len(devices), 0), int))
-    dimensions = len(machine.shape)
-    return Places(
-        machine,
-        np.array([getattr(d, "slice_index", 0) or 0 for d in devices]),
-        np.array([d.coords[:dimensions] for d in devices]),
-    )
-
-
-def hosts(machine: Machine) -> Places:
-    """Return the places of GPUs without a description, numbered host by host."""
-    return Places(machine, np.arange(machine.devices) // machine.shape[1], np.zeros((machine.devices, 0), int))
+    slices = np.array([getattr(d, "slice_index", 0) or 0 for d in devices])
+    return Places(machine, slices, np.array([d.coords[: len(machine.shape)] for d in devices]))
 
 
 def traffic(collective: Collective, where: Places) -> Traffic:
@@ -73,19 +64,15 @@ def traffic(collective: Collective, where: Places) -> Traffic:
 
 def _links(collective: Collective, where: Places) -> float:
     """Return the number of links that a device can use at once: two along each closed axis of its group's torus."""
-    groups = collective.groups if collective.kind == "collective-permute" else collective.groups[:1]
-    machine = where.machine
-    members = np.unique(groups)
-    coordinates = where.coordinates[members]
-    if coordinates.shape[1] == 0:
-        return 1.0
-    axes = [axis for axis in range(coordinates.shape[1]) if len(np.unique(coordinates[:, axis])) > 1]
-
-    def wraps(axis: int) -> bool:
-        return machine.chip.wrap > 0 and machine.shape[axis] % machine.chip.wrap == 0
-
-    links = sum(2.0 if wraps(axis) else 1.0 for axis in axes) or 1.0
-    return min(links, 2.0) if collective.kind == "collective-permute" else links
+    permutes = collective.kind == "collective-permute"
+    coordinates = where.coordinates[np.unique(collective.groups if permutes else collective.groups[:1])]
+    wrap = where.machine.chip.wrap
+    links = 0.0
+    for axis in range(coordinates.shape[1]):
+        if len(np.unique(coordinates[:, axis])) > 1:
+            links += 2.0 if wrap and where.machine.shape[axis] % wrap == 0 else 1.0
+    links = links or 1.0
+    return min(links, 2.0) if permutes else links
 
 
 def by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
@@ -113,26 +100,27 @@ def traffic_by_formula(
     rows = work.rows * work.row_tokens / parts / max(work.microbatches, 1)
     sent: dict[str, list[Collective]] = {}
     if isinstance(arrays, SamplingArrays):
-        rollout = arrays.rollout
+        rollout = arrays.sampler.rollout
         config = arrays.sampled.config
         width = arrays.slots.cache.k.dtype.itemsize
-        summed = Collective(
-            "all-reduce",
-            rollout.slots / parts * config.width * width,
-            axes["tensor"],
-            2 * config.layers * rollout.chunk,
-        )
-        sent = {
-            "weights": [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)],
-            "decode": [summed],
-        }
+        size = rollout.slots / parts * config.width * width
+        sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
+        sent["decode"] = [Collective("all-reduce", size, axes["tensor"], 2 * config.layers * rollout.chunk)]
     policy = arrays.learned[0]
     sent["score"] = _passed(policy, work.microbatches, rows, axes)
     for one in arrays.readings:
         each = one.forward.layout
         sent[one.asked.name] = _passed(one, one.microbatches, each.rows * each.row_tokens / each.parts, axes)
     for one in arrays.learned:
-        sent[one.program] = _updated(one, work.microbatches, rows, axes, 2 + REMAT_PASSES[run.learner.remat])
+        # ``passes`` passes after the first one, and the sums of gradients.
+        passes = 2 + REMAT_PASSES[run.learner.remat]
+        weights, activations = _passed(one, work.microbatches, rows, axes)
+        sent[one.program] = [
+            Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
+            Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
+            Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], work.microbatches),
+            Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
+        ]
     return {
         name: by_kind(traffic(one, where) for one in several if one.groups.shape[1] > 1)
         for name, several in sent.items()
@@ -146,15 +134,4 @@ def _passed(one: PlannedRole | PlannedPass, microbatches: int, tokens: float, ax
     return [
         Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
         Collective("all-reduce", size, axes["tensor"], 2 * config.layers * microbatches),
-    ]
-
-
-def _updated(one: PlannedRole, microbatches: int, tokens: float, axes: Groups, passes: float) -> list[Collective]:
-    """Return the collectives of an update: ``passes`` passes after the first one, and the sums of gradients."""
-    weights, activations = _passed(one, microbatches, tokens, axes)
-    return [
-        Collective("all-gather", weights.size, axes["fsdp"], passes * microbatches),
-        Collective("reduce-scatter", weights.size, axes["fsdp"], microbatches),
-        Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], microbatches),
-        Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
     ]

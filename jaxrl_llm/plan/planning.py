@@ -1,7 +1,6 @@
 """A plan: the needs of a run on a machine, from the compiler where there is one, and from formulas elsewhere."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,9 @@ from jaxrl_llm.plan.device_memory import DeviceMemory
 from jaxrl_llm.plan.lowering import (
     Compiled,
     Subject,
-    abstract_meshes,
     architectures,
     compile_one,
+    meshes,
     planned_stage,
     programs,
     subject,
@@ -28,7 +27,7 @@ from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_
 from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
 from jaxrl_llm.plan.shapes import SamplingArrays, abstract_model, bytes_per_device
 from jaxrl_llm.sharding import batch_parts
-from jaxrl_llm.stages.outline import Architectures, Groups
+from jaxrl_llm.stages.stage import Architectures, Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +99,22 @@ class Plan:
         """Return the model FLOPs utilisation (MFU): training FLOPs as a share of the machine's peak in that time."""
         return self.work.train_flops / (seconds * self.machine.devices * self.machine.chip.flops)
 
-    @property
-    def most_groups(self) -> int:
-        """Return the largest number of groups with data that fits next to everything else."""
-        return self._most("groups", self.learning, self.groups.count, self.run.learner.minibatches)
+    def most(self, kind: str) -> int | None:
+        """Return how many "groups", "slots" or "rows" of a microbatch fit next to everything else, as a multiple of
+        what the run divides them by; None for rows where that is unknown, 0 for slots where nothing is sampled.
 
-    @property
-    def most_slots(self) -> int:
-        """Return the largest ``rollout.slots`` that fits, if temporaries grow with the cache: they grow less.
-
-        0 where nothing is sampled.
+        Temporaries are taken to grow with the cache: they grow less.
         """
-        if self.sampling is None:
+        if kind == "slots" and self.sampling is None:
             return 0
-        return self._most("slots", self.sampling, self.run.rollout.slots, batch_parts(self.mesh))
-
-    @property
-    def most_rows(self) -> int | None:
-        """Return the largest ``learner.microbatch_rows`` with activations that fit in memory; None if unknown."""
-        if "rows" not in self.more:
+        if kind not in self.more:
             return None
-        return self._most("rows", self.learning, self.run.learner.microbatch_rows, batch_parts(self.mesh))
-
-    def _most(self, kind: str, half: DeviceMemory, now: int, unit: int) -> int:
-        """Return how many of a kind fit in the free memory, as a multiple of a unit."""
+        learner, parts = self.run.learner, batch_parts(self.mesh)
+        half, now, unit = {
+            "groups": (self.learning, self.groups.count, learner.minibatches),
+            "slots": (self.sampling, self.sampling and self.run.rollout.slots, parts),
+            "rows": (self.learning, learner.microbatch_rows, parts),
+        }[kind]
         free = self.machine.chip.memory - half.total
         return max(int((now + free / self.more[kind]) // unit * unit), 0)
 
@@ -163,15 +154,25 @@ def plan(
     if not more or not compiling:
         return found
     say(f"compiling update for {machine.name} with other microbatches")
-    again = functools.partial(subject, config=config, devices=devices, find=find)
-    return dataclasses.replace(found, more=found.more | row_bytes(run, again, machine.devices, done["update"]))
+    # Twice as many rows, or half as many if the update was refused.
+    update, rows = done["update"], run.learner.microbatch_rows
+    unit = batch_parts(run.mesh.sizes(machine.devices))
+    other = 2 * rows if not update.refused else rows // 2 // unit * unit
+    if not other:
+        return found
+    changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
+    again = compile_one(subject(changed, config, devices, find), "update")
+    needs = [one.refused or one.arguments + one.temporary for one in (update, again)]
+    if math.inf in needs:
+        return found
+    return dataclasses.replace(found, more=found.more | {"rows": (needs[1] - needs[0]) / (other - rows)})
 
 
 def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: Architectures) -> Configuration:
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.microbatch_rows:
         return run
-    mesh, where = abstract_meshes(run, machine)
+    mesh, where = meshes(run, None, machine)
     found = planned_stage(run).outline(run, abstract_model(config, run.learner.dtype), mesh, where, find).forward
     layout = found.layout
     sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
@@ -188,22 +189,6 @@ def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tu
     return dataclasses.replace(run, learner=learner), (
         "the run takes cuDNN's attention, which needs less memory; to compile that: pip install nvidia-cudnn-cu13",
     )
-
-
-def row_bytes(run: Any, again: Callable[[Any], Subject], devices: int, update: Compiled) -> dict[str, float]:
-    """Return the memory that one row of a microbatch adds to an update, from compiling it with twice as many.
-
-    Half as many if refused. ``again``: returns the programs of a run with other settings.
-    """
-    rows = run.learner.microbatch_rows
-    unit = batch_parts(run.mesh.sizes(devices))
-    other = 2 * rows if not update.refused else rows // 2 // unit * unit
-    if not other:
-        return {}
-    changed = dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=other))
-    larger = compile_one(again(changed), "update")
-    needs = [one.refused or one.arguments + one.temporary for one in (update, larger)]
-    return {"rows": (needs[1] - needs[0]) / (other - rows)} if math.inf not in needs else {}
 
 
 def _assembled(
@@ -225,26 +210,20 @@ def _assembled(
     if isinstance(held, SamplingArrays):
         sample = device_memory.sampling_temporary(held, done, held.slot_shape.parts)
         sampling = device_memory.sampling(run, held, base, sample, bool(done))
-        more["slots"] = (sampling.cache + sample) / held.rollout.slots
+        more["slots"] = (sampling.cache + sample) / held.sampler.rollout.slots
+    products = []
+    for name in ("update", "decode"):
+        if name in done and done[name].products:  # the compiler had a choice
+            shares = ", ".join(f"{count} by {who}" for who, count in done[name].products.items())
+            products.append(f"matrix products of {name}, as compiled: {shares}")
     policy = held.learned[0].role
     whole = policy.params if policy.base is None else policy.base  # an adapter is not counted
     return Plan(
         run, machine, sizes, sum(x.size for x in jax.tree.leaves(whole)), todo, outline.groups,
         device_memory.learning(run, held, base, learn, bool(done)), sampling,
         tuple(phases(run, held, todo, machine.chip, batch_parts(sizes), traffics)), done,
-        (f"attention: {outline.forward.compute.attention}", *_products(done), *notes, *outline.notes), more,
+        (f"attention: {outline.forward.compute.attention}", *products, *notes, *outline.notes), more,
     )  # fmt: skip
-
-
-def _products(done: dict[str, Compiled]) -> list[str]:
-    """Describe the implementations of matrix products in update and decoding, where the compiler had a choice."""
-    found = []
-    for name in ("update", "decode"):
-        products = done[name].products if name in done else {}
-        if products:
-            shares = ", ".join(f"{count} by {who}" for who, count in products.items())
-            found.append(f"matrix products of {name}, as compiled: {shares}")
-    return found
 
 
 COMPILED, SLACK, ROWS = 3, 1.3, (1, 2, 4, 8)
@@ -258,7 +237,6 @@ def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
     groups = planned_stage(run).groups(run)
     found = []
-
     for tensor in range(1, inside + 1):
         if inside % tensor or config.attention.kv_heads % tensor or run.learner.row_tokens % tensor:
             continue
@@ -292,7 +270,13 @@ def best(
     ranked = []
     for number, one in enumerate(every := candidates(run, config, machine)):
         say(f"by formula: {number + 1} of {len(every)}")
-        ranked.append(_with_fewer_slots(plan(one, config, machine, devices, mean, False), config, devices, mean))
+        made = plan(one, config, machine, devices, mean, False)
+        slots = made.most("slots") // batch_parts(made.mesh)
+        if slots and made.sampling.total > machine.chip.memory:  # with as many slots as fit
+            slots = (1 << slots.bit_length() - 1) * batch_parts(made.mesh)
+            fewer = dataclasses.replace(made.run, rollout=dataclasses.replace(made.run.rollout, slots=slots))
+            made = plan(fewer, config, machine, devices, mean, False)
+        ranked.append(made)
     ranked.sort(key=lambda p: p.seconds)
     if quick or devices is None:
         return [p for p in ranked if p.fits][: 2 * COMPILED]
@@ -303,13 +287,3 @@ def best(
         if len(found) == COMPILED:
             break
     return sorted(found, key=lambda p: p.seconds)
-
-
-def _with_fewer_slots(first: Plan, config: ModelConfig, devices: list[Any] | None, mean: int | None) -> Plan:
-    """Return a plan with as many slots as fit; the given plan if its cache fits, it has none, or no slot fits."""
-    limit = first.machine.chip.memory
-    if first.sampling is None or first.sampling.total <= limit or not first.most_slots:
-        return first
-    slots = 1 << (first.most_slots // batch_parts(first.mesh)).bit_length() - 1
-    rollout = dataclasses.replace(first.run.rollout, slots=slots * batch_parts(first.mesh))
-    return plan(dataclasses.replace(first.run, rollout=rollout), config, first.machine, devices, mean, False)

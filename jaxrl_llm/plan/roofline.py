@@ -25,7 +25,7 @@ from jaxrl_llm.plan.shapes import (
     share_of,
     width_of,
 )
-from jaxrl_llm.stages.outline import Outline
+from jaxrl_llm.stages.stage import Outline
 
 
 class ParameterCounts(NamedTuple):
@@ -276,7 +276,7 @@ def phases(
 
 def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
     """Return the calls and cost of the sampling programs; slots are assumed full until the last completions end."""
-    rollout = arrays.rollout
+    rollout = arrays.sampler.rollout
     parts = arrays.slot_shape.parts
     config = arrays.sampled.config
     rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
@@ -294,7 +294,7 @@ def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float
 
 def decode_cost(arrays: SamplingArrays, work: Work) -> Cost:
     """Return the cost of one decode chunk, averaged over the lengths of the cache as it grows."""
-    rollout = arrays.rollout
+    rollout = arrays.sampler.rollout
     config = arrays.sampled.config
     shape = arrays.slot_shape
     slots = rollout.slots / shape.parts

@@ -7,20 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine.backend import for_sampling
 from jaxrl_llm.engine.blocks import SlotShape
 from jaxrl_llm.engine.prefix_cache import LONGEST_CALL, PIECE, bucket, rows_of_call
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, wanted
-from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.engine.slots import (
-    Slots,
-    empty_slots,
-    slot_shardings,
-)
+from jaxrl_llm.engine.slots import Slots, empty_slots, slot_shardings
 from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import batch_shardings
@@ -30,9 +24,8 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.lora import base_of, model_of
-from jaxrl_llm.rollout.settings import Rollout
-from jaxrl_llm.sharding import abstract, make_mesh, platform_of, rollout_mesh, sampling_shardings, shardings
-from jaxrl_llm.stages.outline import Outline, Pass, PlannedSampler
+from jaxrl_llm.sharding import abstract, platform_of, sampling_shardings, shardings
+from jaxrl_llm.stages.stage import Outline, Pass, PlannedSampler
 from jaxrl_llm.types import Prompt, Role, TrainState
 
 
@@ -134,16 +127,6 @@ class SamplingArrays(Arrays):
     slots: Slots
     slot_shape: SlotShape
 
-    @property
-    def rollout(self) -> Rollout:
-        """Return the lengths and slots."""
-        return self.sampler.rollout
-
-    @property
-    def sampling(self) -> Sampling:
-        """Return the engine's sampling rules."""
-        return self.sampler.rules
-
 
 def abstract_mesh(sizes: Mapping[str, int], platform: str = "") -> AbstractMesh:
     """Return a mesh without devices, for arrays on a platform: enough to compute the size of each device's part."""
@@ -156,10 +139,10 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
     return jax.eval_shape(lambda key: initialise(config, key, jnp.dtype(dtype)), jax.random.key(0))
 
 
-def arrays(outline: Outline, model: Decoder, mesh: Any, where: Any) -> Arrays:
+def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract).
 
-    ``model``: the initial model, as shapes.
+    ``initial``: the model at the start, as shapes.
     """
     state = abstract(outline.state, shardings(outline.state, mesh))
     names = names_of(objective for one in outline.training for objective in one.objectives)
@@ -168,30 +151,22 @@ def arrays(outline: Outline, model: Decoder, mesh: Any, where: Any) -> Arrays:
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
     needed = set().union(*(one.needs for one in outline.training)) - set(packed.by_token)
     packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
-    learned = tuple(_learned(outline, state, one) for one in outline.training)
-    held = Arrays(
-        state, abstract(packed, batch_shardings(packed, mesh)), microbatches, learned,
-        tuple(_reading(one, state) for one in outline.passes),
-    )  # fmt: skip
+    learned = []
+    for one in outline.training:
+        role = state.roles[one.role]._replace(base=base_of(state, one.role))
+        model, forward = model_of(state, one.role), outline.forwards[one.role]
+        learned.append(PlannedRole(one, forward, role, model, gathered(model, forward)))
+    readings = []
+    for asked in outline.passes:
+        on = asked.forward.mesh
+        model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, on))
+        read, count = packed_shapes(asked.samples, asked.forward.layout)
+        read = abstract(read, batch_shardings(read, on))
+        readings.append(PlannedPass(asked, model, gathered(model, asked.forward), read, count))
+    held = Arrays(state, abstract(packed, batch_shardings(packed, mesh)), microbatches, tuple(learned), tuple(readings))
     if outline.sampler is None:
         return held
-    return _sampling(held, outline.sampler, model, outline.forward.compute.dtype, where)
-
-
-def _learned(outline: Outline, state: TrainState, one: Training) -> PlannedRole:
-    role = state.roles[one.role]
-    forward = outline.forwards[one.role]
-    model = model_of(state, one.role)
-    whole = role._replace(base=base_of(state, one.role))
-    return PlannedRole(one, forward, whole, model, gathered(model, forward))
-
-
-def _reading(asked: Pass, state: TrainState) -> PlannedPass:
-    forward = asked.forward
-    model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, forward.mesh))
-    packed, microbatches = packed_shapes(asked.samples, forward.layout)
-    packed = abstract(packed, batch_shardings(packed, forward.mesh))
-    return PlannedPass(asked, model, gathered(model, forward), packed, microbatches)
+    return _with_sampler(held, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
 
 
 def gathered(model: Any, forward: Forward) -> Any:
@@ -200,10 +175,18 @@ def gathered(model: Any, forward: Forward) -> Any:
     return abstract(narrow, sampling_shardings(narrow, forward.mesh))
 
 
-def _sampling(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
-    dtype = jnp.dtype(dtype)
+def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
+    """Add the weights to sample from, and the slots at their largest: all of them, the longest prompts and completions,
+    the most prompt blocks."""
+    rollout = sampler.rollout
     sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(where)), model)
-    shape = largest_shape(model.config, sampler.rollout, dtype, where, sampler.rules)
+    group = 1 if rollout.strict else min(rollout.group, rollout.slots)
+    build = Build(model.config, dtype, rollout.slots, rollout.max_length, rollout.chunk, where, rollout.strict, group)
+    prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
+    most = rollout.max_new_tokens
+    at_their_end = [Request(i, prompt, 0, most, count=most - 1, block_key=i) for i in range(rollout.slots)]
+    shape = wanted(build, sampler.rules, at_their_end, None, False)
+    shape = shape._replace(blocks=shape.rows)
     slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
     return SamplingArrays(
         **vars(held),
@@ -227,22 +210,6 @@ def width_of(one: PlannedRole | PlannedPass) -> int:
 def share_of(tree: Any) -> float:
     """Return one device's share of arrays by bytes, which is also its share of their matrix products."""
     return bytes_per_device(tree) / sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def meshes(run: Configuration, devices: list[Any]) -> tuple[Mesh, Mesh]:
-    """Return the run's meshes for learning and for sampling, made of these devices."""
-    return make_mesh(run.mesh, devices), rollout_mesh(run.mesh, devices)
-
-
-def largest_shape(config: Any, rollout: Rollout, dtype: Any, mesh: Any, sampling: Sampling) -> SlotShape:
-    """Return the largest shape of the slots: all slots, the longest prompts and completions, the most prompt blocks."""
-    group = 1 if rollout.strict else min(rollout.group, rollout.slots)
-    build = Build(config, dtype, rollout.slots, rollout.max_length, rollout.chunk, mesh, rollout.strict, group)
-    prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
-    sampled = rollout.max_new_tokens
-    at_their_end = [Request(i, prompt, 0, sampled, count=sampled - 1, block_key=i) for i in range(rollout.slots)]
-    shape = wanted(build, sampling, at_their_end, None, False)
-    return shape._replace(blocks=shape.rows)
 
 
 def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:

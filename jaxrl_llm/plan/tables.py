@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.plan.device_memory import DeviceMemory
-from jaxrl_llm.plan.movement import Loop
 from jaxrl_llm.plan.network import by_kind
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.system.paths import new_file
@@ -23,22 +21,25 @@ KINDS = {
     "cache": ("key/value cache", "#efb118"), "temporary": ("activations and other temporaries", "#ff725c"),
 }  # fmt: skip
 """Label and colour of each kind of memory."""
+TIMES = f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"
+SENT = f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"
+"""Heads of the tables of times and of collectives."""
 
 
 def lines(plan: Plan, source: str) -> list[str]:
     """Return the report's lines; ``source`` names the source of the model's shapes."""
-    return [
-        *head(plan, source),
-        "",
-        *memory_lines(plan),
-        "",
-        *time_lines(plan),
-        "",
-        *network_lines(plan),
-        "",
-        *plan.chosen,
-        *conclusion(plan),
-    ]
+    rows = [*head(plan, source), "", *memory_lines(plan), "", TIMES]
+    for p in plan.phases:
+        times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
+        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds}")
+    sent = []
+    for p in plan.phases:
+        whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
+        for t in by_kind(p.traffic):
+            amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
+            sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
+    rows += ["", *([SENT, *sent] if sent else ["nothing is sent between devices"])]
+    return [*rows, "", *plan.chosen, *conclusion(plan)]
 
 
 def head(plan: Plan, source: str) -> list[str]:
@@ -84,29 +85,6 @@ def memory_lines(plan: Plan) -> list[str]:
     return [*rows, row("there is", [plan.machine.chip.memory] * len(halves))]
 
 
-def time_lines(plan: Plan) -> list[str]:
-    """Return the table of times."""
-    rows = [
-        f"{'seconds of a step, at least (formulas)':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN':>10}   binds"
-    ]
-    for p in plan.phases:
-        times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))
-        rows.append(f"  {f'{p.name} x {p.calls:.0f}':<48}{times}   {p.binds}")
-    return rows
-
-
-def network_lines(plan: Plan) -> list[str]:
-    """Return the table of collectives."""
-    rows = [f"{'sent by one device in a step':<50}{'count':>10}{'ICI, GB':>10}{'DCN, GB':>10}"]
-    for p in plan.phases:
-        whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
-        for t in by_kind(p.traffic):
-            rows.append(
-                f"  {f'{p.name}: {t.kind} ({whose})':<48}{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
-            )
-    return rows if len(rows) > 1 else ["nothing is sent between devices"]
-
-
 def loop_lines(plan: Plan) -> list[str]:
     """Return the memory traffic of compiled programs by loop, without loops below a hundredth of a program's total."""
     rows = [
@@ -146,11 +124,11 @@ def conclusion(plan: Plan) -> list[str]:
     slowest = plan.slowest
     update = sum(p.seconds for p in plan.phases if p.learns)
     rows = [f"{verdict}: {plan.peak / GIB:.1f} of {plan.machine.chip.memory / GIB:.1f} GiB, most while {half}"]
-    most = f"{plan.groups.field} {plan.most_groups} (by its data)"
+    most = f"{plan.groups.field} {plan.most('groups')} (by its data)"
     if plan.sampling is not None:
-        most += f", rollout.slots {plan.most_slots} (by the cache)"
-    if plan.most_rows is not None:
-        most += f", learner.microbatch_rows {plan.most_rows} (from two compilations)"
+        most += f", rollout.slots {plan.most('slots')} (by the cache)"
+    if (rows_fit := plan.most("rows")) is not None:
+        most += f", learner.microbatch_rows {rows_fit} (from two compilations)"
     rows.append(f"the largest of each that fits beside the rest: {most}")
     rows.append(
         f"a step takes at least {plan.seconds:.1f} s, of which {slowest.name} {slowest.seconds:.1f} s, bound by "
@@ -180,35 +158,33 @@ def table(plans: list[Plan]) -> list[str]:
 def to_json(plan: Plan, source: str) -> dict[str, Any]:
     """Return everything in the report as plain values: bytes, seconds, FLOPs."""
 
-    def memory(m: DeviceMemory) -> dict[str, float]:
-        return DeviceMemory.kinds(m) | {"total": m.total, "temporary_compiled": m.compiled}
-
-    def loop_values(loop: Loop) -> dict[str, Any]:
-        sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
-        copies = [dataclasses.asdict(copy) for copy in loop.copies]
-        return {
-            "depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies, "collectives": sent,
-        }  # fmt: skip
-
+    halves = {
+        name: half.kinds() | {"total": half.total, "temporary_compiled": half.compiled}
+        for name, half in plan.halves.items()
+    }
+    loops: dict[str, list[dict[str, Any]]] = {}
+    for name, one in plan.compiled.items():
+        loops[name] = []
+        for loop in one.loops:
+            sent = [{"kind": c.kind, "bytes": c.size, "members": c.groups.shape[1]} for c in loop.collectives]
+            copies = [dataclasses.asdict(copy) for copy in loop.copies]
+            found = {"depth": loop.depth, "times": loop.times, "bytes": loop.moved, "copies": copies}
+            loops[name].append(found | {"collectives": sent})
     return {
         "model": plan.run.model, "model_source": source, "machine": plan.machine.name, "devices": plan.machine.devices,
         "mesh": dict(plan.mesh), "parameters": plan.parameters,
         "work": dataclasses.asdict(plan.work) | {"sampled": plan.work.sampled, "train_flops": plan.work.train_flops},
-        "memory": {
-            "available": plan.machine.chip.memory,
-            "sampling": None if plan.sampling is None else memory(plan.sampling),
-            "learning": memory(plan.learning),
-        },
+        "memory": {"available": plan.machine.chip.memory, "sampling": None} | halves,
         "phases": [dataclasses.asdict(p) | {"seconds": p.seconds, "binds": p.binds} for p in plan.phases],
         "compiled_s": {name: one.seconds for name, one in plan.compiled.items()},
-        "loops": {name: [loop_values(loop) for loop in one.loops] for name, one in plan.compiled.items()},
+        "loops": loops,
         "chosen": list(plan.chosen), "refused": list(plan.refused), "fits": plan.fits,
         "step_s": plan.seconds,
         "mfu": plan.utilisation(plan.seconds),
         "most": {
-            plan.groups.field.rpartition(".")[2]: plan.most_groups,
-            "slots": plan.most_slots,
-            "microbatch_rows": plan.most_rows,
+            plan.groups.field.rpartition(".")[2]: plan.most("groups"),
+            "slots": plan.most("slots"),
+            "microbatch_rows": plan.most("rows"),
         },
     }  # fmt: skip
 
@@ -242,7 +218,11 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
         for offset, half in enumerate(halves[number]):
             y = 2.4 * number + offset
             labels.append((y, f"{one['model'].rsplit('/', 1)[-1]} on {one['machine']}, {half}" if not offset else half))
-            _bar(axes, y, one["memory"][half])
+            left = 0.0
+            for kind, (_, colour) in KINDS.items():
+                if value := one["memory"][half].get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
+                    axes.barh(y, value, left=left, height=0.85, color=colour, label=_label(kind))
+                    left += value
             available = one["memory"]["available"] / GIB
             axes.plot([available, available], [y - 0.5, y + 0.5], color="black", linewidth=1.5)
     axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8)
@@ -256,14 +236,6 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
         [handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False
     )
     figure.savefig(path)
-
-
-def _bar(axes: Any, y: float, memory: dict[str, float]) -> None:
-    left = 0.0
-    for kind, (_, colour) in KINDS.items():
-        if value := memory.get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
-            axes.barh(y, value, left=left, height=0.85, color=colour, label=_label(kind))
-            left += value
 
 
 def _label(kind: str) -> str:

@@ -7,13 +7,14 @@ from jaxrl_llm.rules.guards import (
     LR_SCALE,
     OF_GUARDS,
     OF_LESSONS,
+    OF_PHASES,
+    PHASE,
     NotANumber,
     OnFinding,
-    RewardFails,
+    PhaseEnds,
     TeachesNothing,
     guards_of,
 )
-from jaxrl_llm.rules.phases import OF_PHASES, PHASE, PhaseEnds
 from jaxrl_llm.rules.resets import (
     AGAIN,
     ASKED,

@@ -1,8 +1,8 @@
 """Decisions of rules after a step, and their combination."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 DONE, GUARD = 0, 3
 """Exit codes: finished; stopped by a guard with state saved."""
@@ -54,13 +54,9 @@ class Decision:
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
 
 
-class Rule(Protocol):
-    """A pure function: equal rows and memories give equal decisions, on every process and after every resume."""
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """Return the decision after the step of ``row``, and the rule's memory; ``own`` is empty before the first
-        step.
-        """
+Rule = Callable[[Row, dict[str, Any]], tuple[Decision, dict[str, Any]]]
+"""A pure function of a step's row and of its own memory, empty before the first step: it returns the decision and the
+memory. Equal rows and memories give equal decisions, on every process and after every resume."""
 
 
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:

@@ -1,4 +1,4 @@
-"""Guards: rules that stop a run that goes wrong, or that has nothing left to learn."""
+"""Rules that stop a run that goes wrong, or that has nothing left to learn, and the rule that ends a phase."""
 
 import dataclasses
 import math
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
-from jaxrl_llm.rules.settings import Rules
+from jaxrl_llm.rules.resets import stalls
+from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +35,13 @@ class NotANumber:
         return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
 
 
-@dataclasses.dataclass(frozen=True)
-class RewardFails:
-    """A guard that stops after a step in which every call of one reward failed, so that all its values are
-    placeholders.
-    """
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``."""
-        for name, value in row.items():
-            if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
-                reward = name.removeprefix("reward/").removesuffix("/failed_fraction")
-                return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own
-        return Decision(), own
+def reward_fails(row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+    """Stop after a step in which all calls of one reward failed, so that its values are placeholders; a ``Rule``."""
+    for name, value in row.items():
+        if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
+            reward = name.removeprefix("reward/").removesuffix("/failed_fraction")
+            return Decision(GUARD, f"reward {reward} failed for all completions: {row['event/reward_failed']}"), own
+    return Decision(), own
 
 
 OF_LESSONS = "teaches_nothing"
@@ -112,18 +107,16 @@ class TeachesNothing:
                 return "all advantages are 0, since the critic foresees every reward"
             return "all advantages are 0, since the rewards of each group are equal"
         kept = row.get("dynamic_sampling/kept_fraction", 0.0)
-        if (
-            not self.filter_reads or row.get("completions") or math.isnan(kept)
-        ):  # nothing went through the filter, or it kept some
+        # Nothing went through the filter, or it kept some.
+        if not self.filter_reads or row.get("completions") or math.isnan(kept):
             return "no token is in the loss"
         if _unscored(row):
             return UNSCORED
         varies = row.get("reward/zero_std_fraction", 1.0) < 1
         if varies and self.filter_reads == "accuracy":
             return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
-        return (
-            f"{100 * kept:.0f} % of groups kept: within each group {self.filter_reads} is the same for all completions"
-        )
+        same = f"within each group {self.filter_reads} is the same for all completions"
+        return f"{100 * kept:.0f} % of groups kept: {same}"
 
 
 OF_FILTER = "few_kept"
@@ -155,17 +148,16 @@ class FewKept:
         kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
         told = own.get("told", False)
         few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
-        events: dict[str, bool | str] = {"event/few_kept": self.reason(kept / seen, row)} if few and not told else {}
-        return Decision(events=events), {"kept": kept, "seen": seen, "told": few}
-
-    def reason(self, share: float, row: Row) -> str:
-        """Return the share of kept groups, why it is small, and the setting that helps."""
+        now = {"kept": kept, "seen": seen, "told": few}
+        if told or not few:
+            return Decision(), now
         differ = 1 - row.get("reward/zero_std_fraction", 1.0)
-        kept = f"{100 * share:.1f} % of groups kept: {self.filter_reads} is the same for all completions of the others"
+        helps = f"--rollout.group {2 * self.group} makes more of them differ, rollout.collect.curriculum asks others"
         if self.filter_reads == "accuracy" and differ > 0.5:
-            return f"{kept}; rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
-        wider = f"--rollout.group {2 * self.group} makes more of them differ"
-        return f"{kept}; {wider}, rollout.collect.curriculum asks others"
+            helps = f"rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
+        same = f"{self.filter_reads} is the same for all completions of the others"
+        said = f"{100 * (kept / seen):.1f} % of groups kept: {same}; {helps}"
+        return Decision(events={"event/few_kept": said}), now
 
 
 FOUND = "found/"
@@ -214,6 +206,73 @@ class OnFinding:
         return stopped, own | {"known": [*known, *new]}
 
 
+OF_PHASES = "phase"
+"""The name of the rule that ends a phase."""
+PHASE = "event/phase"
+"""The event of the step after which another phase begins: its name, and the reason."""
+WAITS = "event/phase_waits"
+"""The event of a phase that waits for a metric that none of its rows contains."""
+UNMEASURED = 10
+"""Steps after which that event is reported, or twice the steps between evaluations if that is more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseEnds:
+    """A rule that ends a phase after its steps, or once its condition holds.
+
+    Attributes:
+      phase: that the run is in.
+      following: the one after it.
+      evaluation_every: steps between evaluations; those of other steps are ignored (see ``OnStall``).
+      test: identifies the evaluation's settings; results of other evaluations are not compared.
+    """
+
+    phase: Phase
+    following: Phase
+    evaluation_every: int
+    test: str = ""
+
+    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+        """See ``Rule``; remembers the ``steps`` of the phase and the state of its condition: ``times`` in a row, or
+        the ``best`` result and the ``stalled`` evaluations.
+
+        A metric that no row contains is reported once: its name may be mistyped, and the phase would never end.
+        """
+        if row["step"] == 0:
+            return Decision(), own
+        phase, until = self.phase, self.phase.until
+        steps = own.get("steps", 0) + 1
+        own = own | {"steps": steps}
+        reason = ""
+        if phase.steps is not None and steps >= phase.steps:
+            reason = f"after {steps} step{'s' * (steps != 1)}"
+        if isinstance(until, Stalls):
+            own |= stalls(row, own, self.evaluation_every, self.test)
+            if own.get("stalled", 0) >= until.evaluations:
+                reason = f"since {until.evaluations} evaluations found nothing better"
+        events: dict[str, bool | str] = {}
+        if isinstance(until, Reaches):
+            value = row.get(until.metric)
+            if value is not None and not math.isnan(value):
+                beyond = value > until.above if until.above is not None else value < until.below
+                own["times"] = own.get("times", 0) + 1 if beyond else 0
+            if own.get("times", 0) >= until.times:
+                bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
+                again = f" for {until.times} steps" if until.times > 1 else ""
+                reason = f"since {until.metric} was {bound}{again}"
+            if "times" not in own and steps == max(UNMEASURED, 2 * self.evaluation_every):
+                events[WAITS] = f"{phase.name} waits for {until.metric}, which no step so far has measured"
+        return self.ended(reason) if reason else Decision(events=events), own
+
+    def ended(self, reason: str) -> Decision:
+        """Return the decision to begin the next phase, with its resets; ``reason``: why this one has ended."""
+        following = self.following
+        events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
+        events |= {"event/reference_reset": True} if following.reset else {}
+        events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
+        return Decision(next_phase=True, snapshot=True, events=events)
+
+
 UNSCORED = "no completion could be scored: the reward is NaN for all"
 """The reason why a step without any reward taught nothing."""
 
@@ -243,11 +302,6 @@ def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), ot
         back = rules.on_guard == "rollback"
         unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
     reads = run.recipe.filter_groups
-    return (
-        unstable
-        | ({OF_FILTER: FewKept(reads, run.rollout.group)} if reads else {})
-        | {
-            "reward_fails": RewardFails(),
-            OF_LESSONS: TeachesNothing(run.rollout.collect.patience, not others, reads or ""),
-        }
-    )
+    unstable |= {OF_FILTER: FewKept(reads, run.rollout.group)} if reads else {}
+    lessons = TeachesNothing(run.rollout.collect.patience, not others, reads or "")
+    return unstable | {"reward_fails": reward_fails, OF_LESSONS: lessons}

@@ -96,15 +96,10 @@ class Resets(Setting):
         )
 
     @property
-    def by_kl(self) -> dict[str, float]:
-        """Return the active resets by KL, by field."""
-        fields = {name: getattr(self, name) for name in ("on_kl", "on_kl_share", "on_kl_jump")}
-        return {name: value for name, value in fields.items() if value}
-
-    @property
     def of_reference(self) -> list[str]:
         """Return the fields that reset the reference."""
-        return [name for name in ("reference_every", "on_stall", *self.by_kl) if getattr(self, name)]
+        fields = ("reference_every", "on_stall", "on_kl", "on_kl_share", "on_kl_jump")
+        return [name for name in fields if getattr(self, name)]
 
 
 def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: str = "") -> dict[str, Rule]:
@@ -117,18 +112,15 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
     rules: dict[str, Rule] = {}
-    reset: dict[str, Any] = {"with_optimiser": resets.with_optimiser, "mix": resets.mix, "snapshot": resets.snapshots}
     if resets.on_stall:
-        rules["stall"] = OnStall(resets.on_stall, evaluation_every, **reset, test=test)
+        rules["stall"] = OnStall(resets, evaluation_every, test)
     if resets.reference_every:
-        rules["reference"] = OnSchedule(
-            resets.reference_every, True, resets.with_optimiser, resets.mix, resets.snapshots
-        )
+        every = resets.reference_every
+        rules["reference"] = OnSchedule(every, True, resets.with_optimiser, resets.mix, resets.snapshots)
     if resets.optimiser_every:
         rules["optimiser"] = OnSchedule(resets.optimiser_every, False, True)
-    if resets.by_kl:
-        bounds = resets.on_kl, resets.on_kl_share, resets.on_kl_jump
-        rules["kl"] = OnKL(*bounds, resets.kl_window, kl_coef, **reset)
+    if resets.on_kl or resets.on_kl_share or resets.on_kl_jump:
+        rules["kl"] = OnKL(resets, kl_coef)
     if resets.ema:
         rules["ema"] = Averaged(resets.ema)
     return rules
@@ -152,73 +144,63 @@ class OnSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class OnStall:
-    """A rule that resets the reference after ``evaluations`` in a row without a better result.
+    """A rule that resets the reference after ``on_stall`` evaluations in a row without a better result.
 
     Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
     another ``test`` are not compared.
     """
 
-    evaluations: int
+    resets: Resets
     every: int
-    with_optimiser: bool
-    mix: float = 1.0
-    snapshot: bool = True
     test: str = ""
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers the result of ``stalls``."""
         found = stalls(row, own, self.every, self.test)
-        due = bool(found) and found["stalled"] >= self.evaluations
+        due = bool(found) and found["stalled"] >= self.resets.on_stall
         remembered = own | found | ({"stalled": 0} if due else {})
-        return _reset(due, due and self.with_optimiser, self.mix, self.snapshot), remembered
+        resets = self.resets
+        return _reset(due, due and resets.with_optimiser, resets.mix, resets.snapshots), remembered
 
 
 @dataclasses.dataclass(frozen=True)
 class OnKL:
     """A rule that resets the reference if the KL is high, is a large share of the loss, or has jumped.
 
-    It skips the first ``window`` steps after any reset. A bound of 0 is off.
+    It skips the first ``kl_window`` steps after any reset. ``kl_coef``: of the loss, if no controller updates it.
     """
 
-    above: float
-    share: float
-    jump: float
-    window: int
+    resets: Resets
     kl_coef: float
-    with_optimiser: bool
-    mix: float = 1.0
-    snapshot: bool = True
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers the last KLs ``since`` the last reset, without steps that measured none."""
-        kl = row.get("kl", math.nan)
+        resets, kl = self.resets, row.get("kl", math.nan)
         if math.isnan(kl):
             return Decision(), own
         since = row[LAST_RESET]
         before = own["kls"] if own.get("since") == since else []
-        reason = self._reason(kl, row, before) if row[REFERENCE_AGE] > self.window else ""
-        remembered = {"since": since, "kls": [*before, kl][-self.window :]}
-        return _reset(bool(reason), bool(reason) and self.with_optimiser, self.mix, self.snapshot, reason), remembered
-
-    def _reason(self, kl: float, row: Row, before: list[float]) -> str:
-        """Return why the KL resets, in a few words; empty if it does not."""
-        if self.above and kl > self.above:
-            return f"the KL, {kl:.4g}, is above {self.above:g}"
         pull = row.get("kl_coef", self.kl_coef) * kl
         whole = pull + row.get("advantage/abs_mean", math.nan)
-        if self.share and pull > self.share * whole:
-            return f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * self.share:g} %"
-        if self.jump and len(before) == self.window and kl > self.jump * statistics.median(before) > 0:
-            return f"the KL, {kl:.4g}, is {kl / statistics.median(before):.1f} times what it was, above {self.jump:g}"
-        return ""
+        usual = statistics.median(before) if len(before) == resets.kl_window else math.inf
+        reason = ""
+        if row[REFERENCE_AGE] > resets.kl_window:
+            if resets.on_kl and kl > resets.on_kl:
+                reason = f"the KL, {kl:.4g}, is above {resets.on_kl:g}"
+            elif resets.on_kl_share and pull > resets.on_kl_share * whole:
+                reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * resets.on_kl_share:g} %"
+            elif resets.on_kl_jump and kl > resets.on_kl_jump * usual > 0:
+                reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {resets.on_kl_jump:g}"
+        remembered = {"since": since, "kls": [*before, kl][-resets.kl_window :]}
+        due = bool(reason)
+        return _reset(due, due and resets.with_optimiser, resets.mix, resets.snapshots, reason), remembered
 
 
 @dataclasses.dataclass(frozen=True)
 class ByHand:
     """A rule that resets the reference once for each user request, and again after a rollback to before the reset."""
 
-    mix: float = 1.0
-    snapshot: bool = True
+    resets: Resets = Resets()
 
     def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
         """See ``Rule``; remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer.
@@ -232,7 +214,7 @@ class ByHand:
         requests = [asked] * new + [own] * bool(own.get(AGAIN))
         optimiser = any(request.get("with_optimiser", False) for request in requests)
         why = "by hand" if new else "by hand, again since the run went back"
-        decision = _reset(True, optimiser, self.mix, self.snapshot, why)
+        decision = _reset(True, optimiser, self.resets.mix, self.resets.snapshots, why)
         return decision, {"id": requests[0]["id"], "step": row["step"], "with_optimiser": optimiser}
 
 
@@ -315,7 +297,10 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str,
 
     A change of the test restarts the count; a memory without a test's name is taken to be of this one.
     """
-    result = evaluated(row)
+    # The share of problems solved, or the mean reward if nothing is verified; the average of several tasks comes first.
+    tested = [name for name in row if name.startswith("eval/")]
+    names = [name for ending in ("/pass@1", "/reward") for name in tested if name.endswith(ending)]
+    result = row[names[0]] if names else None
     if result is None or row["step"] % every:
         return {}
     best = own.get("best") if own.get("test", test) == test else None
@@ -323,26 +308,13 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str,
     return {"best": result if better else best, "stalled": 0 if better else own["stalled"] + 1, "test": test}
 
 
-def evaluated(row: Row) -> float | None:
-    """Return the share of problems solved in the step's evaluation, or the mean reward if nothing is verified.
-
-    For several tasks it is their average, which comes first in a row. None without an evaluation.
-    """
-    for ending in ("/pass@1", "/reward"):
-        for name, value in row.items():
-            if name.startswith("eval/") and name.endswith(ending):
-                return value
-    return None
-
-
 def _reset(reference: bool, optimiser: bool, mix: float, snapshot: bool, reason: str = "") -> Decision:
-    events = {REFERENCE_RESET: reference, "event/optimiser_reset": optimiser}
+    events: dict[str, bool | str] = {REFERENCE_RESET: reason or True} if reference else {}
+    events |= {"event/optimiser_reset": True} if optimiser else {}
     return Decision(
         reset_reference=reference,
         reset_optimiser=optimiser,
         mix=mix if reference else 1.0,
         snapshot=reference and snapshot,
-        events={
-            name: (reason if name == REFERENCE_RESET and reason else True) for name, made in events.items() if made
-        },
+        events=events,
     )

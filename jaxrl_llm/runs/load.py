@@ -7,8 +7,8 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.recovery import check_whole
 from jaxrl_llm.checkpoints.snapshots import kept, phase_of
+from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.config.run import Configuration
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name

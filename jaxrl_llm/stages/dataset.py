@@ -1,36 +1,104 @@
-"""The common part of stages that learn from data: rows in a seeded order, read once, and their programs."""
+"""The common part of stages that learn from data: rows in a seeded order, read or sampled once, and their programs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
+from jaxrl_llm.collection.collect import collected
 from jaxrl_llm.config.texts import FromData
 from jaxrl_llm.data import Collected, LoadedTexts, load_texts, longest
+from jaxrl_llm.engine import Sampling
+from jaxrl_llm.engine.backend import backend_for
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.packing import rows_of, rows_together
 from jaxrl_llm.learner.platform import compute_for, layout_for
-from jaxrl_llm.rollout.evaluate import Tested
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rewards import Accuracy, Scorer
+from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
+from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.answering import Exam, Resources, answers_of, check_positions
-from jaxrl_llm.stages.outline import Groups, Outline, state_of
-from jaxrl_llm.stages.stage import Fingerprints, Stage
+from jaxrl_llm.stages.rl.problems import read_parts
+from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, state_of
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Problem, TrainState
 
 LEFT_OUT = "event/data"
 """The metric in the first step's row that reports how many data rows were dropped or truncated."""
 
-Ready = TypeVar("Ready", bound="DatasetStage")
+
+def resources(run: FromData, peers: Peers, directory: Path) -> Scorer:
+    """Return what verifies answers to a task, with its worker processes."""
+    answering = run.answering
+    return Scorer((Accuracy(),), answering.workers, answering.timeout_s, 0.0, peers, directory)
+
+
+Exam = Callable[[Decoder], tuple[Evaluated, ...]]
+"""A function that evaluates a model on each task's problems; the result is empty without problems."""
+
+
+def answers_of(
+    run: FromData, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
+) -> tuple[Exam | None, Any]:
+    """Return the evaluation on a task, None without one, and the run's data.
+
+    Data to collect is sampled from this model, before the run's first step.
+    """
+    source = run.data.source
+    collects = isinstance(source, Collected)
+    configs.require(
+        not collects or isinstance(model, Decoder),
+        f"{run.model} is a reward model, which gives no answers to collect: give a language model",
+    )
+    if run.evaluation.task is None and not collects:
+        return None, run.data
+    answering, status = run.answering, progress.status
+    problems: Sequence[Problem] = ()
+    questions: Sequence[Problem] = ()
+    longest = 0
+    if collects:
+        status(f"reading task {source.task.label}")
+        loaded = tasks.load(source.task)
+        problems = loaded.train[: source.limit or None]
+        questions = loaded.held_out[: run.evaluation.limit or None]
+        longest = tasks.Prompts(source.task, tokenizer).longest(problems)
+    tested = configs.parts_of_task(run.evaluation.task)
+    if tested:
+        read = read_parts(tested, lambda part: True, status)
+        questions = [problem for one in read for problem in one.train[: run.evaluation.limit or None]]
+    else:
+        tested = configs.parts_of_task(source.task)
+    prompts = tasks.Prompts([part.task for part in tested], tokenizer)
+    length = max(longest, prompts.longest(questions)) + answering.max_new_tokens
+    check_positions(length, model.config, "answering.max_new_tokens")
+    dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
+    sizes = {"slots": answering.slots, "max_length": length, "chunk": answering.chunk}
+    engine, prepared = backend_for(model, dtype, mesh, mesh, **sizes)
+    limits = configs.limits_of(tested, answering.max_new_tokens)
+    asked = Questions(prompts, questions, run.evaluation.samples, run.seed, limits)
+    stops = model.config.tokens.eos
+    sampling = Sampling(run.evaluation.temperature, 0, run.evaluation.top_p, answering.max_new_tokens, stops)
+
+    def by(model: Decoder) -> Answerer:
+        return Answerer(engine, prepared(model), tokenizer, scorer)
+
+    def exam(model: Decoder) -> tuple[Evaluated, ...]:
+        return evaluate(by(model), asked, sampling, status) if questions else ()
+
+    if not collects:
+        return exam, run.data
+    place = (scorer.folder, peers, status)
+    return exam, collected(run.data, problems, lambda: by(model), answering.max_new_tokens, run.seed, *place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,41 +187,19 @@ class DatasetStage(Stage):
         return Drawn([self.rows[place] for place in places], places, end, told | {"epoch": end / len(self.rows)})
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """The data of a run, once it is read.
-
-    Attributes:
-      label: of the data.
-      loaded: its rows.
-      prints: their fingerprints.
-      exam: evaluates on a task; None without one.
-      status: receives progress messages.
-    """
-
-    label: str
-    loaded: LoadedTexts
-    prints: Fingerprints
-    exam: Exam | None
-    status: Callable[[str], None]
-
-    @property
-    def rows(self) -> tuple[Any, ...]:
-        """Return all rows: the training rows, then the held-out ones."""
-        return (*self.loaded.train, *self.loaded.held_out)
-
-
 def read(
-    run: FromData, model: Any, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
-) -> Read:
-    """Collect the data or read it. The arguments are those of a stage's ``prepare``.
+    run: FromData, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers, what: str
+) -> tuple[LoadedTexts, dict[str, Any]]:
+    """Collect the data or read it; return its rows, and the fields of a ``DatasetStage`` except how it learns.
+
+    The arguments are those of a stage's ``prepare``, and the plural noun for its rows.
 
     Raises:
       InputError: a model without a tokenizer or with too few positions, a row that is unusable or too long.
     """
     check_tokenizer(tokenizer, run.model)
     check_positions(run.batch.max_tokens, model.config, "batch.max_tokens")
-    exam, data = answers_of(run, model, tokenizer, mesh, resources, progress)
+    exam, data = answers_of(run, model, tokenizer, mesh, scorer, progress, peers)
     progress.status(f"reading {data.label}")
     closes = isinstance(run, configs.RewardModel) and run.score_at != "stop"
     loaded = load_texts(data, tokenizer, model.config.tokens.eos, lambda row: run.batch.max_tokens, closes)
@@ -165,45 +211,24 @@ def read(
     )
     prints = {"training": tasks.fingerprint(loaded.train), "held-out": tasks.fingerprint(loaded.held_out)}
     peers.check_same(f"rows of {data.label}", str(prints))
-    return Read(data.label, loaded, prints, exam, progress.status)
-
-
-def made(
-    kind: Callable[..., Ready],
-    run: FromData,
-    data: Read,
-    forward: Forward,
-    training: tuple[Training, ...],
-    what: str,
-    **own: Any,
-) -> Ready:
-    """Return a stage of this kind, ready to make steps.
-
-    Args:
-      kind: a ``DatasetStage``.
-      run: with its settings resolved.
-      data: its rows.
-      forward: how the model is run.
-      training: how it is trained.
-      what: the plural noun for its rows.
-      own: fields of the kind.
-    """
-    return kind(
-        training=training,
-        forward=forward,
-        label=data.label,
-        problems=data.prints,
-        rules={"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
-        notes=[*data.loaded.notes, size_line(run, data.loaded, what)],
-        rows=data.loaded.train,
-        held_out=data.loaded.held_out[: run.evaluation.limit or None],
-        count=run.batch.rows,
-        seed=run.seed,
-        exam=data.exam,
-        status=data.status,
-        left_out=data.loaded.left_out,
-        **own,
+    epochs = run.steps * run.batch.rows / len(loaded.train)
+    size = (
+        f"{run.data.label}: {len(loaded.train):,} {what}, {len(loaded.held_out):,} to test on; each step "
+        f"{run.batch.rows} of them, {run.steps} steps are {epochs:.1f} epochs"
     )
+    return loaded, {
+        "label": data.label,
+        "problems": prints,
+        "rules": {"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        "notes": [*loaded.notes, size],
+        "rows": loaded.train,
+        "held_out": loaded.held_out[: run.evaluation.limit or None],
+        "count": run.batch.rows,
+        "seed": run.seed,
+        "exam": exam,
+        "status": progress.status,
+        "left_out": loaded.left_out,
+    }
 
 
 def with_room(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample]]], rows: int) -> Forward:
@@ -240,11 +265,6 @@ def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> t
     return Forward(layout, compute, 1.0, mesh), (Training((objective,), update),)
 
 
-def groups_of(run: FromData, each: int, words: str) -> Groups:
-    """Return the size of a step's batch."""
-    return Groups("batch.rows", run.batch.rows, each, run.batch.max_tokens, words)
-
-
 def outline_of(
     run: FromData, model: Any, mesh: Any, objective: Objective, groups: Groups, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
@@ -276,13 +296,4 @@ def outline_of(
         samples=samples,
         coefficients={"policy": ("temperature",)},
         notes=("it samples answers too (a task to test on, or data to collect): that is not planned",) * answers,
-    )
-
-
-def size_line(run: FromData, loaded: LoadedTexts, what: str) -> str:
-    """Return a line for people with the amount of training data and the number of epochs."""
-    epochs = run.steps * run.batch.rows / len(loaded.train)
-    return (
-        f"{run.data.label}: {len(loaded.train):,} {what}, {len(loaded.held_out):,} to test on; each step "
-        f"{run.batch.rows} of them, {run.steps} steps are {epochs:.1f} epochs"
     )

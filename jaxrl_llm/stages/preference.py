@@ -11,18 +11,19 @@ import numpy as np
 
 from jaxrl_llm.config.texts import Preference
 from jaxrl_llm.data import Ranked
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.learner.comparisons import PairLoss
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.fingerprint import weights_digest
+from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.answering import Resources
-from jaxrl_llm.stages.dataset import DatasetStage, groups_of, made, outline_of, programs_of, read, with_room
-from jaxrl_llm.stages.outline import Groups, Outline, Pass
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE, scored
+from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Groups, Outline, Pass, scored
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.telemetry.progress import Progress
+
+__all__ = ["groups", "outline", "prepare", "resources"]
 
 REFERENCE = "reference.npz"
 """A file in the run's directory: the initial log-probabilities of every answer."""
@@ -30,7 +31,6 @@ SIGNS = (1.0, -1.0)
 """The sign of a pair's better and of its worse answer."""
 
 
-resources = Resources
 Sums = dict[str, np.ndarray]
 """Log-probabilities of both answers of each pair, summed over their tokens: nats, float64[n, 2] by the data's part."""
 
@@ -46,7 +46,15 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
       peers: either all of them compute or none; the first one writes.
       compute: computes the log-probabilities.
     """
-    if peers.first(lambda: _key_of(path)) == key:
+
+    def its_key() -> str | None:
+        try:
+            with path.open("rb") as file, np.load(file) as found:
+                return str(found["key"])
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            return None  # missing, or torn by a crash
+
+    if peers.first(its_key) == key:
         with np.load(path) as file:
             return {name: file[name] for name in file.files if name != "key"}
     known = compute()
@@ -54,15 +62,6 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
         with new_file(path) as part, part.open("wb") as file:
             np.savez(file, key=np.asarray(key), **known)
     return known
-
-
-def _key_of(path: Path) -> str | None:
-    """Return the key of the file's inputs; None for a missing file, or one torn by a crash."""
-    try:
-        with path.open("rb") as file, np.load(file) as found:
-            return str(found["key"])
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
-        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[
 
 def groups(run: Preference) -> Groups:
     """Return the size of a step's batch."""
-    return groups_of(run, len(SIGNS), "pairs of completions of")
+    return Groups(*run.groups, len(SIGNS), run.batch.max_tokens, "pairs of completions of")
 
 
 def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
@@ -129,35 +128,31 @@ def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
     return dataclasses.replace(found, passes=(Pass("reference", found.forward, read, "logp", 0, model=model),))
 
 
-def check_pairs(rows: Sequence[Ranked]) -> None:
-    """Refuse rankings of more than two completions."""
-    for row in rows:
-        if len(row.completions) != len(SIGNS):
-            raise InputError(
-                f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
-                "the worst, or train a RewardModel, which learns from rankings"
-            )
-
-
 def prepare(
-    run: Preference, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
+    run: Preference, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> PreferenceStage:
     """Read or collect the pairs; build training and evaluation.
 
     Raises:
       InputError: data that the run cannot use.
     """
-    data = read(run, model, tokenizer, mesh, resources, progress, peers)
-    check_pairs(data.rows)
+    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "pairs")
+    every = (*loaded.train, *loaded.held_out)
+    for row in every:
+        require(
+            len(row.completions) == len(SIGNS),
+            f"{row.where} ranks {len(row.completions)} completions, and this loss compares two: take the best and "
+            "the worst, or train a RewardModel, which learns from rankings",
+        )
     forward, training = programs_of(run, model, mesh, PairLoss(run.loss))
-    pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in data.rows)
+    pairs = ((pair.where, pair_samples(pair, (0.0, 0.0), 0)) for pair in every)
     forward = with_room(forward, pairs, run.learner.microbatch_rows)
 
     def compute() -> Sums:
-        parts = {"train": data.loaded.train, "held_out": data.loaded.held_out}
+        parts = {"train": loaded.train, "held_out": loaded.held_out}
         return {name: sums(forward, model, pairs, progress.status) for name, pairs in parts.items()}
 
-    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": data.prints}
+    made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": fields["problems"]}
     key = json.dumps(made_from, sort_keys=True)  # the pairs are tokens: template and tokenizer are in them
-    known = at_start(resources.directory / REFERENCE, key, peers, compute)
-    return made(PreferenceStage, run, data, forward, training, "pairs", loss=run.loss, known=known)
+    known = at_start(scorer.folder / REFERENCE, key, peers, compute)
+    return PreferenceStage(forward=forward, training=training, loss=run.loss, known=known, **fields)

@@ -8,21 +8,20 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.texts import RewardModel
-from jaxrl_llm.data import LoadedTexts, Ranked, Stepped, Steps
+from jaxrl_llm.data import Ranked, Stepped, Steps
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
 from jaxrl_llm.learner.objectives import Objective
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.answering import Resources
-from jaxrl_llm.stages.dataset import DatasetStage, groups_of, made, outline_of, programs_of, read, with_room
-from jaxrl_llm.stages.outline import Groups, Outline
-from jaxrl_llm.stages.stage import AFTER, scored, scored_sample
+from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.stage import AFTER, Groups, Outline, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
 
-resources = Resources
+__all__ = ["groups", "outline", "prepare", "resources"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,17 +61,6 @@ def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
     return [Sample(row.prompt, np.append(row.tokens, AFTER), mask, arrays={"labels": labels})]
 
 
-def resampled(loaded: LoadedTexts, seed: int) -> LoadedTexts:
-    """Replace the training rows by a bootstrap sample: equally many, drawn with replacement; the seed fixes it."""
-    count = len(loaded.train)
-    drawn = np.random.default_rng([seed, count]).integers(count, size=count)
-    note = (
-        f"bootstrap: {count:,} rows to learn from are drawn by seed {seed}, {len(set(drawn.tolist())):,} different ones"
-    )
-    train = tuple(loaded.train[place] for place in drawn)
-    return dataclasses.replace(loaded, train=train, notes=(*loaded.notes, note))
-
-
 def pair_numbers(scores: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return accuracy and margin of pairs and the mean reward, averaged over prompts; scores are best answer first."""
     accuracy = []
@@ -104,11 +92,8 @@ def objective_of(run: RewardModel) -> Objective:
 
 def groups(run: RewardModel) -> Groups:
     """Return the size of a step's batch, with two completions per ranking; there may be more."""
-    return (
-        groups_of(run, 1, "solutions of")
-        if isinstance(run.data, Steps)
-        else groups_of(run, 2, "pairs of completions of")
-    )
+    each, words = (1, "solutions of") if isinstance(run.data, Steps) else (2, "pairs of completions of")
+    return Groups(*run.groups, each, run.batch.max_tokens, words)
 
 
 def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
@@ -129,7 +114,7 @@ def prepare(
     model: Decoder | ScalarModel,
     tokenizer: Any,
     mesh: Any,
-    resources: Resources,
+    scorer: Scorer,
     progress: Progress,
     peers: Peers,
 ) -> RewardStage:
@@ -138,12 +123,16 @@ def prepare(
     Raises:
       InputError: data that the run cannot use.
     """
-    data = read(run, model, tokenizer, mesh, resources, progress, peers)
-    data = dataclasses.replace(data, exam=None)  # what learns gives scores, and no answers
-    if run.bootstrap:
-        data = dataclasses.replace(data, loaded=resampled(data.loaded, run.seed))
-    forward, training = programs_of(run, model, mesh, objective_of(run))
-    rankings = ((row.where, samples_of(row, 0)) for row in data.rows)
-    forward = with_room(forward, rankings, run.learner.microbatch_rows)
     what = "solutions" if isinstance(run.data, Steps) else "rankings"
-    return made(RewardStage, run, data, forward, training, what)
+    loaded, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, what)
+    fields["exam"] = None  # what learns gives scores, and no answers
+    if run.bootstrap:
+        count = len(loaded.train)
+        drawn = np.random.default_rng([run.seed, count]).integers(count, size=count)
+        rows = f"{count:,} rows to learn from are drawn by seed {run.seed}, {len(set(drawn.tolist())):,} different ones"
+        fields["rows"] = tuple(loaded.train[place] for place in drawn)
+        fields["notes"].insert(-1, f"bootstrap: {rows}")
+    forward, training = programs_of(run, model, mesh, objective_of(run))
+    rankings = ((row.where, samples_of(row, 0)) for row in (*fields["rows"], *loaded.held_out))
+    forward = with_room(forward, rankings, run.learner.microbatch_rows)
+    return RewardStage(forward=forward, training=training, **fields)

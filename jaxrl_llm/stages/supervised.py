@@ -12,14 +12,13 @@ from jaxrl_llm.data import Text
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.answering import Resources
-from jaxrl_llm.stages.dataset import DatasetStage, groups_of, made, outline_of, programs_of, read
-from jaxrl_llm.stages.outline import Groups, Outline
-from jaxrl_llm.stages.stage import scored
+from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources
+from jaxrl_llm.stages.stage import Groups, Outline, scored
 from jaxrl_llm.telemetry.progress import Progress
 
-resources = Resources
+__all__ = ["groups", "outline", "prepare", "resources"]
 
 
 def sample_of(text: Text) -> Sample:
@@ -29,7 +28,7 @@ def sample_of(text: Text) -> Sample:
 
 def groups(run: Supervised) -> Groups:
     """Return the size of a step's batch."""
-    return groups_of(run, 1, "texts of")
+    return Groups(*run.groups, 1, run.batch.max_tokens, "texts of")
 
 
 def outline(run: Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:
@@ -65,12 +64,13 @@ def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str
 
 
 def prepare(
-    run: Supervised, model: Decoder, tokenizer: Any, mesh: Any, resources: Resources, progress: Progress, peers: Peers
+    run: Supervised, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> SupervisedStage:
     """Read or collect the texts; build training and evaluation.
 
     Raises:
       InputError: data that the run cannot use.
     """
-    data = read(run, model, tokenizer, mesh, resources, progress, peers)
-    return made(SupervisedStage, run, data, *programs_of(run, model, mesh, NextToken()), "texts")
+    _, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
+    forward, training = programs_of(run, model, mesh, NextToken())
+    return SupervisedStage(forward=forward, training=training, **fields)

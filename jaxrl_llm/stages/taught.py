@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.data import Pairs, Steps
-from jaxrl_llm.data.chats import closing_of
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.hf_config import OURS, gives_scores
 from jaxrl_llm.models.pretrained import attributes_of
@@ -197,13 +196,3 @@ def check_template(found: Taught | None, name: str, prompts: Mapping[str, Prompt
             f"{name} learned from chats in the template {found.template}, and task {label} writes others (template "
             f"{template[:40]!r}): give both the same, or take a reward model that was trained with this one",
         )
-
-
-def closings(found: Taught | None, prompts: Mapping[str, Prompts], tokenizer: Any) -> dict[str, list[int] | None]:
-    """Return the tokens that close a completion of each task where the model reads its score, by the task's label.
-
-    None stands for the completion's own end. See ``data.chats.closed``.
-    """
-    if found is None or found.score_at != "template":
-        return {}
-    return {label: closing_of(known.task(label), tokenizer) for label, known in prompts.items()}

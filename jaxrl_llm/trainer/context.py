@@ -1,7 +1,12 @@
-"""State of a run in progress: the parts fixed while it trains, its position, and the host state in its checkpoints."""
+"""State of a run in progress: the parts fixed while it trains, its position, the host state in its checkpoints, and
+requests to it.
+"""
 
 import contextlib
 import dataclasses
+import json
+import os
+import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,22 +17,22 @@ from rich.console import Console
 from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS
-from jaxrl_llm.checkpoints.store import Checkpoints
+from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import require
-from jaxrl_llm.rules import FOUND, PHASE, Memory
+from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Batch, Fingerprints, Stage
 from jaxrl_llm.system.json_lines import read_rows
+from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.system.signals import Preemption
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.writers import RunWriter, logged
-from jaxrl_llm.trainer import requests
 from jaxrl_llm.types import TrainState
 
 
@@ -125,17 +130,6 @@ class RunContext:
     sight: FindingTracker | None
     stop: Preemption
 
-    def observed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return requests and findings of guards after the step of this row, as rules read them; equal on all
-        processes."""
-
-        def look() -> dict[str, Any]:
-            found = [] if self.sight is None else self.sight.found(row)
-            asked = requests.asked(self.directory)
-            return asked | {f"{FOUND}{one.kind}": [one.step, one.what, one.remedy] for one in found}
-
-        return self.peers.first(look)
-
 
 @dataclasses.dataclass
 class Cursor:
@@ -212,3 +206,36 @@ def opened(
         sight = progress.tracker if guarded else None
         stop = Preemption(progress.warn)
         yield RunContext(run, directory, start, weights, peers, mesh, due, store, progress, writer, sight, stop)
+
+
+REQUEST = "reset.json"
+"""A file in the run's folder: a request to the run in training, kept until the result is in a checkpoint."""
+
+
+def ask_reset(directory: Path, with_optimiser: bool) -> None:
+    """Request a reset of the reference after the current step of the run, or after its next one once it is resumed."""
+    request = {"id": f"{time.time_ns()}-{os.getpid()}", "with_optimiser": with_optimiser}
+    with new_file(directory / REQUEST) as part:
+        part.write_text(json.dumps(request))
+
+
+def asked_reset(directory: Path) -> dict[str, Any]:
+    """Return the pending request, if any, as input of the rules, which know whether it is new."""
+    try:
+        return {ASKED: json.loads((directory / REQUEST).read_text())}
+    except FileNotFoundError:
+        return {}
+
+
+def forget_reset(directory: Path, memory: Memory) -> None:
+    """Remove the request once a complete checkpoint has its result.
+
+    A run that is killed before that resumes without the result, and finds the file again.
+
+    ``memory``: of the run's rules.
+    """
+    taken = memory.get(BY_HAND, {})
+    request = asked_reset(directory).get(ASKED)
+    same = request is not None and request["id"] == taken.get("id")
+    if same and max(steps_in(directory / CHECKPOINTS), default=0) >= taken["step"]:
+        (directory / REQUEST).unlink(missing_ok=True)

@@ -138,7 +138,13 @@ def begin(
         weights = first_weights(directory, start or found.origin.start)
         models = pins.decide(found, directory, _began(directory), weights)
         origin = dataclasses.replace(found.origin, start=weights, models=models)
-        return str(directory), at_start, with_changes(origin, directory, at_start.changed).to_json()
+        path = directory / "config.json"
+        if path.exists() and _began(directory):
+            before = configs.read(path, own=False).origin.changed
+            last = max(steps_in(directory / CHECKPOINTS), default=0)
+            now = [(last, list(at_start.changed))] if at_start.changed else []
+            origin = dataclasses.replace(origin, changed=[*before, *now])
+        return str(directory), at_start, origin.to_json()
 
     chosen = peers.first(choose)
     if chosen is None:
@@ -210,16 +216,6 @@ def other_settings(
     found = configs.changes(old, configs.as_read(configs.as_started(settings, at_start)))
     recorded = tuple(change for change in found if change.startswith(configs.RECORDED_CHANGES))
     return [change for change in found if not change.startswith(free)], at_start._replace(changed=recorded)
-
-
-def with_changes(origin: configs.Origin, directory: Path, changed: Sequence[str]) -> configs.Origin:
-    """Return the origin with the recorded changes of earlier starts and of this one."""
-    path = directory / "config.json"
-    if not path.exists() or not _began(directory):
-        return origin
-    before = configs.read(path, own=False).origin.changed
-    now = [(max(steps_in(directory / CHECKPOINTS), default=0), list(changed))] if changed else []
-    return dataclasses.replace(origin, changed=[*before, *now])
 
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:

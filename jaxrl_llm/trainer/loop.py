@@ -26,8 +26,7 @@ from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.telemetry.pace import SAVE
 from jaxrl_llm.telemetry.records import record
-from jaxrl_llm.trainer import requests
-from jaxrl_llm.trainer.context import Cursor, RunContext, opened
+from jaxrl_llm.trainer.context import Cursor, RunContext, forget_reset, opened
 from jaxrl_llm.trainer.segment import load
 from jaxrl_llm.trainer.step import make_step, next_phase
 
@@ -87,7 +86,7 @@ def train(
                 break
         context.store.close()
         if peers.leads:
-            requests.forget(directory, cursor.host.memory)
+            forget_reset(directory, cursor.host.memory)
     if ending.words:
         say(ending.words)
     return ending.code
@@ -149,7 +148,7 @@ def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
             store.wait()  # it is whole before the checkpoint of the step is begun
             snapshots.keep(directory, step, cursor.state, cursor.host.phase)
         if context.peers.leads:
-            requests.forget(directory, cursor.host.memory)
+            forget_reset(directory, cursor.host.memory)
         if decision.next_phase or decision.rollback is not None:
             due.moved.add(step)
         if due(step) or decision.stop is not None or asked:

@@ -52,7 +52,12 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
     stage = with_phase(stage, whole, number)
     notes = stage.notes
     if cursor is None:
-        look_ahead(whole, number, model.config, tokenizer, progress.status)
+        for later in range(number + 1, len(configs.phases_of(whole))):  # it must be able to begin
+            before, after = configs.in_phase(whole, later - 1), configs.in_phase(whole, later)
+            try:
+                stage_of(after).check_ahead(before, after, model.config, tokenizer, progress.status)
+            except InputError as error:
+                raise InputError(f"phase {configs.phases_of(whole)[later].name!r}: {error}") from None
         if start is not None:
             progress.status(f"restoring step {start}")
         parameters = count_of(trained)
@@ -89,19 +94,6 @@ def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
     if isinstance(lessons, rules.TeachesNothing):
         deciding[rules.OF_LESSONS] = dataclasses.replace(lessons, ended=ends.ended)
     return dataclasses.replace(stage, rules=deciding)
-
-
-def look_ahead(run: Configuration, number: int, model: Any, tokenizer: Any, status: Callable[[str], None]) -> None:
-    """Refuse a run if a later phase could not begin: its data, prompts and rewards are tried now.
-
-    ``model``: the architecture.
-    """
-    for later in range(number + 1, len(configs.phases_of(run))):
-        before, after = configs.in_phase(run, later - 1), configs.in_phase(run, later)
-        try:
-            stage_of(after).check_ahead(before, after, model, tokenizer, status)
-        except InputError as error:
-            raise InputError(f"phase {configs.phases_of(run)[later].name!r}: {error}") from None
 
 
 def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:

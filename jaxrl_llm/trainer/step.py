@@ -19,10 +19,10 @@ from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import policy_model
-from jaxrl_llm.rules import BY_HAND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
+from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.stages.stage import Batch, Stage
 from jaxrl_llm.telemetry.records import Learned, record
-from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext
+from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset
 from jaxrl_llm.trainer.segment import go_back
 from jaxrl_llm.types import TrainState
 
@@ -83,7 +83,14 @@ def finish(
     if found is not None:
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         progress.tested(step, row)
-    decision, cursor.host.memory = decide(stage.rules, row | context.observed(row), cursor.host.memory)
+
+    def asked() -> dict[str, Any]:
+        seen = [] if context.sight is None else context.sight.found(row)
+        findings = {f"{FOUND}{one.kind}": [one.step, one.what, one.remedy] for one in seen}
+        return asked_reset(context.directory) | findings
+
+    # Requests, and what guards see, are equal on all processes.
+    decision, cursor.host.memory = decide(stage.rules, row | context.peers.first(asked), cursor.host.memory)
     if decision.rollback is not None:
         decision = go_back(context, cursor, decision)
         if context.sight is not None:
@@ -93,7 +100,7 @@ def finish(
     cursor.row, cursor.step = {}, step
     row |= decision.events
     progress.happened(step, row, batch.examples)
-    examples = written_down(batch, cursor.settings.output.samples, step)
+    examples = [batch.examples[place] for place in shown_places(batch, cursor.settings.output.samples, step)]
     record(context.writer, step, found, row, Learned(examples, samples, stage.spell))
     return decision
 
@@ -129,11 +136,6 @@ def shown_places(batch: Batch, most: int, step: int) -> list[int]:
     would show only one task of a mixture with a fixed order."""
     count = len(batch.examples)
     return [(step * most + i) % count for i in range(min(most, count))]
-
-
-def written_down(batch: Batch, most: int, step: int) -> list[Any]:
-    """Return the examples of a batch that a step writes to samples.jsonl."""
-    return [batch.examples[place] for place in shown_places(batch, most, step)]
 
 
 def of_examples(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[Sample]:

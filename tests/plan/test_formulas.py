@@ -69,8 +69,8 @@ def test_a_decode_step_runs_the_products_that_the_formula_says():
     run = tiny_run((1, 1, 1))
     one = subject(run, CONFIG, jax.devices()[:1])
     a = one.arrays
-    rules = jax.eval_shape(lambda: as_rules(a.sampling))
-    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampling), a.slot_shape.group))(
+    rules = jax.eval_shape(lambda: as_rules(a.sampler.rules))
+    jaxpr = jax.make_jaxpr(lambda m, s, r: run_chunk(m, s, r, 1, asked(a.sampler.rules), a.slot_shape.group))(
         model, a.slots, rules
     )
     slots, columns = run.rollout.slots, a.slot_shape.columns + 1
@@ -140,7 +140,7 @@ def test_slots_are_planned_at_the_largest_that_an_engine_takes():
         Engine(one.arrays.sampled, 32, run.rollout.max_length, 8, None, group=4),
         initialise(CONFIG, jax.random.key(1)),
     )
-    engine.start(one.arrays.sampling)
+    engine.start(one.arrays.sampler.rules)
     prompts = [[i // 4 + 1] * run.rollout.max_prompt_tokens for i in range(36)]
     engine.submit(prompts, range(36))
     while engine.busy:

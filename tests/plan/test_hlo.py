@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.network import Places, hosts, traffic
+from jaxrl_llm.plan.network import Places, places, traffic
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
 TPU_LIKE = """HloModule jit_f, is_scheduled=true
@@ -189,8 +189,8 @@ def test_between_slices_only_sums_of_shares_are_sent():
 
 
 def test_gpus_of_one_host_have_a_switch():
-    where = hosts(parse_topology("h100:16"))
+    where = places(parse_topology("h100:16"))
     found = traffic(collective("all-gather", [list(range(8))]), where)
     assert found.dcn == 0 and found.ici_s == pytest.approx(875 / where.machine.chip.link)
     assert traffic(collective("all-gather", [[0, 8]]), where).dcn == 500
-    assert traffic(collective("all-gather", [[3, 4]]), hosts(parse_topology("h100:2x4"))).dcn == 500
+    assert traffic(collective("all-gather", [[3, 4]]), places(parse_topology("h100:2x4"))).dcn == 500

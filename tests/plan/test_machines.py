@@ -21,7 +21,7 @@ def test_a_topology_is_a_chip_and_a_shape(text, devices, shape):
 
 def test_slices_multiply_devices():
     machine = parse_topology("v5e:4x4", 2)
-    assert (machine.devices, machine.per_slice, machine.name) == (32, 16, "v5e:4x4 x 2 slices")
+    assert (machine.devices, machine.devices // machine.slices, machine.name) == (32, 16, "v5e:4x4 x 2 slices")
 
 
 @pytest.mark.parametrize("text, remedy", [

@@ -101,7 +101,7 @@ def test_more_of_everything_costs_more():
 def test_what_fits_at_most_fits_and_more_does_not():
     run = tiny_run((1, 4, 2), slots=64)
     small = dataclasses.replace(GPUS, chip=dataclasses.replace(GPUS.chip, memory=by_formula(run).peak * 3))
-    most = plan(run, CONFIG, small, None, None, False).most_slots
+    most = plan(run, CONFIG, small, None, None, False).most("slots")
     assert most > 64
 
     def fits(slots):

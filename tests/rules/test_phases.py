@@ -6,8 +6,8 @@ import math
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import PHASE, Decision, OnStall, Phase, PhaseEnds, Reaches, Stalls, decide
-from jaxrl_llm.rules.phases import WAITS
+from jaxrl_llm.rules import PHASE, Decision, OnStall, Phase, PhaseEnds, Reaches, Resets, Stalls, decide
+from jaxrl_llm.rules.guards import WAITS
 from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
@@ -98,7 +98,7 @@ def test_the_best_of_another_test_is_nothing_to_beat():
     assert len(set(tests)) == len(tests)
     often = dataclasses.replace(SMOKE.evaluation, every=7, judge=None)
     assert configs.evaluation_key(dataclasses.replace(SMOKE, evaluation=often)) == tests[0]
-    easy, hard = OnStall(1, 1, False, test=tests[0]), OnStall(1, 1, False, test=tests[1])
+    easy, hard = OnStall(Resets(on_stall=1), 1, test=tests[0]), OnStall(Resets(on_stall=1), 1, test=tests[1])
     row = lambda step, result: {"step": step, "eval/x/pass@1": result}
     _, own = easy(row(0, 0.9), {})
     first, own = hard(row(1, 0.2), own)

@@ -30,11 +30,10 @@ from jaxrl_llm.rules import (
     Phase,
     PhaseEnds,
     Resets,
-    RewardFails,
     TeachesNothing,
     decide,
 )  # fmt: skip
-from jaxrl_llm.rules.guards import FewKept
+from jaxrl_llm.rules.guards import FewKept, reward_fails
 from jaxrl_llm.stages.rl.ingredients import rules_for
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.context import LoopState
@@ -77,23 +76,25 @@ def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
 
 
 def test_a_stall_is_so_many_evaluations_without_a_better_result():
-    rule = OnStall(2, 1, True)
+    rule = OnStall(Resets(on_stall=2, with_optimiser=True), 1)
     assert resets_at(rule, [0.1, 0.2, 0.2, 0.1, 0.2, 0.3, 0.3, 0.3]) == [3, 7]
     assert resets_at(rule, [0.1, None, 0.1, None, None, 0.1]) == [5], "steps without an evaluation do not count"
     assert resets_at(rule, [0.0, 0.0, 0.0]) == [2], "the evaluation before training is the first to beat"
     assert all(d.reset_optimiser == d.reset_reference for d in run_through(rule, [{"step": 0, "eval/x/pass@1": 0}] * 3))
-    assert not any(d.reset_optimiser for d in run_through(OnStall(2, 1, False), [{"step": 0, "eval/x/pass@1": 0}] * 3))
+    assert not any(
+        d.reset_optimiser for d in run_through(OnStall(Resets(on_stall=2), 1), [{"step": 0, "eval/x/pass@1": 0}] * 3)
+    )
 
 
 def test_an_evaluation_that_is_only_the_last_of_a_shorter_run_does_not_count():
-    longer = resets_at(OnStall(2, 4, False), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
-    extended = resets_at(OnStall(2, 4, False), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12])
+    longer = resets_at(OnStall(Resets(on_stall=2), 4), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
+    extended = resets_at(OnStall(Resets(on_stall=2), 4), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12])
     assert extended == longer == [8]
 
 
 def test_where_nothing_is_verified_the_reward_of_an_evaluation_decides():
     rows = [{"step": 0, "eval/x/reward": 0.5}, {"step": 1, "eval/x/reward": 0.4}]
-    assert [d.reset_reference for d in run_through(OnStall(1, 1, False), rows)] == [False, True]
+    assert [d.reset_reference for d in run_through(OnStall(Resets(on_stall=1), 1), rows)] == [False, True]
 
 
 def test_a_controller_moves_the_coefficient_of_the_next_step():
@@ -130,9 +131,9 @@ def test_a_critics_gradient_has_a_guard_and_a_remedy_of_its_own():
 
 def test_a_reward_that_fails_for_all_stops_the_run():
     row = {"step": 1, "reward/mine/failed_fraction": 1.0, "event/reward_failed": "mine.py:7: KeyError: 'x'"}
-    decision, _ = RewardFails()(row, {})
+    decision, _ = reward_fails(row, {})
     assert decision.stop == GUARD and "mine" in decision.reason and "mine.py:7: KeyError" in decision.reason
-    assert RewardFails()(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
+    assert reward_fails(row | {"reward/mine/failed_fraction": 0.9}, {})[0] == Decision()
 
 
 EMPTY = {
@@ -272,7 +273,8 @@ def test_a_run_has_the_rules_of_its_recipe():
     assert rules_for(SMOKE).keys() == guards | {"by_hand"}
     one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
     filtered = guards | {"few_kept"}
-    stall = OnStall(3, SMOKE.evaluation.every, True, test=configs.evaluation_key(SMOKE))
+    stall = OnStall(RECIPES["prorl_v1"].resets, SMOKE.evaluation.every, configs.evaluation_key(SMOKE))
+    assert (stall.resets.on_stall, stall.resets.with_optimiser) == (3, True)
     assert one["stall"] == stall and one.keys() == filtered | {"stall", "by_hand"}
     assert two["reference"] == OnSchedule(300, True, False) and two.keys() == filtered | {"reference", "by_hand"}
     without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])

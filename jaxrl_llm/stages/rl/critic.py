@@ -17,9 +17,9 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import NotANumber
-from jaxrl_llm.stages.outline import Architectures, Pass
 from jaxrl_llm.stages.rl.critic_model import adapter_of, compute_beside, loaded, readable, scored
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
+from jaxrl_llm.stages.stage import Architectures, Pass
 from jaxrl_llm.types import TrainState
 
 ROLE = ValueLoss.role

@@ -18,7 +18,7 @@ from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.stages.outline import Architectures
+from jaxrl_llm.stages.stage import Architectures
 from jaxrl_llm.stages.taught import check_template, taught
 from jaxrl_llm.tasks import Prompts
 

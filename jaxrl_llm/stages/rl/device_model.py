@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.data.chats import closed
+from jaxrl_llm.data.chats import closed, closing_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
 from jaxrl_llm.learner.platform import compute_for, layout_for
@@ -18,7 +18,7 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.runs.load import load_model
 from jaxrl_llm.sharding import batch_parts, platform_of
 from jaxrl_llm.stages.stage import scored, scored_sample
-from jaxrl_llm.stages.taught import check_template, closings, taught
+from jaxrl_llm.stages.taught import check_template, taught
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.types import Completion, Problem
@@ -92,7 +92,8 @@ def load_judge(
         )
     known = taught(path, own)
     check_template(known, f"{field}: {path}", prompts, tokenizer)
-    ends = closings(known, prompts, tokenizer)
+    closes = known is not None and known.score_at == "template"  # else a score is read at the completion's own end
+    ends = {label: closing_of(one.task(label), tokenizer) for label, one in prompts.items()} if closes else {}
     more = max((len(closing) - 1 for closing in ends.values() if closing), default=0)  # a stop token is there already
     longest = run.rollout.max_length + more
     positions = model.config.attention.max_positions

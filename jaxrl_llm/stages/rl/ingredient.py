@@ -17,8 +17,7 @@ from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.rules import Rule
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.outline import Architectures, Pass
-from jaxrl_llm.stages.stage import Fingerprints
+from jaxrl_llm.stages.stage import Architectures, Fingerprints, Pass
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Group, TrainState

@@ -20,8 +20,8 @@ from jaxrl_llm.stages.rl.constraints import Constraints, Gated
 from jaxrl_llm.stages.rl.critic import CriticRole
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.judges import Judges
+from jaxrl_llm.stages.rl.phase_carryover import SuccessReplay
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
-from jaxrl_llm.stages.rl.success_replay import SuccessReplay
 from jaxrl_llm.stages.rl.win_rate import WinRate
 
 INGREDIENTS: list[type[Ingredient]] = [Judges, CriticRole, Constraints, Gated, SuccessReplay, PretrainingMix, WinRate]
@@ -68,7 +68,7 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
     rules = guards_of(run, own, len(objectives_of(run)) > 1)
     rules |= rules_of(run.recipe.resets, run.evaluation.every, kl_coef, test)
     if configs.keeps_reference(run):
-        rules[BY_HAND] = ByHand(run.recipe.resets.mix, run.recipe.resets.snapshots)
+        rules[BY_HAND] = ByHand(run.recipe.resets)
     if run.recipe.of_kl is not None:
         rules["controller"] = Controlled(run.recipe.of_kl)
     if run.recipe.of_entropy is not None:

@@ -19,11 +19,10 @@ from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards.models import ON_DEVICE, ModelReward, StepReward
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.outline import Architectures, Pass
 from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, forward_of, load_judge
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.rl.step_rewards import by_step
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE, scored_sample
+from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, scored_sample
 from jaxrl_llm.stages.taught import check_readers
 from jaxrl_llm.tasks import Prompts
 

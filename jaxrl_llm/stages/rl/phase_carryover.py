@@ -1,9 +1,16 @@
-"""The carryover from one phase of reinforcement learning to the next."""
+"""The carryover from one phase of reinforcement learning to the next: prompts, and stored successes.
+
+``rollout.replay`` stores and replays the latter.
+"""
 
 import dataclasses
 import operator
+from typing import Self
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.rollout.groups import Carryover
+from jaxrl_llm.rollout.replay import no_longer_than
+from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.curriculum import PLACES
 from jaxrl_llm.tasks.stream import NONE, Memory, going_on, places_in
@@ -65,3 +72,32 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
         own = own if same_task(old, new) else {name: own[name] for name in PLACES if name in own}
         left[new.label] = count, own | {"since": NONE} if anew and own else own
     return going_on(left, new_labels, prompts)
+
+
+@dataclasses.dataclass(frozen=True)
+class SuccessReplay(Ingredient):
+    """The stored successes of a run; a run without replay keeps those of an earlier phase for a later one."""
+
+    run: configs.Run
+    name = "replay"
+
+    @classmethod
+    def of(cls, run: configs.Run) -> Self:
+        """See ``Ingredient``."""
+        return cls(run)
+
+    def leaves(self, left: Carryover, following: configs.Run) -> Carryover:
+        """Keep the successes that are also right in the next phase and fit into its limits."""
+        run = self.run
+        masks = run.learner.keep_sampling_mask == following.learner.keep_sampling_mask
+        if not masks or not same_rewards(run, following):
+            return dataclasses.replace(left, successes={})
+        limits = configs.limits_of(configs.parts_of_task(following.task), following.rollout.max_new_tokens)
+        names = {old.label: new.label for old, new in going_together(run, following) if same_task(old, new)}
+        fitting = no_longer_than(left.successes, {old: limits[new] for old, new in names.items()}, names)
+        return dataclasses.replace(left, successes=fitting)
+
+
+def same_rewards(one: configs.Run, other: configs.Run) -> bool:
+    """Whether both runs score all completions in the same way, including the penalty of long ones."""
+    return one.scoring == other.scoring and configs.rewards(one) == configs.rewards(other)

@@ -113,25 +113,21 @@ def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
     return lines
 
 
-def sizes_of(run: configs.Run, read: Problems) -> list[str]:
-    """Return lines for people on the amount of training data; for a mixture also each task's share."""
-    rollout = run.rollout
-    count = sum(len(problems) for problems in read.train)
-    whole = steps_line(run.task.label, count, len(read.asked), rollout.prompts, rollout.group, run.learner.updates)
-    if not isinstance(run.task, configs.Mixture):
-        return [whole]
-    parts = run.task.parts
-    total = sum(part.weight for part in parts)
-    shares = [
-        f"{part.task.label} {100 * part.weight / total:.0f} % ({len(problems)} problems)"
-        for part, problems in zip(parts, read.train, strict=True)
-    ]
-    return [whole, f"prompts of each task: {', '.join(shares)}"]
-
-
 def about(run: configs.Run, read: Problems) -> list[str]:
-    """Return lines for people: sizes, models without a recorded training format, and notes on the settings."""
-    return [*sizes_of(run, read), *untold(run), *configs.notes(run)]
+    """Return lines for people: the amount of training data, with each task's share in a mixture, models without a
+    recorded training format, and notes on the settings."""
+    rollout, label = run.rollout, run.task.label
+    count = len(read.all_train)
+    lines = [steps_line(label, count, len(read.asked), rollout.prompts, rollout.group, run.learner.updates)]
+    if isinstance(run.task, configs.Mixture):
+        parts = run.task.parts
+        total = sum(part.weight for part in parts)
+        shares = [
+            f"{part.task.label} {100 * part.weight / total:.0f} % ({len(problems)} problems)"
+            for part, problems in zip(parts, read.train, strict=True)
+        ]
+        lines.append(f"prompts of each task: {', '.join(shares)}")
+    return [*lines, *untold(run), *configs.notes(run)]
 
 
 def streams_of(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:

@@ -19,8 +19,8 @@ from jaxrl_llm.rollout.collect import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
 from jaxrl_llm.runs.load import config_of
 from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.stages.outline import Architectures, Groups, Outline, PlannedSampler, state_of
 from jaxrl_llm.stages.rl.ingredients import coefficients_of, dropped_endings, ingredients_of, objectives_of
+from jaxrl_llm.stages.stage import Architectures, Groups, Outline, PlannedSampler, state_of
 
 
 def minibatch(run: configs.Run, vocab: int, tokens: int | None = None, updates: int = 0) -> list[Sample]:

@@ -65,7 +65,9 @@ class WinRate(Ingredient):
         if first:
             self.begin(found.answers)
             return found
-        return dataclasses.replace(found, answers=self.judged(found.answers))
+        rows = self.peers.first(lambda: list(read_rows(self.path)))
+        known = {(row["task"], row["problem"], row["sample"]): row for row in rows}
+        return dataclasses.replace(found, answers=tuple(self.against(known, one) for one in found.answers))
 
     def begin(self, found: Sequence[Evaluated]) -> None:
         """Store the first policy's answers to each task; they replace those of an earlier attempt."""
@@ -81,12 +83,6 @@ class WinRate(Ingredient):
                 told.append({name: row[name] for name in kept} | own)
         with new_file(self.path) as part, part.open("wb") as file:
             append_rows(file, told)
-
-    def judged(self, found: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
-        """Add ``won`` to the evaluation of each task; see ``against``."""
-        rows = self.peers.first(lambda: list(read_rows(self.path)))
-        first = {(row["task"], row["problem"], row["sample"]): row for row in rows}
-        return tuple(self.against(first, one) for one in found)
 
     def against(self, known: Mapping[tuple[str, str, int], dict[str, Any]], found: Evaluated) -> Evaluated:
         """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number.
@@ -110,18 +106,14 @@ class WinRate(Ingredient):
                 won[at] = 0.5
                 continue
             places.append(at)
-            items += [(found.problems[at[0]], as_completion(row)), (found.problems[at[0]], answer)]
+            # As a judge reads it: sampling probabilities and versions are not kept.
+            size = len(row["tokens"])
+            before = Completion(
+                np.asarray(row["tokens"], np.int32), np.zeros(size, np.float32), row["finish_reason"],
+                np.ones(size, bool), np.zeros(size, np.int32), text=row["completion"],
+            )  # fmt: skip
+            items += [(found.problems[at[0]], before), (found.problems[at[0]], answer)]
         scores = self.scorer.only(items, (JUDGED,)).parts[JUDGED].reshape(-1, 2) if items else ()
-        for at, (before, now) in zip(places, scores, strict=True):
-            won[at] = np.nan if np.isnan(before + now) else (np.sign(now - before) + 1) / 2
+        for at, (old, new) in zip(places, scores, strict=True):
+            won[at] = np.nan if np.isnan(old + new) else (np.sign(new - old) + 1) / 2
         return dataclasses.replace(found, won=won)
-
-
-def as_completion(row: dict[str, Any]) -> Completion:
-    """Return an answer as a judge reads it: tokens and text; sampling probabilities and versions are not kept."""
-    tokens = np.asarray(row["tokens"], np.int32)
-    size = len(tokens)
-    return Completion(
-        tokens, np.zeros(size, np.float32), row["finish_reason"], np.ones(size, bool), np.zeros(size, np.int32),
-        text=row["completion"],
-    )  # fmt: skip
