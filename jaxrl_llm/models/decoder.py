@@ -37,17 +37,14 @@ class Weights(nnx.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def has(self, name: str) -> bool:
-        """Whether the architecture has this parameter."""
-        return hasattr(self, name)
-
 
 class Decoder(nnx.Module):
-    """The language model; build it with ``from_parameters`` or ``initialise``.
+    """The language model; ``initialise`` draws one.
 
     Attributes:
       config: static; part of the pytree's structure, so models of two architectures never mix.
-      weights: ``embed`` [V, D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V].
+      weights: ``embed`` [V, D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V]; built
+        from a nested dict of arrays (or of ``jax.ShapeDtypeStruct``).
     """
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Any]):
@@ -92,12 +89,7 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
             leaves.append(jnp.zeros(shape, dtype))
         else:
             leaves.append((scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype))
-    return from_parameters(config, jax.tree.unflatten(treedef, leaves))
-
-
-def from_parameters(config: ModelConfig, parameters: dict[str, Any]) -> Decoder:
-    """Build a model around the given nested dict of arrays (or of ``jax.ShapeDtypeStruct``)."""
-    return Decoder(config, parameters)
+    return Decoder(config, jax.tree.unflatten(treedef, leaves))
 
 
 def to_parameters(model: Any) -> dict[str, Any]:
@@ -123,7 +115,7 @@ class Adapter(nnx.Module):
 
 def merged(w: Weights) -> Weights:
     """Return one layer's weights with its ``adapter`` added to them; the same object without an adapter."""
-    if not w.has("adapter"):
+    if not hasattr(w, "adapter"):
         return w
     parameters = to_parameters(w)
     for part, names in to_parameters(w.adapter).items():
@@ -143,7 +135,7 @@ def by_layer(model: Decoder) -> Decoder:
     """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``over_layers`` only."""
     parameters = to_parameters(model)
     layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
-    return from_parameters(model.config, parameters | {"blocks": layers})
+    return Decoder(model.config, parameters | {"blocks": layers})
 
 
 def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *others: Any) -> tuple[Any, Any]:
@@ -153,7 +145,7 @@ def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Dec
     reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly.
     """
     blocks = model.weights.blocks
-    if blocks.has("attn"):
+    if hasattr(blocks, "attn"):
         return jax.lax.scan(layer, x, (blocks, *others))
     found = []
     for index in range(model.config.layers):
@@ -186,9 +178,9 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
 
 def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
     q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.q, w.k, w.v))
-    if w.has("q_bias"):
+    if hasattr(w, "q_bias"):
         q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
-    if w.has("q_norm"):
+    if hasattr(w, "q_norm"):
         norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
         q = norm(q, w.q_norm[...], config.norm)
         k = norm(k, w.k_norm[...], config.norm)
@@ -240,13 +232,8 @@ def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOp
     layer = one_layer if policy is None else jax.checkpoint(one_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
-    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)), unroll=compute.unroll)
+    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layers.layer_constants(config)), unroll=compute.unroll)
     return activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
-
-
-def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Return the per-layer constants: rotary frequencies [L, H / 2] and sliding windows int32[L]."""
-    return jnp.asarray(layers.rope_frequencies(config)), jnp.asarray(layers.layer_windows(config), jnp.int32)
 
 
 def causal_rows(tokens: Any) -> TokenRows:

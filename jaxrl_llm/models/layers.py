@@ -91,33 +91,31 @@ def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return rms_norm(flat, weight.reshape(-1), norm).reshape(x.shape)
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Return the rotary frequencies of every layer, float32[L, H / 2], radians per token."""
+def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Return each layer's rotary frequencies float32[L, H / 2], radians per token, and sliding windows int32[L].
+
+    Linear scaling divides all frequencies; Llama-3's keeps short wavelengths and blends in between.
+    """
     attention = config.attention
+    windows = layer_windows(config)
     exponents = np.arange(0, attention.head_dim, 2, dtype=np.float64) / attention.head_dim
-    full = _scaled(1.0 / attention.rope_theta**exponents, attention.rope_scaling)
-    if attention.local_rope_theta is None:
-        return np.tile(full, (config.layers, 1)).astype(np.float32)
-    local = 1.0 / attention.local_rope_theta**exponents
-    return np.stack([local if window else full for window in layer_windows(config)]).astype(np.float32)
+    full = 1.0 / attention.rope_theta**exponents
+    scaling = attention.rope_scaling
+    if isinstance(scaling, Llama3Rope):
+        turns = scaling.original_positions * full / (2 * np.pi)
+        low = scaling.low_frequency_factor
+        keep = np.clip((turns - low) / (scaling.high_frequency_factor - low), 0.0, 1.0)
+        full = keep * full + (1 - keep) * full / scaling.factor
+    elif scaling is not None:
+        full = full / scaling
+    local = full if attention.local_rope_theta is None else 1.0 / attention.local_rope_theta**exponents
+    frequencies = np.stack([local if window else full for window in windows]).astype(np.float32)
+    return jnp.asarray(frequencies), jnp.asarray(windows, jnp.int32)
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """Return the sliding window of every layer in tokens, 0 for full attention."""
     return config.attention.windows or (0,) * config.layers
-
-
-def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.ndarray:
-    """Rescale frequencies: linear scaling divides all; Llama-3's keeps short wavelengths and blends in between."""
-    if scaling is None:
-        return frequencies
-    if not isinstance(scaling, Llama3Rope):
-        return frequencies / scaling
-    turns = scaling.original_positions * frequencies / (2 * np.pi)
-    low = scaling.low_frequency_factor
-    high = scaling.high_frequency_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
@@ -199,18 +197,13 @@ def visible(
 ) -> jax.Array:
     """Return the attention mask bool[R, queries, keys]: which query column sees which key column."""
     positions, group, branch = (jnp.asarray(x) for x in (rows.positions, rows.group, rows.branch))
-    columns = jnp.arange(group.shape[1])
-
-    def q(x: jax.Array) -> jax.Array:
-        return x[:, queries, None]
-
-    def k(x: jax.Array) -> jax.Array:
-        return x[:, None, keys]
-
-    causal = columns[None, queries, None] >= columns[None, None, keys]
-    same_path = (k(branch) == 0) | (k(branch) == q(branch))
-    near = (window == 0) | (q(positions) - k(positions) < window)
-    return causal & (q(group) == k(group)) & (q(group) > 0) & same_path & near
+    columns = jnp.arange(group.shape[1])[None]
+    q = np.s_[:, queries, None]
+    k = np.s_[:, None, keys]
+    causal = columns[q] >= columns[k]
+    same_path = (branch[k] == 0) | (branch[k] == branch[q])
+    near = (window == 0) | (positions[q] - positions[k] < window)
+    return causal & (group[q] == group[k]) & (group[q] > 0) & same_path & near
 
 
 def part_columns(columns: int) -> int:

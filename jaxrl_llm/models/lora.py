@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import Lora, ModelConfig
-from jaxrl_llm.models.decoder import Adapter, Decoder, from_parameters, merged, parameter_shapes, to_parameters
+from jaxrl_llm.models.decoder import Adapter, Decoder, merged, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
-from jaxrl_llm.models.hf import new_directory, write_card
+from jaxrl_llm.models.hf import new_directory
 from jaxrl_llm.models.weights import to_hf, write_json
 from jaxrl_llm.types import TrainState
 
@@ -57,7 +57,7 @@ def attached(base: Decoder | None, policy: Any) -> Any:
     parameters = to_parameters(base)
     trained = to_parameters(policy)
     adapter = Adapter(policy.scale, trained["blocks"])
-    model = from_parameters(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
+    model = Decoder(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
     return with_scalar_head(model, trained["scalar"]) if "scalar" in trained else model
 
 
@@ -66,9 +66,9 @@ def merge(model: Decoder | ScalarModel) -> Any:
     decoder, scalar = split(model)
     parameters = to_parameters(decoder)
     blocks = decoder.weights.blocks
-    if not blocks.has("adapter"):
+    if not hasattr(blocks, "adapter"):
         return model
-    summed = from_parameters(decoder.config, parameters | {"blocks": jax.lax.map(merged, blocks)})
+    summed = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(merged, blocks)})
     return summed if scalar is None else with_scalar_head(summed, scalar.astype(parameters["embed"].dtype))
 
 
@@ -136,7 +136,8 @@ def save_adapter(
         write_json(folder / CONFIG, described)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / WEIGHTS).chmod(0o644)
-        write_card(folder, card)
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _factors(tensor: Tensor, factors: dict[str, Any], config: ModelConfig, rank: int) -> dict[str, np.ndarray]:

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.builtin import BUILTIN, TINY, Builtin
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
 from jaxrl_llm.models.weights import read_json
 
+DTYPES = ("float32", "bfloat16", "float16")
 _EXPERTS = re.compile(r"(?i:(?<![a-z0-9])\d+(?:\.\d+)?[BT]-A\d+(?:\.\d+)?[BM](?![a-z0-9])|\d+x\d+B|Mixtral)|MoE")
 """Pattern of hub names that mark mixtures of experts: 30B-A3B, 8x7B."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -67,18 +68,14 @@ def load_either(path_or_name: str | os.PathLike, dtype: str = "float32", mesh: A
 
 def _found(path_or_name: str | os.PathLike, dtype: str) -> Path | Builtin:
     """Return the source of a model: a directory, a .gguf file or a built-in model; a hub model is fetched."""
-    from jaxrl_llm.models.hf import check_dtype
-
-    check_dtype(dtype)
+    require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
     if path.is_dir() or name.endswith(".gguf"):
         return path
     if name in BUILTIN:
         return BUILTIN[name]
-    if path.exists():
-        raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
-    _check_hub_id(name)
+    check_name(name)
     return _fetch(name)
 
 
