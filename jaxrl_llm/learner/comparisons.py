@@ -85,9 +85,14 @@ class Ranking(Objective):
         given = batch.by_sequence
         last = given["last"].astype(jnp.int32)
         scores = jnp.take_along_axis(outputs["values"], last[:, None], axis=1)[:, 0]
-        ahead = ordered_pairs(given["together"], given["rank"], batch)
+        together = given["together"]
+        counted = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
+        rank = given["rank"]
+        # [B, B]: 1 if the first ranks before the second of the same, counted prompt, else 0.
+        ahead = (together[:, None] == together[None, :]) & (rank[:, None] < rank[None, :]) & counted[:, None]
+        ahead = ahead.astype(jnp.float32)
         difference = scores[:, None] - scores[None, :]
-        share = ahead / jnp.maximum(of_each(batch, jnp.sum(ahead, axis=1))[given["together"]], 1)[:, None]
+        share = ahead / jnp.maximum(of_each(batch, jnp.sum(ahead, axis=1))[together], 1)[:, None]
 
         def mean(values: jax.Array) -> jax.Array:
             return jnp.sum(share * values) / prompts
@@ -104,13 +109,6 @@ class Ranking(Objective):
             "pairs/margin": mean(difference),
             "reward_model/mean": jnp.sum(centre) / prompts,
         }
-
-
-def ordered_pairs(together: jax.Array, rank: jax.Array, batch: Packed) -> jax.Array:
-    """Return float32[B, B]: 1 if the first ranks before the second of the same, counted prompt, else 0."""
-    same = together[:, None] == together[None, :]
-    counted = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
-    return (same & (rank[:, None] < rank[None, :]) & counted[:, None]).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ outputs that it reads, and the arrays that it needs before the first update; it 
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +26,11 @@ CLIPPED = "clip_probability"
 """The prefix of metrics of the clipped tokens' probability."""
 
 
-class Before(NamedTuple):
-    """An array [B, T] that is computed once, before a batch's first update, at the shapes of the updates.
-
-    Attributes:
-      whose: a role, or the name of a frozen copy.
-      output: the model output that it holds.
-    """
-
-    whose: str
-    output: str
-
-
-BEFORE = {
-    "old_logp": Before("policy", "logp"),
-    "ref_logp": Before("reference", "logp"),
-    "old_values": Before("critic", "values"),
-}
-"""Arrays that an objective may need, by their name in ``Packed.by_token``; those given by samples are not computed."""
+BEFORE = {"old_logp": ("policy", "logp"), "ref_logp": ("reference", "logp"), "old_values": ("critic", "values")}
+"""Arrays [B, T] that an objective may need, by their name in ``Packed.by_token``: the role, or frozen copy, and its
+model output. They are computed once, before a batch's first update, at the shapes of the updates, unless samples give
+them.
+"""
 
 
 class Objective:
@@ -261,11 +248,6 @@ def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
         # The old policy of an earlier step's token is the one that sampled it.
         estimate = K3()(jnp.where(given["fresh"], given["old_logp"], sampler), logp)
     return jnp.sum(jnp.where(packed.mask & packed.counted["policy"][..., None], estimate, 0.0))
-
-
-def combined(total: Metrics, new: Metrics) -> Metrics:
-    """Combine metrics of two microbatches: largest for names ending in ``_max``, sum for the rest."""
-    return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[name], new[name]) for name in total}
 
 
 def names_of(objectives: Any) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from optax import contrib
 
 from jaxrl_llm.learner.settings import MUON_RMS, Optimiser
 from jaxrl_llm.models.lora import INPUTS
-from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
+from jaxrl_llm.sharding import constrain
+from jaxrl_llm.sharding.rules import RULES, parameter_path
 
 
 class Offloaded(NamedTuple):
@@ -66,7 +67,7 @@ def build(config: Optimiser) -> optax.GradientTransformation:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax relies on both
             before = state.on_host if config.offload else state
             directions, after = chain.update(_float32(grads), before, _float32(params))
-        after = constrain_by_path(after)
+        after = jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), after)
         return directions, Offloaded(after) if config.offload else after
 
     return optax.GradientTransformation(init, update)

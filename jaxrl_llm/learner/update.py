@@ -10,7 +10,7 @@ import optax
 
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import microbatch, outputs_of
-from jaxrl_llm.learner.objectives import Metrics, Objective, combined
+from jaxrl_llm.learner.objectives import Metrics, Objective
 from jaxrl_llm.learner.optimiser import as_before, on_device
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import cast
@@ -22,29 +22,6 @@ Coefficients = dict[str, jax.Array]
 Update = Callable[[TrainState, Packed, dict[str, Any]], tuple[TrainState, Metrics]]
 
 
-def microbatch_loss(
-    model: Any,
-    batch: Packed,
-    objectives: Sequence[Objective],
-    counts: dict[str, Any],
-    coefficients: Coefficients,
-    compute: ComputeOptions,
-) -> tuple[jax.Array, dict[str, Metrics]]:
-    """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the step's counts."""
-    names = {name for objective in objectives for name in objective.outputs}
-    entropy_gradient = any(objective.entropy_gradient for objective in objectives)
-    outputs = outputs_of(
-        cast(model, compute.dtype), batch, names, coefficients["temperature"], compute, entropy_gradient
-    )
-    total: Any = 0
-    metrics = {}
-    for objective in objectives:
-        own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
-        loss, metrics[objective.name] = objective(outputs, own, counts[objective.name], coefficients)
-        total += loss
-    return total, jax.lax.stop_gradient(metrics)
-
-
 def accumulate(
     role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Coefficients, compute: ComputeOptions
 ) -> tuple[Any, Metrics]:
@@ -54,18 +31,37 @@ def accumulate(
     loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
 
-    def loss(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Metrics]]:
-        model = attached(role.base, params)
-        return microbatch_loss(model, batch, objectives, packed.totals.counts, coefficients, compute)
+    names = {name for objective in objectives for name in objective.outputs}
+    entropy_gradient = any(objective.entropy_gradient for objective in objectives)
 
-    gradient = jax.grad(loss, has_aux=True)
+    def share(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Metrics]]:
+        """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the counts."""
+        model = cast(attached(role.base, params), compute.dtype)
+        outputs = outputs_of(model, batch, names, coefficients["temperature"], compute, entropy_gradient)
+        total: Any = 0
+        metrics = {}
+        for objective in objectives:
+            own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
+            counts = packed.totals.counts[objective.name]
+            loss, metrics[objective.name] = objective(outputs, own, counts, coefficients)
+            total += loss
+        return total, jax.lax.stop_gradient(metrics)
+
+    gradient = jax.grad(share, has_aux=True)
     shapes = jax.eval_shape(gradient, role.params, microbatch(packed, jnp.int32(0)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
 
     def body(index: jax.Array, total: tuple[Any, dict[str, Metrics]]) -> tuple[Any, dict[str, Metrics]]:
         grads, metrics = gradient(role.params, microbatch(packed, index))
         summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[0], grads)
-        return summed, {name: combined(total[1][name], metrics[name]) for name in metrics}
+        combined = {}
+        for objective, new in metrics.items():
+            before = total[1][objective]
+            combined[objective] = {
+                name: jnp.maximum(before[name], x) if name.endswith("_max") else before[name] + x
+                for name, x in new.items()
+            }
+        return summed, combined
 
     grads, sums = jax.lax.fori_loop(0, packed.totals.microbatches, body, zeros)
     each = [objective.finalize(sums[objective.name]) for objective in objectives]

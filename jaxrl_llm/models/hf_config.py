@@ -44,8 +44,8 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
             if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
                 continue
             raise InputError(
-                f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it does "
-                "not change the model, else use another model"
+                f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "
+                "does not change the model, else use another model"
             )
         known = _with_defaults(attributes, family)
         activation = known.get("hidden_activation", known.get("hidden_act"))

@@ -65,16 +65,21 @@ def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the arguments for JAX to find the other processes if a launcher started several; else None."""
-
-    def several(name: str) -> bool:
-        return int(environment.get(name, "1")) > 1
-
-    if "OMPI_MCA_orte_hnp_uri" in environment and several("OMPI_COMM_WORLD_SIZE"):
+    if "OMPI_MCA_orte_hnp_uri" in environment and int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return {"cluster_detection_method": "ompi"}
-    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment and several("SLURM_NTASKS"):
-        return {"cluster_detection_method": "slurm"} | _slurm_devices(environment)
-    if _on_cloud_tpu(environment):
-        return {}
+    slurm = "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment
+    if slurm and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        # The task's devices if it has its node, or sees only its own GPU: JAX would pick the GPU of its local number.
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        count = len(visible.split(",")) if visible else int(environment.get("SLURM_GPUS_ON_NODE", "0"))
+        alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"
+        devices = {"local_device_ids": list(range(count))} if count and (alone or count == 1) else {}
+        return {"cluster_detection_method": "slurm"} | devices
+    # JAX found TPU chips on import and may use them, unless the environment excludes other hosts.
+    if environment.get("TPU_ML_PLATFORM") == "JAX" and "tpu" in environment.get("JAX_PLATFORMS", "tpu"):
+        hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
+        if "," in hosts or "TPU_SKIP_MDS_QUERY" not in environment:
+            return {}
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         if importlib.util.find_spec("kubernetes") is None:
             raise InputError(
@@ -83,23 +88,6 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
             )
         return {}
     return None
-
-
-def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the task's devices if it has its node, or sees only its own GPU: JAX would pick the GPU of its local
-    number."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    count = len(visible.split(",")) if visible else int(environment.get("SLURM_GPUS_ON_NODE", "0"))
-    alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"
-    return {"local_device_ids": list(range(count))} if count and (alone or count == 1) else {}
-
-
-def _on_cloud_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether JAX found TPU chips on import and may use them, unless the environment excludes other hosts."""
-    if environment.get("TPU_ML_PLATFORM") != "JAX" or "tpu" not in environment.get("JAX_PLATFORMS", "tpu"):
-        return False
-    hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
-    return "," in hosts or "TPU_SKIP_MDS_QUERY" not in environment
 
 
 class Disagreement(RuntimeError):
