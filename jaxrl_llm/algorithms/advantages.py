@@ -317,14 +317,9 @@ class KLInReward(Estimator):
         """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token."""
         rewards = array(rewards, "rewards", "any")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
-        mask, old_logp, ref_logp = arrays
-
-        def clean(x: jax.Array) -> jax.Array:
-            return jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0)
-
-        old_logp = clean(old_logp)
-        ref_logp = clean(ref_logp)
-        penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
+        mask, *logps = arrays
+        clean = [jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0) for x in logps]
+        penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(*clean)
         if not self.by_token:
             return rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context
         if context.step_rewards is not None:

@@ -192,10 +192,7 @@ def policy_loss(
     at = at._replace(log_ratio=algorithm.ratio(at))
     tokens = count(token_count, at.lengths, "token_count", at.mask.dtype)
     rows = count(sequence_count, at.lengths > 0, "sequence_count", at.mask.dtype)
-    losses, per_token = _policy_term(algorithm, at)
-    if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(kl_coef):
-        per_token["kl"] = _kl_term(algorithm, at)
-        losses = losses + kl_coef * per_token["kl"]
+    losses, per_token = _terms(algorithm, at)
     if entropy is not None:
         shaped(at.logp.shape, entropy=entropy)
         per_token["entropy"] = jnp.where(at.mask > 0, array(entropy, "entropy").astype(at.mask.dtype), 0)
@@ -217,8 +214,8 @@ def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
 
 
-def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
-    """Return the weighted surrogate and the per-token metrics; [B, T] or [B, 1] each."""
+def _terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
+    """Return the weighted surrogate with the KL term, and the per-token metrics; [B, T] or [B, 1] each."""
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
     low, high = algorithm.surrogate.clipped(ratio, at.advantages)
@@ -227,15 +224,14 @@ def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
         if piece is not None:
             per_token[name] = jax.lax.stop_gradient(piece(at))
             loss = loss * per_token[name]
+    if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(at.kl_coef):
+        if at.ref_logp is None:
+            raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
+        # Its ratio is by token, whatever the level of the surrogate's.
+        anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
+        per_token["kl"] = algorithm.kl(at.logp, at.ref_logp, clamped_log_ratio(at.logp, anchor))
+        loss = loss + at.kl_coef * per_token["kl"]
     return loss, per_token
-
-
-def _kl_term(algorithm: Algorithm, at: Tokens) -> jax.Array:
-    """Return the KL estimate [B, T]; its ratio is by token, whatever the level of the surrogate's."""
-    if at.ref_logp is None:
-        raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
-    anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
-    return algorithm.kl(at.logp, at.ref_logp, clamped_log_ratio(at.logp, anchor))
 
 
 def _present(coefficient: Any) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.preference import bradley_terry, sequence_logp, step_entropy
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
-from jaxrl_llm.learner.objectives import Metrics, Objective
+from jaxrl_llm.learner.objectives import Objective, Scalars, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,7 @@ class PairLoss(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("logp",)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over pairs, and the metrics accuracy and reward margin."""
         pairs = jnp.maximum(counts.sequences / 2, 1)
         gap = sequence_logp(outputs["logp"], batch.mask) - batch.by_sequence["ref_logp"]
@@ -77,9 +75,7 @@ class Ranking(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("values",)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over prompts, and the metrics accuracy, mean difference and mean score."""
         prompts = jnp.maximum(counts.sequences, 1)
         given = batch.by_sequence
@@ -123,9 +119,7 @@ class StepEntropy(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("values",)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over steps, and the accuracy at a threshold of one half."""
         steps = jnp.maximum(counts.tokens, 1)
         values = outputs["values"]

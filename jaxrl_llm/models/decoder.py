@@ -1,15 +1,17 @@
-"""A decoder-only transformer as one immutable value; training and sampling share its transformer block.
+"""A decoder-only transformer as one immutable value, and its fingerprint; training and sampling share its block.
 
 The module tree is a JAX pytree with a trainable array of one floating dtype at each leaf; nothing is assigned after
 ``__init__``. Layers are stacked on a leading axis L and run by ``lax.scan``.
 """
 
 import functools
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxrl_llm.models import layers
@@ -166,7 +168,20 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
     post = config.norm.placement != "pre"
     h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     with jax.named_scope("attention"):
-        h = activation(_attention(w.attn, config, h, angles, attend), "residual")
+        q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.attn.q, w.attn.k, w.attn.v))
+        if hasattr(w.attn, "q_bias"):
+            biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
+            q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
+        if hasattr(w.attn, "q_norm"):
+            head_norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
+            q = head_norm(q, w.attn.q_norm[...], config.norm)
+            k = head_norm(k, w.attn.k_norm[...], config.norm)
+        q = layers.rotate(q, angles)
+        k = layers.rotate(k, angles)
+        q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
+        out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
+        h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     with jax.named_scope("mlp"):
@@ -174,22 +189,6 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
         h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
         h = activation(h, "residual")
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
-
-
-def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.q, w.k, w.v))
-    if hasattr(w, "q_bias"):
-        q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
-    if hasattr(w, "q_norm"):
-        norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
-        q = norm(q, w.q_norm[...], config.norm)
-        k = norm(k, w.k_norm[...], config.norm)
-    q = layers.rotate(q, angles)
-    k = layers.rotate(k, angles)
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
-    out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
-    return jnp.einsum("bsnh,nhd->bsd", out, w.o[...])
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -254,3 +253,41 @@ def logits(model: Decoder, tokens: Any) -> jax.Array:
 @jax.jit
 def _logits(model: Decoder, tokens: jax.Array) -> jax.Array:
     return unembed(model, forward(model, causal_rows(tokens)))
+
+
+@jax.jit
+def fingerprint(model: Any) -> Any:
+    """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it.
+
+    Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
+    """
+
+    def checksum(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.zeros(x.shape, jnp.uint32)
+        for axis, size in enumerate(x.shape):
+            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        sums = [jnp.sum(_mix(_mix(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)]
+        return jnp.stack(sums)
+
+    return jax.tree.map(checksum, model)
+
+
+def weights_digest(model: Any) -> str:
+    """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
+    return digest(jax.tree.leaves(jax.device_get(fingerprint(model))))
+
+
+def digest(arrays: Sequence[np.ndarray]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of the contents of arrays."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.asarray(array).tobytes() + b"\n")
+    return found.hexdigest()[:16]
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Apply a bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

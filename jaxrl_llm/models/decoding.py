@@ -201,9 +201,7 @@ def _begun(
     count = blocks.v.shape[0]
     (_, heads, queries, width) = q.shape
 
-    def there(x: jax.Array) -> jax.Array:
-        return _moved(x, before.rows, count)
-
+    there = functools.partial(_moved, index=before.rows, count=count)
     columns = jnp.arange(blocks.v.shape[2])[None, None]
     distance = there(positions)[..., None] - columns
     visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))

@@ -118,12 +118,12 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
         ends = (tokenizer.eos_token_id,) if tokenizer.chat_template and tokenizer.eos_token_id is not None else ()
         sources.append(TokenIds(tokenizer.bos_token_id, ends, tokenizer.pad_token_id))
 
-    def first(name):
+    first = {}
+    for name in ("bos", "pad"):
         found = (getattr(source, name) for source in sources)
-        return next((i for i in found if i is not None and i < config.vocab_size), None)
-
+        first[name] = next((i for i in found if i is not None and i < config.vocab_size), None)
     ends = dict.fromkeys(i for source in sources for i in source.eos if i < config.vocab_size)
-    return dataclasses.replace(config, tokens=TokenIds(first("bos"), tuple(ends), first("pad")))
+    return dataclasses.replace(config, tokens=TokenIds(first["bos"], tuple(ends), first["pad"]))
 
 
 def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:

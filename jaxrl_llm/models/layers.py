@@ -32,27 +32,26 @@ def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return _mixed(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _product(letters, x, y)
 
 
-def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(letters: str, x: jax.Array, y: jax.Array, widened: bool = False) -> jax.Array:
+    if widened:
+        x = x.astype(jnp.float32)
+        y = y.astype(jnp.float32)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     return jnp.einsum(letters, x, y, preferred_element_type=wide)
 
 
-def _widened(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return _product(letters, x.astype(jnp.float32), y.astype(jnp.float32))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    wide = functools.partial(_widened, letters)
-    return jax.lax.platform_dependent(x, y, cpu=wide, default=functools.partial(_product, letters))
+    form = functools.partial(_product, letters)
+    return jax.lax.platform_dependent(x, y, cpu=functools.partial(form, widened=True), default=form)
 
 
 def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     # What JAX would derive through the choice saves the operands of both forms.
-    def back(form: Callable[..., jax.Array]) -> Callable[..., Any]:
-        return lambda x, y, g: jax.vjp(functools.partial(form, letters), x, y)[1](g)
+    def back(x: jax.Array, y: jax.Array, g: jax.Array, widened: bool = False) -> Any:
+        return jax.vjp(functools.partial(_product, letters, widened=widened), x, y)[1](g)
 
-    return jax.lax.platform_dependent(*saved, g, cpu=back(_widened), default=back(_product))
+    return jax.lax.platform_dependent(*saved, g, cpu=functools.partial(back, widened=True), default=back)
 
 
 _mixed.defvjp(lambda letters, x, y: (_mixed(letters, x, y), (x, y)), _mixed_back)
@@ -280,13 +279,30 @@ def _splash_rows(
     config: Attention, interpret: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array
 ) -> jax.Array:
     """Attend q [B, N, S, H] over k and v [B, K, S, H], group [B, S]; each device computes its own rows and heads."""
+    # Half a second that programs without it need not wait for.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
     mesh = jax.sharding.get_abstract_mesh()
+    columns = q.shape[2]
+    block = next((b for b in BLOCKS if columns % b == 0), None)
+    if block is None:
+        raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
+    shape = (columns, columns)
+    mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array) -> jax.Array:
-        kernel, segments = _splash_kernel(q.shape[1], q.shape[2], window, config.softcap, interpret)
+        kernel = splash_kernel.make_splash_mha(
+            splash_mask.MultiHeadMask([mask] * q.shape[1]),
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=splash_kernel.BlockSizes(*(block,) * 8),
+            attn_logits_soft_cap=config.softcap,
+            interpret=interpret,
+        )
 
         def one(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
-            return kernel(q, k, v, segment_ids=segments(g, g))
+            return kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(g, g))
 
         return jax.vmap(one)(q, k, v, group)
 
@@ -296,26 +312,3 @@ def _splash_rows(
     heads = fitting(k.shape, (BATCH, "tensor"), mesh)
     specs = (heads, heads, heads, PartitionSpec(heads[0]))
     return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, group)
-
-
-def _splash_kernel(heads: int, columns: int, window: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
-    """Return the splash kernel of one row, and the type of its segments."""
-    # Half a second that programs without it need not wait for.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-
-    block = next((b for b in BLOCKS if columns % b == 0), None)
-    if block is None:
-        raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
-    shape = (columns, columns)
-    mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
-    sizes = splash_kernel.BlockSizes(*(block,) * 8)
-    kernel = splash_kernel.make_splash_mha(
-        splash_mask.MultiHeadMask([mask] * heads),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
-        interpret=interpret,
-    )
-    return kernel, splash_kernel.SegmentIds

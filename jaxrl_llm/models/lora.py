@@ -119,6 +119,7 @@ def save_adapter(
     """
     from safetensors.numpy import save_file
 
+    sizes = axis_sizes(config) | {"R": lora.rank}
     stored = {}
     modules = []
     for tensor in tensors_of(config):
@@ -126,7 +127,17 @@ def save_adapter(
         if f"{part}/{name}" not in lora.targets:
             continue
         modules.append(tensor.name.split(".")[-2])
-        stored |= _factors(tensor, to_parameters(adapter)["blocks"][part][name], config, lora.rank)
+        factors = to_parameters(adapter)["blocks"][part][name]
+        outputs, inputs = tensor.hf_axes.split()
+        summed = INPUTS.get(f"{part}/{name}", 1)
+        shapes = {
+            "lora_A": ("a", Tensor("", "", f"R {inputs}", tensor.axes[:summed] + "R")),
+            "lora_B": ("b", Tensor("", "", f"{outputs} R", "R" + tensor.axes[summed:])),
+        }
+        for layer in range(config.layers):
+            module = "base_model.model." + tensor.name.format(layer).removesuffix(".weight")
+            for side, (ours, axes) in shapes.items():
+                stored[f"{module}.{side}.weight"] = to_hf(axes, np.asarray(factors[ours][layer], np.float32), sizes)
     described = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
@@ -138,20 +149,3 @@ def save_adapter(
         (folder / WEIGHTS).chmod(0o644)
         if card is not None:
             (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _factors(tensor: Tensor, factors: dict[str, Any], config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
-    """Return A and B of each layer, under PEFT's names."""
-    outputs, inputs = tensor.hf_axes.split()
-    summed = INPUTS.get(tensor.path.removeprefix("blocks.").replace(".", "/"), 1)
-    sizes = axis_sizes(config) | {"R": rank}
-    shapes = {
-        "lora_A": ("a", Tensor("", "", f"R {inputs}", tensor.axes[:summed] + "R")),
-        "lora_B": ("b", Tensor("", "", f"{outputs} R", "R" + tensor.axes[summed:])),
-    }
-    found = {}
-    for layer in range(config.layers):
-        module = "base_model.model." + tensor.name.format(layer).removesuffix(".weight")
-        for name, (ours, axes) in shapes.items():
-            found[f"{module}.{name}.weight"] = to_hf(axes, np.asarray(factors[ours][layer], np.float32), sizes)
-    return found

@@ -191,15 +191,14 @@ def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
 
     bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = ByteLevel(add_prefix_space=False, use_regex=True)
-
-    def split(pattern):
-        return Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only])
-
+    qwen2, llama3 = (
+        Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only]) for pattern in (QWEN2_SPLIT, LLAMA3_SPLIT)
+    )
     return {
         "none": (None, bytes_only),
         "gpt-2": (None, gpt2),
         "smollm": (None, Sequence([Digits(individual_digits=True), gpt2])),
-        "qwen2": (normalizers.NFC(), split(QWEN2_SPLIT)),
-        "llama-bpe": (None, split(LLAMA3_SPLIT)),
-        "dbrx": (None, split(LLAMA3_SPLIT)),
+        "qwen2": (normalizers.NFC(), qwen2),
+        "llama-bpe": (None, llama3),
+        "dbrx": (None, llama3),
     }
