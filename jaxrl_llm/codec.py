@@ -25,7 +25,7 @@ _ARRAY = "$array"
 class _Kind(NamedTuple):
     """The conversion of values of one type: to values that ``to_json`` converts in turn, and back."""
 
-    fits: Callable[[type], bool]
+    type: type | None
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
 
@@ -62,10 +62,14 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
         return value
     if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject:
         raise TypeError(f"{kind.__name__} of {value.dtype}")
-    for name, known in _KINDS.items():
-        if known.fits(kind):
-            return {_SIGN + name: to_json(known.write(value), records, packed)}
-    raise TypeError(kind.__name__)
+    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp":
+        name = "timestamp"  # which Parquet readers return for times in nanoseconds; pandas is not imported
+    else:
+        wanted = np.generic if issubclass(kind, np.generic) else kind
+        name = next((name for name, known in _KINDS.items() if known.type is wanted), None)
+    if name is None:
+        raise TypeError(kind.__name__)
+    return {_SIGN + name: to_json(_KINDS[name].write(value), records, packed)}
 
 
 def from_json(data: Any, records: Sequence[type] = ()) -> Any:
@@ -169,12 +173,6 @@ def _read_clock(kind: Any, data: list[Any]) -> Any:
     return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
 
 
-def _is_timestamp(kind: type) -> bool:
-    """Whether the type is pandas' Timestamp, which Parquet readers return for times in nanoseconds; pandas is not
-    imported."""
-    return kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "Timestamp"
-
-
 def _read_timestamp(data: list[Any]) -> Any:
     import pandas
 
@@ -182,32 +180,24 @@ def _read_timestamp(data: list[Any]) -> Any:
     return pandas.Timestamp(nanoseconds, tz=zone)
 
 
-def _just(kind: type) -> Callable[[type], bool]:
-    return lambda other: other is kind
-
-
 _KINDS = {
-    "timestamp": _Kind(
-        _is_timestamp, lambda value: [value.value, None if value.tz is None else str(value.tz)], _read_timestamp
-    ),
-    "tuple": _Kind(_just(tuple), list, tuple),
-    "dict": _Kind(_just(dict), lambda value: [list(pair) for pair in value.items()], dict),
+    "timestamp": _Kind(None, lambda value: [value.value, None if value.tz is None else str(value.tz)], _read_timestamp),
+    "tuple": _Kind(tuple, list, tuple),
+    "dict": _Kind(dict, lambda value: [list(pair) for pair in value.items()], dict),
     # Equal sets are written alike, whatever order they are walked in.
-    "set": _Kind(_just(set), lambda value: sorted(value, key=lambda item: repr(to_json(item))), set),
-    "bytes": _Kind(_just(bytes), lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    "decimal": _Kind(_just(decimal.Decimal), str, decimal.Decimal),
-    "date": _Kind(_just(datetime.date), datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": _Kind(_just(datetime.time), _write_clock, lambda data: _read_clock(datetime.time, data)),
-    "datetime": _Kind(_just(datetime.datetime), _write_clock, lambda data: _read_clock(datetime.datetime, data)),
+    "set": _Kind(set, lambda value: sorted(value, key=lambda item: repr(to_json(item))), set),
+    "bytes": _Kind(bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "decimal": _Kind(decimal.Decimal, str, decimal.Decimal),
+    "date": _Kind(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": _Kind(datetime.time, _write_clock, lambda data: _read_clock(datetime.time, data)),
+    "datetime": _Kind(datetime.datetime, _write_clock, lambda data: _read_clock(datetime.datetime, data)),
     "timedelta": _Kind(
-        _just(datetime.timedelta),
+        datetime.timedelta,
         lambda value: [value.days, value.seconds, value.microseconds],
         lambda data: datetime.timedelta(*data),
     ),
-    "uuid": _Kind(_just(uuid.UUID), str, uuid.UUID),
-    "array": _Kind(_just(np.ndarray), pack, unpack),
-    "scalar": _Kind(
-        lambda kind: issubclass(kind, np.generic), lambda value: pack(np.asarray(value)), lambda data: unpack(data)[()]
-    ),
+    "uuid": _Kind(uuid.UUID, str, uuid.UUID),
+    "array": _Kind(np.ndarray, pack, unpack),
+    "scalar": _Kind(np.generic, lambda value: pack(np.asarray(value)), lambda data: unpack(data)[()]),
 }
 """Conversions by the kind's name in the file."""

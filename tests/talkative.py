@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.collection.collect import Asked
 from jaxrl_llm.data import Collected
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.models.decoder import from_parameters, to_parameters
+from jaxrl_llm.models.decoder import Decoder, to_parameters
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.respond import Answerer
@@ -28,7 +28,7 @@ def talkative():
     embed = np.array(parameters["embed"])
     for token, gladly in SAID.items():
         embed[tokenizer.convert_tokens_to_ids(tokenizer.tokenize(token)), 1] += gladly
-    return from_parameters(model.config, parameters | {"embed": jnp.asarray(embed)}), tokenizer
+    return Decoder(model.config, parameters | {"embed": jnp.asarray(embed)}), tokenizer
 
 
 def task_in(folder: Path, count: int = 7, **changes) -> Task:

@@ -8,7 +8,7 @@ from commands import assert_refused, commands
 from safetensors.numpy import load_file
 
 from jaxrl_llm.models import load_pretrained, save_pretrained
-from jaxrl_llm.models.decoder import from_parameters, to_parameters
+from jaxrl_llm.models.decoder import Decoder, to_parameters
 
 FLAGS = "--model base --recipe grpo --rollout.prompts 2 --learner.lora.rank 2 --learner.lora.targets attn/q mlp/down"
 LINES = {
@@ -110,7 +110,7 @@ def test_a_run_is_not_continued_beside_another_base(folder, answers):
     (folder / "base").rename(folder / "before")
     parameters = to_parameters(model)
     other = parameters | {"embed": parameters["embed"].at[3, 4].add(1e-3)}
-    save_pretrained(from_parameters(model.config, other), tokenizer, folder / "base")
+    save_pretrained(Decoder(model.config, other), tokenizer, folder / "base")
     longer, asked = commands(
         [f"train smoke {FLAGS} --steps 4 --run_dir broken", "generate broken --prompt hello"], folder
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import KINDS, tiny
 
-from jaxrl_llm.models.decoder import Decoder, from_parameters, to_parameters
+from jaxrl_llm.models.decoder import Decoder, to_parameters
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,13 +65,11 @@ def test_scan_and_vmap_go_over_the_stacked_layers():
 
 def test_parameters_round_trip_and_copies_are_apart():
     model = tiny("full_norm")
-    again = from_parameters(model.config, to_parameters(model))
+    again = Decoder(model.config, to_parameters(model))
     assert jax.tree.structure(again) == jax.tree.structure(model)
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True))
     assert jax.tree.structure(copy.deepcopy(model)) == jax.tree.structure(model)
-    shapes = from_parameters(
-        model.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), to_parameters(model))
-    )
+    shapes = Decoder(model.config, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), to_parameters(model)))
     assert jax.tree.leaves(shapes)[0].shape == jax.tree.leaves(model)[0].shape
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
-from jaxrl_llm.models.decoder import Decoder, from_parameters, parameter_shapes
+from jaxrl_llm.models.decoder import Decoder, parameter_shapes
 
 VOCAB = 50
 KINDS = {
@@ -33,7 +33,7 @@ def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
         centre = 1.0 if "norm" in jax.tree_util.keystr(path) and not config.norm.plus_one else 0.0
         return jnp.asarray((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
 
-    return from_parameters(
+    return Decoder(
         config, jax.tree.map_with_path(leaf, parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     )
 

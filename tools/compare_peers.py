@@ -48,7 +48,7 @@ from peer_processes import PEERS, ROOT, Worker, started
 
 from jaxrl_llm.models import save_pretrained
 from jaxrl_llm.models.config import TokenIds
-from jaxrl_llm.models.decoder import Decoder, from_parameters, initialise, to_parameters
+from jaxrl_llm.models.decoder import Decoder, initialise, to_parameters
 
 LIVELY = 0.1
 """Standard deviation of random weights: large enough that the next token depends on more than the last."""
@@ -88,7 +88,7 @@ def lively(options: Options) -> Decoder:
     model = model_of(options.model)
     if options.model in SHAPES:
         return initialise(SHAPES[options.model], jax.random.key(0), scale=LIVELY)
-    return from_parameters(dataclasses.replace(model.config, tokens=TokenIds()), to_parameters(model))
+    return Decoder(dataclasses.replace(model.config, tokens=TokenIds()), to_parameters(model))
 
 
 def row(first: dict[str, Any], runs: list[dict[str, Any]], tokens: int, phases: int = 1) -> dict[str, Any]:

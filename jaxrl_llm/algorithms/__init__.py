@@ -4,18 +4,3 @@ from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, sur
 from jaxrl_llm.algorithms.loss import Algorithm, policy_loss
 from jaxrl_llm.algorithms.presets import PRESETS
 from jaxrl_llm.types import AdvantageContext, PolicyBatch
-
-__all__ = [
-    "PRESETS",
-    "AdvantageContext",
-    "Algorithm",
-    "PolicyBatch",
-    "advantages",
-    "kl",
-    "policy_loss",
-    "preference",
-    "ratios",
-    "reduce",
-    "surrogates",
-    "values",
-]

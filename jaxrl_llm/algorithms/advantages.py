@@ -10,13 +10,13 @@ excluded from the statistics and gets 0.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import nonnegative, numeric, one_of, positive
-from jaxrl_llm.algorithms.grouping import context_arrays, divided, scores, steps_of, suffix_sum, value_after, whiten
+from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, array, shaped, within_bounds
+from jaxrl_llm.algorithms.grouping import context_arrays, divided, scores, steps_of, suffix_sum, whiten
 from jaxrl_llm.algorithms.tokens import LOWEST_LOGP
 from jaxrl_llm.algorithms.values import gae, returns
 from jaxrl_llm.types import AdvantageContext
@@ -36,6 +36,7 @@ class Estimator:
     by_token: ClassVar[bool] = False
     several: ClassVar[bool] = False
     compares: ClassVar[bool] = True
+    __post_init__ = within_bounds
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """Return the advantages; the module docstring gives the shapes."""
@@ -67,11 +68,8 @@ class GroupZScore(Estimator):
     adds 1e-4. ``jnp.std`` defaults to the population's (ddof 0), which scales A by sqrt(G / (G - 1)).
     """
 
-    ddof: int = 1
-    eps: float = 1e-6
-
-    def __post_init__(self):
-        nonnegative(self, "ddof", "eps")
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-6
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
@@ -99,12 +97,8 @@ class BatchScaled(Estimator):
     """
 
     of: Literal["rewards", "advantages"] = "rewards"
-    ddof: int = 1
-    eps: float = 1e-6
-
-    def __post_init__(self):
-        one_of(self, "of", ("rewards", "advantages"))
-        nonnegative(self, "ddof", "eps")
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-6
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
@@ -125,12 +119,9 @@ class GDPO(Estimator):
     """
 
     weights: tuple[float, ...] = ()
-    ddof: int = 1
-    eps: float = 1e-6
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-6
     several: ClassVar[bool] = True
-
-    def __post_init__(self):
-        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids.
@@ -138,7 +129,7 @@ class GDPO(Estimator):
         Raises:
           ValueError: rewards have no axis n, or its length differs from the number of weights.
         """
-        rewards = numeric(rewards, "rewards")
+        rewards = array(rewards, "rewards", "any")
         axes = 2 if context is not None and context.group_ids is not None and rewards.ndim == 2 else 3
         if rewards.ndim != axes:
             raise ValueError(f"rewards must be [P, G, n] for GDPO, all rewards of a completion; got {rewards.shape}")
@@ -170,14 +161,10 @@ class Whitened(Estimator):
     """
 
     baseline: Literal["batch", "group"] = "batch"
-    ddof: int = 1
-    eps: float = 1e-8
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-8
     needs: ClassVar[tuple[str, ...]] = ("mask",)
     by_token: ClassVar[bool] = True
-
-    def __post_init__(self):
-        one_of(self, "baseline", ("batch", "group"))
-        nonnegative(self, "ddof", "eps")
 
     @property
     def compares(self) -> bool:
@@ -205,13 +192,10 @@ class ProcessSupervised(Estimator):
     define the groups; an unscorable one excludes the steps of its completion.
     """
 
-    ddof: int = 1
-    eps: float = 1e-6
+    ddof: Annotated[int, AT_LEAST_0] = 1
+    eps: Annotated[float, AT_LEAST_0] = 1e-6
     needs: ClassVar[tuple[str, ...]] = ("mask", "step_rewards")
     by_token: ClassVar[bool] = True
-
-    def __post_init__(self):
-        nonnegative(self, "ddof", "eps")
 
     def __call__(self, rewards: Any, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[B, T] for rewards float[P, G]; the context has mask and step_rewards [B, T]."""
@@ -245,15 +229,12 @@ class GAE(Estimator):
     not; the targets of the value loss are computed before that (``with_returns``).
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: Annotated[float, AT_LEAST_0] = 1.0
+    lam: Annotated[float, AT_LEAST_0] = 0.95
     whiten: bool = False
     bootstrap: bool = False
     by_token: ClassVar[bool] = True
     compares: ClassVar[bool] = False
-
-    def __post_init__(self):
-        nonnegative(self, "gamma", "lam")
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -277,9 +258,14 @@ class GAE(Estimator):
         if context.step_rewards is not None:
             token_rewards += steps_of(context, "GAE", mask, token_rewards.dtype)
         values = values.astype(token_rewards.dtype)
-        after = (
-            value_after(context, given.rewards.size, values.dtype) if self.bootstrap else jnp.zeros_like(values[:, 0])
-        )
+        after = jnp.zeros_like(values[:, 0])
+        if self.bootstrap:
+            if context.bootstrap is None:
+                raise ValueError(
+                    "GAE needs context.bootstrap: pass AdvantageContext(bootstrap=...) of the global batch"
+                )
+            shaped((given.rewards.size,), **{"context.bootstrap": context.bootstrap})
+            after = array(context.bootstrap, "context.bootstrap").astype(values.dtype)
         advantages = jnp.where(counts, gae(token_rewards, values, mask, self.gamma, self.lam, after), 0)
         targets = jnp.where(counts, returns(advantages, values), 0)
         return whiten(advantages, counts) if self.whiten else advantages, targets
@@ -297,10 +283,7 @@ class KLInReward(Estimator):
 
     estimator: Any
     kl: Any
-    coef: float
-
-    def __post_init__(self):
-        positive(self, "coef")
+    coef: Annotated[float, ABOVE_0]
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -332,16 +315,11 @@ class KLInReward(Estimator):
 
     def penalised(self, rewards: Any, context: AdvantageContext | None, kl_coef: Any = None) -> tuple[jax.Array, Any]:
         """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token."""
-        rewards = numeric(rewards, "rewards")
+        rewards = array(rewards, "rewards", "any")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
-        mask, old_logp, ref_logp = arrays
-
-        def clean(x: jax.Array) -> jax.Array:
-            return jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0)
-
-        old_logp = clean(old_logp)
-        ref_logp = clean(ref_logp)
-        penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(old_logp, ref_logp)
+        mask, *logps = arrays
+        clean = [jnp.where(mask, jnp.maximum(x.astype(rewards.dtype), LOWEST_LOGP), 0) for x in logps]
+        penalty = -(self.coef if kl_coef is None else kl_coef) * self.kl(*clean)
         if not self.by_token:
             return rewards + jnp.sum(penalty, axis=1).reshape(rewards.shape), context
         if context.step_rewards is not None:

@@ -1,8 +1,9 @@
 """An adaptive coefficient of the entropy bonus, which steers the entropy towards a target."""
 
 import dataclasses
+from typing import Annotated
 
-from jaxrl_llm.algorithms.contracts import finite, nonnegative, positive
+from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, FINITE, within_bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +23,11 @@ class AdaptiveEntropy:
       largest: upper bound of c.
     """
 
-    target: float = 0.2
-    rate: float = 0.005
-    largest: float = 0.1
+    target: Annotated[float, AT_LEAST_0, FINITE] = 0.2
+    rate: Annotated[float, ABOVE_0, FINITE] = 0.005
+    largest: Annotated[float, ABOVE_0, FINITE] = 0.1
 
-    def __post_init__(self):
-        nonnegative(self, "target")
-        positive(self, "rate", "largest")
-        finite(self, "target", "rate", "largest")
+    __post_init__ = within_bounds
 
     def __call__(self, coef: float, entropy: float) -> tuple[float, float]:
         """Return the next c, from this one and the measured entropy, and the coefficient for the next step."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import flags, floating, integers, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import array, flags, ranked, shaped
 from jaxrl_llm.types import AdvantageContext
 
 Reduction = Callable[..., jax.Array]
@@ -53,7 +53,7 @@ def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True)
     Raises:
       ValueError: the groups are undefined, or the ids do not fit the rewards.
     """
-    rewards = numeric(rewards, "rewards")
+    rewards = array(rewards, "rewards", "any")
     ids = None if context is None else context.group_ids
     if ids is None:
         if rewards.ndim != 2 and (grouped or rewards.ndim != 1):
@@ -62,7 +62,7 @@ def scores(rewards: Any, context: AdvantageContext | None, grouped: bool = True)
     else:
         if rewards.ndim not in (1, 2):
             raise ValueError(f"rewards must be [B] or [P, G] with context.group_ids, got shape {rewards.shape}")
-        ids = integers(ids, "context.group_ids")
+        ids = array(ids, "context.group_ids", "integers")
         if ids.shape not in (rewards.shape, (rewards.size,)):
             raise ValueError(f"context.group_ids must have shape {(rewards.size,)}, got {ids.shape}")
         ids = ids.reshape(-1)
@@ -86,25 +86,13 @@ def context_arrays(context: AdvantageContext | None, owner: str, rows: int, *nam
     mask = flags(given[0], shape, f"context.{names[0]}")
     others = {f"context.{name}": x for name, x in zip(names[1:], given[1:], strict=True)}
     shaped(shape, **others)
-    return mask, *(floating(x, name) for name, x in others.items())
+    return mask, *(array(x, name) for name, x in others.items())
 
 
 def steps_of(context: AdvantageContext, owner: str, mask: jax.Array, dtype: Any) -> jax.Array:
     """Return ``context.step_rewards`` [B, T] with 0 in place of NaN and where the mask is False."""
     _, steps = context_arrays(context, owner, mask.shape[0], "mask", "step_rewards")
     return jnp.where(mask & ~jnp.isnan(steps), steps, 0).astype(dtype)
-
-
-def value_after(context: AdvantageContext, rows: int, dtype: Any) -> jax.Array:
-    """Return ``context.bootstrap`` [B].
-
-    Raises:
-      ValueError: it is missing or has another shape.
-    """
-    if context.bootstrap is None:
-        raise ValueError("GAE needs context.bootstrap: pass AdvantageContext(bootstrap=...) of the global batch")
-    shaped((rows,), **{"context.bootstrap": context.bootstrap})
-    return floating(context.bootstrap, "context.bootstrap").astype(dtype)
 
 
 def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:

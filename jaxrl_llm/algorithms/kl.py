@@ -17,12 +17,12 @@ probability of the prefix, which only K1 in the reward includes. After joschu.ne
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import floating, positive, shaped
+from jaxrl_llm.algorithms.contracts import ABOVE_0, array, shaped, within_bounds
 from jaxrl_llm.algorithms.tokens import clamped_log_ratio
 
 
@@ -40,11 +40,9 @@ class K1:
 class K2:
     """``(logp - ref)^2 / 2``: biased in value, unbiased in gradient. ``clip`` bounds the log ratio (ProRL v2: 10)."""
 
-    clip: float | None = None
+    clip: Annotated[float | None, ABOVE_0] = None
 
-    def __post_init__(self):
-        if self.clip is not None:
-            positive(self, "clip")
+    __post_init__ = within_bounds
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]."""
@@ -63,11 +61,9 @@ class K3:
     that ``exp(d) - d - 1`` loses near 0.
     """
 
-    clip: float | None = None
+    clip: Annotated[float | None, ABOVE_0] = None
 
-    def __post_init__(self):
-        if self.clip is not None:
-            positive(self, "clip")
+    __post_init__ = within_bounds
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]."""
@@ -105,8 +101,8 @@ class UnbiasedK3:
 
 
 def _checked(logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    logp = floating(logp, "logp")
-    shaped(logp.shape, ref_logp=floating(ref_logp, "ref_logp"), log_ratio=log_ratio)
+    logp = array(logp, "logp")
+    shaped(logp.shape, ref_logp=array(ref_logp, "ref_logp"), log_ratio=log_ratio)
     return logp, jnp.asarray(ref_logp, logp.dtype)
 
 
@@ -119,13 +115,12 @@ class AdaptiveKL:
     is recompiled.
     """
 
-    target: float = 0.01
+    target: Annotated[float, ABOVE_0] = 0.01
 
     reads: ClassVar[str] = "controller/kl"
     """The metric that is compared with the target."""
 
-    def __post_init__(self):
-        positive(self, "target")
+    __post_init__ = within_bounds
 
     def __call__(self, coef: float, kl: float, completions: int = 0) -> float:
         """Return the next coefficient, from the measured KL per token; ``completions`` is ignored."""
@@ -141,14 +136,13 @@ class ProportionalKL:
     token. ``horizon``: completions.
     """
 
-    target: float = 6.0
-    horizon: int = 10000
+    target: Annotated[float, ABOVE_0] = 6.0
+    horizon: Annotated[int, ABOVE_0] = 10000
 
     reads: ClassVar[str] = "controller/kl_sequence"
     """The metric that is compared with the target."""
 
-    def __post_init__(self):
-        positive(self, "target", "horizon")
+    __post_init__ = within_bounds
 
     def __call__(self, coef: float, kl: float, completions: int) -> float:
         """Return the next coefficient, from the KL per sequence measured on this number of completions."""

@@ -1,14 +1,14 @@
 """The policy loss: an ``Algorithm`` is a value, ``policy_loss`` a pure function of it and of arrays."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms import reduce as reducers
 from jaxrl_llm.algorithms.advantages import KLInReward
-from jaxrl_llm.algorithms.contracts import count, finite, floating, nonnegative, one_of, ranked, shaped
+from jaxrl_llm.algorithms.contracts import AT_LEAST_0, FINITE, array, count, ranked, shaped, within_bounds
 from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, clean_tokens, sampled
 from jaxrl_llm.types import PolicyBatch
 
@@ -42,17 +42,20 @@ class Algorithm:
     surrogate: Any
     reduce: Any
     kl: Any = None
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, AT_LEAST_0, FINITE] = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, AT_LEAST_0, FINITE] = 0.0
     correction: Any = None
     sequence_filter: Any = None
 
     def __post_init__(self):
-        _check_pieces(self)
-        one_of(self, "kl_in", ("loss", "reward"))
-        nonnegative(self, "kl_coef", "entropy_coef")
-        finite(self, "kl_coef", "entropy_coef")
+        for field, (attributes, example) in PIECES.items():
+            piece = getattr(self, field)
+            optional = piece is None and field in ("kl", "correction", "sequence_filter")
+            fits = callable(piece) and not isinstance(piece, type) and all(hasattr(piece, name) for name in attributes)
+            if not (optional or fits):
+                raise ValueError(f"{field} must be a value such as {example}, got {piece!r}")
+        within_bounds(self)
         estimator = self.advantage.estimator if isinstance(self.advantage, KLInReward) else self.advantage
         _check_mix(self, estimator)
         penalised = self.kl_in == "reward" and self.kl_coef
@@ -93,16 +96,6 @@ PIECES = {
     "sequence_filter": ((), "ratios.OffPolicySequenceMask()"),
 }
 """The attributes that each piece must have in addition to being callable, and an example of one."""
-
-
-def _check_pieces(algorithm: Algorithm) -> None:
-    """Refuse a piece that is a name, a class instead of its value, or a value of another kind."""
-    for field, (attributes, example) in PIECES.items():
-        piece = getattr(algorithm, field)
-        optional = piece is None and field in ("kl", "correction", "sequence_filter")
-        fits = callable(piece) and not isinstance(piece, type) and all(hasattr(piece, name) for name in attributes)
-        if not (optional or fits):
-            raise ValueError(f"{field} must be a value such as {example}, got {piece!r}")
 
 
 def _check_mix(algorithm: Algorithm, estimator: Any) -> None:
@@ -199,13 +192,10 @@ def policy_loss(
     at = at._replace(log_ratio=algorithm.ratio(at))
     tokens = count(token_count, at.lengths, "token_count", at.mask.dtype)
     rows = count(sequence_count, at.lengths > 0, "sequence_count", at.mask.dtype)
-    losses, per_token = _policy_term(algorithm, at)
-    if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(kl_coef):
-        per_token["kl"] = _kl_term(algorithm, at)
-        losses = losses + kl_coef * per_token["kl"]
+    losses, per_token = _terms(algorithm, at)
     if entropy is not None:
         shaped(at.logp.shape, entropy=entropy)
-        per_token["entropy"] = jnp.where(at.mask > 0, floating(entropy, "entropy").astype(at.mask.dtype), 0)
+        per_token["entropy"] = jnp.where(at.mask > 0, array(entropy, "entropy").astype(at.mask.dtype), 0)
     if _present(entropy_coef):
         if entropy is None:
             raise ValueError("the entropy coefficient is not 0: entropy must be given")
@@ -224,8 +214,8 @@ def clipped_tokens(algorithm: Algorithm, logp: Any, batch: PolicyBatch) -> tuple
     return (at.mask > 0) & low.astype(bool), (at.mask > 0) & high.astype(bool)
 
 
-def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
-    """Return the weighted surrogate and the per-token metrics; [B, T] or [B, 1] each."""
+def _terms(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
+    """Return the weighted surrogate with the KL term, and the per-token metrics; [B, T] or [B, 1] each."""
     loss = algorithm.surrogate(at)
     ratio = jnp.exp(at.log_ratio)
     low, high = algorithm.surrogate.clipped(ratio, at.advantages)
@@ -234,15 +224,14 @@ def _policy_term(algorithm: Algorithm, at: Tokens) -> tuple[jax.Array, Metrics]:
         if piece is not None:
             per_token[name] = jax.lax.stop_gradient(piece(at))
             loss = loss * per_token[name]
+    if algorithm.kl is not None and algorithm.kl_in == "loss" and _present(at.kl_coef):
+        if at.ref_logp is None:
+            raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
+        # Its ratio is by token, whatever the level of the surrogate's.
+        anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
+        per_token["kl"] = algorithm.kl(at.logp, at.ref_logp, clamped_log_ratio(at.logp, anchor))
+        loss = loss + at.kl_coef * per_token["kl"]
     return loss, per_token
-
-
-def _kl_term(algorithm: Algorithm, at: Tokens) -> jax.Array:
-    """Return the KL estimate [B, T]; its ratio is by token, whatever the level of the surrogate's."""
-    if at.ref_logp is None:
-        raise ValueError("this algorithm has a KL term: batch.ref_logp must be given")
-    anchor = sampled(at, algorithm.ratio) if algorithm.ratio.anchor == "sampler" else at.old_logp
-    return algorithm.kl(at.logp, at.ref_logp, clamped_log_ratio(at.logp, anchor))
 
 
 def _present(coefficient: Any) -> bool:

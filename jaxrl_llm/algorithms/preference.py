@@ -1,13 +1,14 @@
 """Losses on preferences and steps: DPO, IPO, Bradley-Terry, process rewards; and the pretraining loss."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.contracts import count, flags, floating, listed, positive, ranked
+from jaxrl_llm.algorithms.contracts import ABOVE_0, array, count, flags, ranked, within_bounds
+from jaxrl_llm.system.setting import Range
 
 
 def sequence_logp(logp: Any, mask: Any) -> jax.Array:
@@ -15,7 +16,7 @@ def sequence_logp(logp: Any, mask: Any) -> jax.Array:
 
     logp: float[B, T], nats; mask: [B, T].
     """
-    logp = floating(logp, "logp")
+    logp = array(logp, "logp")
     ranked(2, logp=logp)
     keep = flags(mask, logp.shape, "mask")
     return jnp.sum(jnp.where(keep, logp, 0), axis=1)
@@ -35,14 +36,11 @@ class DPO:
         arXiv 2411.15124); it needs a beta larger by about the number of tokens.
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: Annotated[float, ABOVE_0] = 0.1
+    label_smoothing: Annotated[float, Range("[0, 0.5)")] = 0.0
     average: bool = False
 
-    def __post_init__(self):
-        positive(self, "beta")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"DPO.label_smoothing must be from 0 to below 0.5, got {self.label_smoothing}")
+    __post_init__ = within_bounds
 
     def __call__(self, margin: Any) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
@@ -63,11 +61,10 @@ class IPO:
         carry over from one to the other.
     """
 
-    beta: float = 0.1
+    beta: Annotated[float, ABOVE_0] = 0.1
     average: bool = False
 
-    def __post_init__(self):
-        positive(self, "beta")
+    __post_init__ = within_bounds
 
     def __call__(self, margin: Any) -> jax.Array:
         """Return the loss of each pair, float[B], for margins h, float[B]."""
@@ -75,8 +72,9 @@ class IPO:
 
 
 def _given(margin: Any) -> jax.Array:
-    margin = floating(margin, "margin")
-    listed(margin=margin)
+    margin = array(margin, "margin")
+    if margin.ndim > 1:
+        raise ValueError(f"margin must be [B], got shape {margin.shape}")
     return margin
 
 
@@ -115,7 +113,7 @@ def pretraining_loss(logp: Any, mask: Any, token_count: Any = None) -> jax.Array
 
     logp: float[B, T], nats, with gradient; mask: [B, T]; token_count: of the whole step, None for this batch's own.
     """
-    logp = floating(logp, "logp")
+    logp = array(logp, "logp")
     ranked(2, logp=logp)
     keep = flags(mask, logp.shape, "mask")
     return -jnp.sum(jnp.where(keep, logp, 0)) / count(token_count, keep, "token_count", logp.dtype)

@@ -6,16 +6,15 @@ the gap between training and inference; ``pi / mu = r w``.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import nonnegative, one_of, ordered, positive
+from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, ordered, within_bounds
 from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, sampled
 
 Level = Literal["token", "sequence", "geometric"]
-LEVELS = ("token", "sequence", "geometric")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Token:
     anchor: Literal["old", "sampler"] = "old"
     level = "token"
 
-    def __post_init__(self):
-        one_of(self, "anchor", ("old", "sampler"))
+    __post_init__ = within_bounds
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return log ratios [B, T]."""
@@ -88,12 +86,10 @@ class TruncatedIS:
     slime.
     """
 
-    cap: float = 2.0
+    cap: Annotated[float, ABOVE_0] = 2.0
     level: Level = "token"
 
-    def __post_init__(self):
-        positive(self, "cap")
-        one_of(self, "level", LEVELS)
+    __post_init__ = within_bounds
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return weights [B, T] or, by sequence, [B, 1]."""
@@ -114,7 +110,7 @@ class MaskedIS:
 
     def __post_init__(self):
         ordered(self, "low", "high")
-        one_of(self, "level", LEVELS)
+        within_bounds(self)
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return weights [B, T] or, by sequence, [B, 1]."""
@@ -151,10 +147,9 @@ class OffPolicySequenceMask:
     advice. Where advantages differ by token, A_i is their mean.
     """
 
-    delta: float = 0.5
+    delta: Annotated[float, AT_LEAST_0] = 0.5
 
-    def __post_init__(self):
-        nonnegative(self, "delta")
+    __post_init__ = within_bounds
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return 0 or 1 for each sequence, [B, 1]."""

@@ -19,11 +19,12 @@ which depends on each completion only by its own share.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import floating, numeric, positive, ranked, shaped
+from jaxrl_llm.algorithms.contracts import ABOVE_0, array, ranked, shaped, within_bounds
 
 
 class Reducer:
@@ -44,8 +45,8 @@ class Reducer:
         Raises:
           ValueError: a wrong rank or shape.
         """
-        loss = floating(loss, "loss")
-        mask = numeric(mask, "mask")
+        loss = array(loss, "loss")
+        mask = array(mask, "mask", "any")
         ranked(2, loss=loss)
         shaped(loss.shape, mask=mask)
         ranked(0, token_count=token_count, sequence_count=sequence_count)
@@ -88,11 +89,9 @@ class ConstantLength(Reducer):
     ``length`` is the generation budget in tokens, constant over training; for None the trainer fills in the run's.
     """
 
-    length: int | None
+    length: Annotated[int | None, ABOVE_0]
 
-    def __post_init__(self):
-        if self.length is not None:
-            positive(self, "length")
+    __post_init__ = within_bounds
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """Return the weight of every token, a scalar.

@@ -17,12 +17,14 @@ PenaltyKL          -r A + beta (r - 1 - log r)         r - beta (r - 1) / A
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import nonnegative, positive
+from jaxrl_llm.algorithms.contracts import ABOVE_0, AT_LEAST_0, within_bounds
 from jaxrl_llm.algorithms.tokens import Tokens, clamped_log_ratio, sampled
+from jaxrl_llm.system.setting import Range
 
 Bounds = tuple[jax.Array, jax.Array]
 
@@ -45,6 +47,7 @@ class Surrogate:
     reads_kl_coef = False
     whole_sequences = False
     idle = ""
+    __post_init__ = within_bounds
 
     def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
         """Return bool[B, T] masks of cuts at the lower and the upper bound, for metrics; all False by default."""
@@ -84,15 +87,10 @@ class PPOClip(Surrogate):
     ``-dual * A`` (arXiv 1912.09729); None, as in the papers above, leaves it unbounded. verl defaults to dual=3.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-    dual: float | None = None
+    low: Annotated[float, AT_LEAST_0] = 0.2
+    high: Annotated[float, AT_LEAST_0] = 0.2
+    dual: Annotated[float | None, Range("(1, inf]", words="above 1 (it bounds a ratio)")] = None
     idle = "the clip range never binds"
-
-    def __post_init__(self):
-        nonnegative(self, "low", "high")
-        if self.dual is not None and not self.dual > 1:
-            raise ValueError(f"PPOClip.dual must be above 1 (it bounds a ratio), got {self.dual}")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""
@@ -149,12 +147,9 @@ class SAPO(Surrogate):
     back to r = 1, which PPO's clip leaves at full weight.
     """
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: Annotated[float, ABOVE_0] = 1.0
+    tau_neg: Annotated[float, ABOVE_0] = 1.05
     idle = "the gate never closes"
-
-    def __post_init__(self):
-        positive(self, "tau_pos", "tau_neg")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""
@@ -171,12 +166,9 @@ class MirrorDescent(Surrogate):
     up once.
     """
 
-    tau: float = 1.0
+    tau: Annotated[float, ABOVE_0] = 1.0
     whole_sequences = True
     idle = "tau does nothing"
-
-    def __post_init__(self):
-        positive(self, "tau")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, 1]."""
@@ -193,15 +185,11 @@ class MiniRL(Surrogate):
     The weight is against the sampler, the clip against the old policy: M is 0 where PPO's clip would cut the gradient.
     """
 
-    low: float = 0.2
-    high: float = 0.27
-    cap: float = 5.0
+    low: Annotated[float, AT_LEAST_0] = 0.2
+    high: Annotated[float, AT_LEAST_0] = 0.27
+    cap: Annotated[float, ABOVE_0] = 5.0
     reads_sampler = True
     idle = "the clip range never binds"
-
-    def __post_init__(self):
-        nonnegative(self, "low", "high")
-        positive(self, "cap")
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import flags, floating, numeric, ranked, shaped
+from jaxrl_llm.algorithms.contracts import array, flags, ranked, shaped
 from jaxrl_llm.types import PolicyBatch
 
 LOG_RATIO_BOUND = 20.0
@@ -64,18 +64,18 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     Raises:
       ValueError: a wrong rank, shape or dtype; the message names the argument.
     """
-    logp = floating(logp, "logp")
+    logp = array(logp, "logp")
     ranked(2, logp=logp)
     optional = {name: getattr(batch, name) for name in ("old_logp", "ref_logp", "sampler_logp")}
     keep = flags(batch.mask, logp.shape, "mask")
     shaped(logp.shape, **optional)
-    advantages = numeric(batch.advantages, "advantages")
+    advantages = array(batch.advantages, "advantages", "any")
     if advantages.shape not in (logp.shape[:1], logp.shape):
         raise ValueError(f"advantages must be [B] or [B, T] of {logp.shape}, got shape {advantages.shape}")
     dtype = jnp.float64 if logp.dtype == jnp.float64 else jnp.float32
 
     def clean(x: Any, name: str) -> jax.Array:
-        return jnp.where(keep, jnp.maximum(floating(x, name).astype(dtype), LOWEST_LOGP), 0)
+        return jnp.where(keep, jnp.maximum(array(x, name).astype(dtype), LOWEST_LOGP), 0)
 
     logp = clean(logp, "logp")
     given = {name: None if x is None else jax.lax.stop_gradient(clean(x, name)) for name, x in optional.items()}
@@ -84,7 +84,7 @@ def clean_tokens(logp: Any, batch: PolicyBatch, kl_coef: Any) -> Tokens:
     extras = {}
     for name, x in (batch.extras or {}).items():
         shaped(logp.shape, **{name: x})
-        extras[name] = jax.lax.stop_gradient(jnp.where(keep, numeric(x, name).astype(dtype), 0))
+        extras[name] = jax.lax.stop_gradient(jnp.where(keep, array(x, name, "any").astype(dtype), 0))
     at = Tokens(logp, keep.astype(dtype), advantages, **given, kl_coef=kl_coef, extras=extras)
     counts = keep if advantages.ndim == 2 else at.lengths > 0
     advantages = jnp.where(counts, advantages.astype(dtype).reshape(counts.shape), 0)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.contracts import count, flags, floating, ranked, shaped
+from jaxrl_llm.algorithms.contracts import array, count, flags, ranked, shaped
 
 
 def gae(
@@ -28,8 +28,8 @@ def gae(
 
 def returns(advantages: Any, values: Any) -> jax.Array:
     """Return ``A_t + V_t`` [B, T], the targets of the value loss, for unwhitened advantages (arXiv 1506.02438)."""
-    advantages = floating(advantages, "advantages")
-    values = floating(values, "values")
+    advantages = array(advantages, "advantages")
+    values = array(values, "values")
     ranked(2, advantages=advantages)
     shaped(advantages.shape, values=values)
     return jax.lax.stop_gradient(advantages + values.astype(advantages.dtype))
@@ -54,13 +54,13 @@ def value_loss(
     Raises:
       ValueError: a wrong rank, shape or dtype (the message names the argument), or ``clip`` without ``old_values``.
     """
-    values = floating(values, "values")
+    values = array(values, "values")
     ranked(2, values=values)
     keep = flags(mask, values.shape, "mask")
     shaped(values.shape, targets=targets, old_values=old_values)
 
     def clean(x: Any, name: str) -> jax.Array:
-        return jnp.where(keep, floating(x, name).astype(values.dtype), 0)
+        return jnp.where(keep, array(x, name).astype(values.dtype), 0)
 
     value = clean(values, "values")
     target = jax.lax.stop_gradient(clean(targets, "targets"))

@@ -7,8 +7,7 @@ from collections.abc import Generator
 
 from jaxrl_llm.cli.flags import suggest, take
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
-from jaxrl_llm.sharding.shutdown import Shutdown
+from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, Shutdown, join
 from jaxrl_llm.system.signals import on_exit
 
 FLAGS = ("coordinator", "processes", "process", "heartbeat-s")

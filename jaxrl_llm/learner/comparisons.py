@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxrl_llm.algorithms.preference import bradley_terry, sequence_logp, step_entropy
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
-from jaxrl_llm.learner.objectives import Metrics, Objective
+from jaxrl_llm.learner.objectives import Objective, Scalars, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,7 @@ class PairLoss(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("logp",)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over pairs, and the metrics accuracy and reward margin."""
         pairs = jnp.maximum(counts.sequences / 2, 1)
         gap = sequence_logp(outputs["logp"], batch.mask) - batch.by_sequence["ref_logp"]
@@ -77,17 +75,20 @@ class Ranking(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("values",)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over prompts, and the metrics accuracy, mean difference and mean score."""
         prompts = jnp.maximum(counts.sequences, 1)
         given = batch.by_sequence
         last = given["last"].astype(jnp.int32)
         scores = jnp.take_along_axis(outputs["values"], last[:, None], axis=1)[:, 0]
-        ahead = ordered_pairs(given["together"], given["rank"], batch)
+        together = given["together"]
+        counted = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
+        rank = given["rank"]
+        # [B, B]: 1 if the first ranks before the second of the same, counted prompt, else 0.
+        ahead = (together[:, None] == together[None, :]) & (rank[:, None] < rank[None, :]) & counted[:, None]
+        ahead = ahead.astype(jnp.float32)
         difference = scores[:, None] - scores[None, :]
-        share = ahead / jnp.maximum(of_each(batch, jnp.sum(ahead, axis=1))[given["together"]], 1)[:, None]
+        share = ahead / jnp.maximum(of_each(batch, jnp.sum(ahead, axis=1))[together], 1)[:, None]
 
         def mean(values: jax.Array) -> jax.Array:
             return jnp.sum(share * values) / prompts
@@ -106,13 +107,6 @@ class Ranking(Objective):
         }
 
 
-def ordered_pairs(together: jax.Array, rank: jax.Array, batch: Packed) -> jax.Array:
-    """Return float32[B, B]: 1 if the first ranks before the second of the same, counted prompt, else 0."""
-    same = together[:, None] == together[None, :]
-    counted = of_each(batch, jnp.any(batch.mask, axis=1).astype(jnp.float32))[together] > 0
-    return (same & (rank[:, None] < rank[None, :]) & counted[:, None]).astype(jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
 class StepEntropy(Objective):
     """Cross-entropy of ``sigmoid(value)`` with a label from 0 to 1 at the end of each step (arXiv 2305.20050).
@@ -125,9 +119,7 @@ class StepEntropy(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("values",)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the mean loss over steps, and the accuracy at a threshold of one half."""
         steps = jnp.maximum(counts.tokens, 1)
         values = outputs["values"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.learner.batch import Layout, Packed, Sample
+from jaxrl_llm.learner.batch import POLICY, Layout, Packed, Sample
 from jaxrl_llm.learner.packing import pack, rows_of
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import cast, forward
@@ -51,7 +51,7 @@ class Forward:
 
     def by_sample(self, model: Any, samples: Sequence[Sample], output: str = "logp") -> list[np.ndarray]:
         """Compute one output without a gradient, float32[t] for each sample, on every process."""
-        packed = on_mesh(pack(samples, self.layout), self.mesh)
+        packed = self.packed(samples, POLICY)
         # A process can read what its own devices hold, no more.
         everywhere = jax.device_put(self.score(model, packed, output), replicated(self.mesh))
         values = np.asarray(jax.device_get(everywhere))
@@ -96,10 +96,7 @@ def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
 
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
     """Return microbatch ``index``, without the leading axis."""
-
-    def take(x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
     return jax.tree.map(take, packed._replace(totals=None))
 
 

@@ -5,7 +5,7 @@ outputs that it reads, and the arrays that it needs before the first update; it 
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +19,20 @@ from jaxrl_llm.algorithms.values import value_loss
 from jaxrl_llm.learner.batch import Counts, Packed
 from jaxrl_llm.learner.forward import Outputs
 
-Metrics = dict[str, jax.Array]
+Scalars = dict[str, jax.Array]
+Share = tuple[jax.Array, Scalars]
+"""One microbatch's share of a step's loss, and metrics."""
 
 
 CLIPPED = "clip_probability"
 """The prefix of metrics of the clipped tokens' probability."""
 
 
-class Before(NamedTuple):
-    """An array [B, T] that is computed once, before a batch's first update, at the shapes of the updates.
-
-    Attributes:
-      whose: a role, or the name of a frozen copy.
-      output: the model output that it holds.
-    """
-
-    whose: str
-    output: str
-
-
-BEFORE = {
-    "old_logp": Before("policy", "logp"),
-    "ref_logp": Before("reference", "logp"),
-    "old_values": Before("critic", "values"),
-}
-"""Arrays that an objective may need, by their name in ``Packed.by_token``; those given by samples are not computed."""
+BEFORE = {"old_logp": ("policy", "logp"), "ref_logp": ("reference", "logp"), "old_values": ("critic", "values")}
+"""Arrays [B, T] that an objective may need, by their name in ``Packed.by_token``: the role, or frozen copy, and its
+model output. They are computed once, before a batch's first update, at the shapes of the updates, unless samples give
+them.
+"""
 
 
 class Objective:
@@ -63,9 +52,7 @@ class Objective:
     needs: tuple[str, ...] = ()
     entropy_gradient: bool = False
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return one microbatch's share of the step's loss, and metrics.
 
         Args:
@@ -79,7 +66,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def finalize(self, metrics: Metrics) -> Metrics:
+    def finalize(self, metrics: Scalars) -> Scalars:
         """Return the metrics to log, from the sums over all microbatches."""
         return metrics
 
@@ -112,9 +99,7 @@ class PolicyGradient(Objective):
         """Whether the loss may have an entropy bonus."""
         return self.entropy_moves or self.algorithm.entropy_coef != 0
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the algorithm's loss and metrics, and the gap between learner and sampler."""
         logp = outputs["logp"]
         given = batch.by_token
@@ -146,7 +131,7 @@ class PolicyGradient(Objective):
         }
         return loss, metrics
 
-    def finalize(self, metrics: Metrics) -> Metrics:
+    def finalize(self, metrics: Scalars) -> Scalars:
         """Replace the sums of the gap to the sampler by its mean; NaN without fresh tokens."""
         fresh = metrics["sampler/fresh_tokens"]
         measured = {
@@ -175,9 +160,7 @@ class ValueLoss(Objective):
         """Return the array of old values if the loss clips to them."""
         return ("old_values",) * (self.clip is not None)
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the loss, and with ``clip`` the metric ``clip_fraction``: the share of tokens with a cut gradient."""
         values = outputs["values"]
         targets = batch.by_token["returns"]
@@ -214,20 +197,14 @@ class NextToken(Objective):
     role: ClassVar[str] = "policy"
     outputs: ClassVar[tuple[str, ...]] = ("logp", "entropy")
 
-    def __call__(
-        self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: dict[str, jax.Array]
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
         """Return the loss, and as metrics the loss and the mean entropy of the predictions (nats)."""
         tokens = jnp.maximum(counts.tokens, 1)
         loss = pretraining_loss(outputs["logp"], batch.mask, counts.tokens)
         entropy = jnp.sum(jnp.where(batch.mask, outputs["entropy"], 0.0)) / tokens
-        if not self.prefix:
-            return self.coef * loss, {"loss": self.coef * loss, "entropy": entropy}
-        return self.coef * loss, {
-            "loss": self.coef * loss,
-            f"{self.prefix}loss": loss,
-            f"{self.prefix}entropy": entropy,
-        }
+        # Without a prefix there is one loss, that with the coefficient.
+        metrics = {f"{self.prefix}loss": loss, f"{self.prefix}entropy": entropy}
+        return self.coef * loss, metrics | {"loss": self.coef * loss}
 
 
 def old_policy(
@@ -261,11 +238,6 @@ def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
         # The old policy of an earlier step's token is the one that sampled it.
         estimate = K3()(jnp.where(given["fresh"], given["old_logp"], sampler), logp)
     return jnp.sum(jnp.where(packed.mask & packed.counted["policy"][..., None], estimate, 0.0))
-
-
-def combined(total: Metrics, new: Metrics) -> Metrics:
-    """Combine metrics of two microbatches: largest for names ending in ``_max``, sum for the rest."""
-    return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[name], new[name]) for name in total}
 
 
 def names_of(objectives: Any) -> tuple[str, ...]:

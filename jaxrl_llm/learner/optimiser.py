@@ -11,7 +11,8 @@ from optax import contrib
 
 from jaxrl_llm.learner.settings import MUON_RMS, Optimiser
 from jaxrl_llm.models.lora import INPUTS
-from jaxrl_llm.sharding.rules import constrain_by_path, parameter_path
+from jaxrl_llm.sharding import constrain
+from jaxrl_llm.sharding.rules import RULES, parameter_path
 
 
 class Offloaded(NamedTuple):
@@ -59,14 +60,15 @@ def build(config: Optimiser) -> optax.GradientTransformation:
     chain = optax.chain(clip, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name](config), decay)
 
     def init(params: Any) -> Any:
-        state = chain.init(_float32(params))
+        state = chain.init(optax.tree.cast(params, jnp.float32))
         return Offloaded(state) if config.offload else state
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax relies on both
             before = state.on_host if config.offload else state
-            directions, after = chain.update(_float32(grads), before, _float32(params))
-        after = constrain_by_path(after)
+            wide, weights = optax.tree.cast((grads, params), jnp.float32)
+            directions, after = chain.update(wide, before, weights)
+        after = jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), after)
         return directions, Offloaded(after) if config.offload else after
 
     return optax.GradientTransformation(init, update)
@@ -122,7 +124,7 @@ def _kept_in(inner: optax.GradientTransformation, field: str, dtype: str) -> opt
     """Keep one field of the state of ``inner`` in ``dtype``; it computes in float32, so each update rounds once."""
 
     def cast(state: Any, to: str) -> Any:
-        return state._replace(**{field: jax.tree.map(lambda x: x.astype(to), getattr(state, field))})
+        return state._replace(**{field: optax.tree.cast(getattr(state, field), to)})
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         directions, after = inner.update(grads, cast(state, "float32"), params)
@@ -153,10 +155,6 @@ def _folded(path: tuple, x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + inputs]), math.prod(x.shape[1 + inputs :]))
 
 
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
 def _decayed(params: Any) -> Any:
     """Return True for the weights that decay: all but norms and biases."""
     return jax.tree.map_with_path(lambda path, _: _is_decayed(parameter_path(path)), params)
@@ -166,19 +164,11 @@ def _is_decayed(name: str) -> bool:
     return not any(word in name for word in ("norm", "bias"))
 
 
-def on_device(tree: Any) -> Any:
-    """Fetch arrays in host memory to the device, inside jit."""
-    return jax.tree.map(
-        lambda x: x if _space(x) == jax.memory.Space.Device else jax.device_put(x, jax.memory.Space.Device), tree
-    )
+def moved(tree: Any, like: Any = None) -> Any:
+    """Move every array to the memory of its counterpart in ``like``, or else to the device's; inside jit."""
 
+    def move(x: jax.Array, y: jax.Array) -> jax.Array:
+        space = jax.memory.Space.Device if like is None else jax.typeof(y).memory_space
+        return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
-def as_before(tree: Any, like: Any) -> Any:
-    """Move every array back to the memory of its counterpart in ``like``, inside jit."""
-    return jax.tree.map(
-        lambda x, y: x if _space(y) == jax.memory.Space.Device else jax.device_put(x, _space(y)), tree, like
-    )
-
-
-def _space(x: jax.Array) -> jax.memory.Space:
-    return jax.typeof(x).memory_space
+    return jax.tree.map(move, tree, tree if like is None else like)

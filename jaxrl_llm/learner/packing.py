@@ -59,7 +59,9 @@ def _blank(
 ) -> Packed:
     """Return microbatches of only padding, with room for these samples."""
     part = layout.rows // layout.parts
-    width = _power_of_two(max(sum(len(piece) for row in batch for piece in row) for batch in batches))
+    # Powers of two.
+    width = 1 << (max(sum(len(piece) for row in batch for piece in row) for batch in batches) - 1).bit_length()
+    count = 1 << (len(batches) - 1).bit_length()
     predictions = max(
         sum(len(samples[n].tokens) for row in batch[i : i + part] for piece in row for n in piece)
         for batch in batches
@@ -67,7 +69,6 @@ def _blank(
     )
     quarter = -(-part * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
-    count = _power_of_two(len(batches))
     R = layout.rows
     S = layout.row_tokens
     T = layout.completion_tokens
@@ -256,7 +257,3 @@ def _place_tokens(
     rows.positions[at] = position + np.arange(len(tokens))
     rows.group[at] = group
     rows.branch[at] = branch
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

@@ -66,9 +66,8 @@ def to_samples(
     if estimator.by_token:
         valued = _by_token(samples, advantages=advantages)
     else:
-        valued = [
-            _with(s, scalars={"advantages": float(x)}) for s, x in zip(samples, advantages.reshape(-1), strict=True)
-        ]
+        numbers = zip(samples, advantages.reshape(-1).tolist(), strict=True)
+        valued = [dataclasses.replace(s, scalars=s.scalars | {"advantages": x}) for s, x in numbers]
     if targets is not None:
         scored = ~np.isnan(rewards.reshape(-1))
         # What could not be scored has no return: the critic leaves it out.
@@ -101,18 +100,13 @@ def _counted(
     return Sample(group.prompt, completion.tokens, mask, arrays=arrays, place=place)
 
 
-def _with(
-    sample: Sample, scalars: dict[str, float] | None = None, arrays: dict[str, np.ndarray] | None = None
-) -> Sample:
-    """Return the sample with more scalars and arrays."""
-    return dataclasses.replace(sample, scalars=sample.scalars | (scalars or {}), arrays=sample.arrays | (arrays or {}))
-
-
 def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
     """Return the samples, each with its rows of the arrays [B, T]."""
-    return [
-        _with(s, arrays={name: x[row, : len(s.tokens)] for name, x in arrays.items()}) for row, s in enumerate(samples)
-    ]
+    found = []
+    for row, sample in enumerate(samples):
+        own = {name: x[row, : len(sample.tokens)] for name, x in arrays.items()}
+        found.append(dataclasses.replace(sample, arrays=sample.arrays | own))
+    return found
 
 
 def advantage_of(sample: Sample) -> Any:
@@ -133,8 +127,8 @@ def without_gain(sample: Sample) -> Sample:
     """Return the sample with ``min(A, 0)`` in place of its advantages A."""
     least = np.minimum(advantage_of(sample), 0)
     if "advantages" in sample.scalars:
-        return _with(sample, scalars={"advantages": float(least)})
-    return _with(sample, arrays={"advantages": least})
+        return dataclasses.replace(sample, scalars=sample.scalars | {"advantages": float(least)})
+    return dataclasses.replace(sample, arrays=sample.arrays | {"advantages": least})
 
 
 @functools.partial(jax.jit, static_argnums=0)

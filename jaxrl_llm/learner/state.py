@@ -61,7 +61,8 @@ def create_state(
 
     models = model, {other.name: other.load() for other in others if other.load is not None}
     # Each result of a compiled program has a buffer of its own.
-    made = jax.jit(_fresh(optimiser, reference, lora, seed, others), out_shardings=layout, donate_argnums=(0, 1))
+    make = functools.partial(_fresh, optimiser, reference, lora, seed, others)
+    made = jax.jit(make, out_shardings=layout, donate_argnums=(0, 1))
     return made(*jax.device_put(models, shardings(models, mesh)))
 
 
@@ -74,24 +75,26 @@ def abstract_state(
 ) -> TrainState:
     """Return shapes and dtypes of the state, without arrays."""
     shapes = {other.name: other.shapes for other in others if other.load is not None}
-    return jax.eval_shape(_fresh(optimiser, reference, lora, 0, others), model, shapes)
+    return jax.eval_shape(functools.partial(_fresh, optimiser, reference, lora, 0, others), model, shapes)
 
 
 def _fresh(
-    optimiser: optax.GradientTransformation, reference: bool, lora: Lora, seed: int, others: Sequence[NewRole]
-) -> Callable[[Any, dict[str, Any]], TrainState]:
-    """Return a function from the run's initial model and those loaded for other roles to the state."""
-
-    def made(model: Any, loaded: dict[str, Any]) -> TrainState:
-        decoder, scalar = split(model)
-        params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
-        roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
-        for other in others:
-            first = other.first(loaded.get(other.name, model))
-            roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))
-        return TrainState(roles, {"reference": params} if reference else {})
-
-    return made
+    optimiser: optax.GradientTransformation,
+    reference: bool,
+    lora: Lora,
+    seed: int,
+    others: Sequence[NewRole],
+    model: Any,
+    loaded: dict[str, Any],
+) -> TrainState:
+    """Return the state of the run's initial model and of those loaded for other roles."""
+    decoder, scalar = split(model)
+    params = create(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
+    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
+    for other in others:
+        first = other.first(loaded.get(other.name, model))
+        roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))
+    return TrainState(roles, {"reference": params} if reference else {})
 
 
 def with_reference(state: TrainState, kept: bool) -> TrainState:

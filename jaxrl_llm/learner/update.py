@@ -10,62 +10,57 @@ import optax
 
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import microbatch, outputs_of
-from jaxrl_llm.learner.objectives import Metrics, Objective, combined
-from jaxrl_llm.learner.optimiser import as_before, on_device
+from jaxrl_llm.learner.objectives import Objective, Scalars
+from jaxrl_llm.learner.optimiser import moved
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import cast
 from jaxrl_llm.models.lora import attached, base_of
 from jaxrl_llm.types import Role, TrainState
 
-Coefficients = dict[str, jax.Array]
-"""Scalars, by name: ``temperature`` always; ``kl_coef`` in place of the algorithm's; ``target_kl``."""
-Update = Callable[[TrainState, Packed, dict[str, Any]], tuple[TrainState, Metrics]]
-
-
-def microbatch_loss(
-    model: Any,
-    batch: Packed,
-    objectives: Sequence[Objective],
-    counts: dict[str, Any],
-    coefficients: Coefficients,
-    compute: ComputeOptions,
-) -> tuple[jax.Array, dict[str, Metrics]]:
-    """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the step's counts."""
-    names = {name for objective in objectives for name in objective.outputs}
-    entropy_gradient = any(objective.entropy_gradient for objective in objectives)
-    outputs = outputs_of(
-        cast(model, compute.dtype), batch, names, coefficients["temperature"], compute, entropy_gradient
-    )
-    total: Any = 0
-    metrics = {}
-    for objective in objectives:
-        own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
-        loss, metrics[objective.name] = objective(outputs, own, counts[objective.name], coefficients)
-        total += loss
-    return total, jax.lax.stop_gradient(metrics)
+Update = Callable[[TrainState, Packed, dict[str, Any]], tuple[TrainState, Scalars]]
+"""Coefficients by name: ``temperature`` always; ``kl_coef`` in place of the algorithm's; ``target_kl``."""
 
 
 def accumulate(
-    role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Coefficients, compute: ComputeOptions
-) -> tuple[Any, Metrics]:
+    role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Scalars, compute: ComputeOptions
+) -> tuple[Any, Scalars]:
     """Sum gradients of a role's parameters, and metrics, over the microbatches of a whole optimiser step.
 
     The sum is float32 whatever the weights' dtype: bfloat16 would round away a microbatch's share in a sum of many. The
     loop runs ``packed.totals.microbatches`` times: ragged steps of one padded shape share one compiled program.
     """
 
-    def loss(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Metrics]]:
-        model = attached(role.base, params)
-        return microbatch_loss(model, batch, objectives, packed.totals.counts, coefficients, compute)
+    names = {name for objective in objectives for name in objective.outputs}
+    entropy_gradient = any(objective.entropy_gradient for objective in objectives)
 
-    gradient = jax.grad(loss, has_aux=True)
+    def share(params: Any, batch: Packed) -> tuple[jax.Array, dict[str, Scalars]]:
+        """Return one microbatch's share of the step's loss, and each objective's metrics: sums over the counts."""
+        model = cast(attached(role.base, params), compute.dtype)
+        outputs = outputs_of(model, batch, names, coefficients["temperature"], compute, entropy_gradient)
+        total: Any = 0
+        metrics = {}
+        for objective in objectives:
+            own = batch._replace(mask=batch.mask & batch.counted[objective.name][:, None])
+            counts = packed.totals.counts[objective.name]
+            loss, metrics[objective.name] = objective(outputs, own, counts, coefficients)
+            total += loss
+        return total, jax.lax.stop_gradient(metrics)
+
+    gradient = jax.grad(share, has_aux=True)
     shapes = jax.eval_shape(gradient, role.params, microbatch(packed, jnp.int32(0)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
 
-    def body(index: jax.Array, total: tuple[Any, dict[str, Metrics]]) -> tuple[Any, dict[str, Metrics]]:
+    def body(index: jax.Array, total: tuple[Any, dict[str, Scalars]]) -> tuple[Any, dict[str, Scalars]]:
         grads, metrics = gradient(role.params, microbatch(packed, index))
         summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total[0], grads)
-        return summed, {name: combined(total[1][name], metrics[name]) for name in metrics}
+        combined = {}
+        for objective, new in metrics.items():
+            before = total[1][objective]
+            combined[objective] = {
+                name: jnp.maximum(before[name], x) if name.endswith("_max") else before[name] + x
+                for name, x in new.items()
+            }
+        return summed, combined
 
     grads, sums = jax.lax.fori_loop(0, packed.totals.microbatches, body, zeros)
     each = [objective.finalize(sums[objective.name]) for objective in objectives]
@@ -96,14 +91,14 @@ def make_update(
     (name,) = {objective.role for objective in objectives}
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
         coefficients = {key: jnp.asarray(value, jnp.float32) for key, value in coefficients.items()}
         role = state.roles[name]
         whole = role._replace(base=base_of(state, name))
         grads, metrics = accumulate(whole, packed, objectives, coefficients, compute)
         norm = optax.tree.norm(grads)
         lr = jnp.asarray(rate(role.updates), jnp.float32) * coefficients.get("lr_scale", 1.0)
-        before = role._replace(opt_state=on_device(role.opt_state))
+        before = role._replace(opt_state=moved(role.opt_state))
         directions, opt_state = optimiser.update(grads, before.opt_state, role.params)
         params = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), role.params, directions)
         new = Role(params, opt_state, role.updates + 1, role.base)
@@ -113,7 +108,7 @@ def make_update(
             refused["refused/far"] = metrics["policy_kl"] > coefficients["target_kl"]
         stays = functools.reduce(jnp.logical_or, refused.values())
         kept = jax.tree.map(lambda a, b: jnp.where(stays, b, a), new, before)
-        kept = kept._replace(opt_state=as_before(kept.opt_state, role.opt_state))
+        kept = kept._replace(opt_state=moved(kept.opt_state, role.opt_state))
         told = {reason: value.astype(jnp.float32) for reason, value in refused.items()}
         return state._replace(roles=state.roles | {name: kept}), metrics | told | {"grad_norm": norm, "lr": lr}
 

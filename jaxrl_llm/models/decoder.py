@@ -1,15 +1,17 @@
-"""A decoder-only transformer as one immutable value; training and sampling share its transformer block.
+"""A decoder-only transformer as one immutable value, and its fingerprint; training and sampling share its block.
 
 The module tree is a JAX pytree with a trainable array of one floating dtype at each leaf; nothing is assigned after
 ``__init__``. Layers are stacked on a leading axis L and run by ``lax.scan``.
 """
 
 import functools
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxrl_llm.models import layers
@@ -37,17 +39,14 @@ class Weights(nnx.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def has(self, name: str) -> bool:
-        """Whether the architecture has this parameter."""
-        return hasattr(self, name)
-
 
 class Decoder(nnx.Module):
-    """The language model; build it with ``from_parameters`` or ``initialise``.
+    """The language model; ``initialise`` draws one.
 
     Attributes:
       config: static; part of the pytree's structure, so models of two architectures never mix.
-      weights: ``embed`` [V, D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V].
+      weights: ``embed`` [V, D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V]; built
+        from a nested dict of arrays (or of ``jax.ShapeDtypeStruct``).
     """
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Any]):
@@ -92,12 +91,7 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
             leaves.append(jnp.zeros(shape, dtype))
         else:
             leaves.append((scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype))
-    return from_parameters(config, jax.tree.unflatten(treedef, leaves))
-
-
-def from_parameters(config: ModelConfig, parameters: dict[str, Any]) -> Decoder:
-    """Build a model around the given nested dict of arrays (or of ``jax.ShapeDtypeStruct``)."""
-    return Decoder(config, parameters)
+    return Decoder(config, jax.tree.unflatten(treedef, leaves))
 
 
 def to_parameters(model: Any) -> dict[str, Any]:
@@ -123,7 +117,7 @@ class Adapter(nnx.Module):
 
 def merged(w: Weights) -> Weights:
     """Return one layer's weights with its ``adapter`` added to them; the same object without an adapter."""
-    if not w.has("adapter"):
+    if not hasattr(w, "adapter"):
         return w
     parameters = to_parameters(w)
     for part, names in to_parameters(w.adapter).items():
@@ -143,7 +137,7 @@ def by_layer(model: Decoder) -> Decoder:
     """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``over_layers`` only."""
     parameters = to_parameters(model)
     layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
-    return from_parameters(model.config, parameters | {"blocks": layers})
+    return Decoder(model.config, parameters | {"blocks": layers})
 
 
 def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *others: Any) -> tuple[Any, Any]:
@@ -153,7 +147,7 @@ def over_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Dec
     reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly.
     """
     blocks = model.weights.blocks
-    if blocks.has("attn"):
+    if hasattr(blocks, "attn"):
         return jax.lax.scan(layer, x, (blocks, *others))
     found = []
     for index in range(model.config.layers):
@@ -174,7 +168,20 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
     post = config.norm.placement != "pre"
     h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     with jax.named_scope("attention"):
-        h = activation(_attention(w.attn, config, h, angles, attend), "residual")
+        q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.attn.q, w.attn.k, w.attn.v))
+        if hasattr(w.attn, "q_bias"):
+            biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
+            q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
+        if hasattr(w.attn, "q_norm"):
+            head_norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
+            q = head_norm(q, w.attn.q_norm[...], config.norm)
+            k = head_norm(k, w.attn.k_norm[...], config.norm)
+        q = layers.rotate(q, angles)
+        k = layers.rotate(k, angles)
+        q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
+        out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
+        h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
     x = x + (norm(h, w.norms.attn_post[...]) if post else h)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     with jax.named_scope("mlp"):
@@ -182,22 +189,6 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
         h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.mlp.down[...])
         h = activation(h, "residual")
     return x + (norm(h, w.norms.mlp_post[...]) if post else h)
-
-
-def _attention(w: Weights, config: ModelConfig, h: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.q, w.k, w.v))
-    if w.has("q_bias"):
-        q, k, v = (t + b[...][None, None] for t, b in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias)))
-    if w.has("q_norm"):
-        norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
-        q = norm(q, w.q_norm[...], config.norm)
-        k = norm(k, w.k_norm[...], config.norm)
-    q = layers.rotate(q, angles)
-    k = layers.rotate(k, angles)
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2))
-    out = activation(out.reshape(*out.shape[:2], -1, out.shape[-1]), "heads")
-    return jnp.einsum("bsnh,nhd->bsd", out, w.o[...])
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -240,13 +231,8 @@ def forward(model: Decoder, rows: TokenRows, compute: ComputeOptions = ComputeOp
     layer = one_layer if policy is None else jax.checkpoint(one_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
-    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layer_constants(config)), unroll=compute.unroll)
+    x, _ = jax.lax.scan(layer, x, (model.weights.blocks, *layers.layer_constants(config)), unroll=compute.unroll)
     return activation(layers.rms_norm(x, model.weights.final_norm[...], config.norm), "hidden")
-
-
-def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Return the per-layer constants: rotary frequencies [L, H / 2] and sliding windows int32[L]."""
-    return jnp.asarray(layers.rope_frequencies(config)), jnp.asarray(layers.layer_windows(config), jnp.int32)
 
 
 def causal_rows(tokens: Any) -> TokenRows:
@@ -267,3 +253,41 @@ def logits(model: Decoder, tokens: Any) -> jax.Array:
 @jax.jit
 def _logits(model: Decoder, tokens: jax.Array) -> jax.Array:
     return unembed(model, forward(model, causal_rows(tokens)))
+
+
+@jax.jit
+def fingerprint(model: Any) -> Any:
+    """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it.
+
+    Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
+    """
+
+    def checksum(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.zeros(x.shape, jnp.uint32)
+        for axis, size in enumerate(x.shape):
+            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        sums = [jnp.sum(_mix(_mix(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)]
+        return jnp.stack(sums)
+
+    return jax.tree.map(checksum, model)
+
+
+def weights_digest(model: Any) -> str:
+    """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
+    return digest(jax.tree.leaves(jax.device_get(fingerprint(model))))
+
+
+def digest(arrays: Sequence[np.ndarray]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of the contents of arrays."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.asarray(array).tobytes() + b"\n")
+    return found.hexdigest()[:16]
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Apply a bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.cache import Cache, layer_of
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, block, embed, layer_constants, over_layers
+from jaxrl_llm.models.decoder import Decoder, block, embed, over_layers
 from jaxrl_llm.sharding import BATCH, constrain
 
 
@@ -94,7 +94,7 @@ def extend(model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.
         return constrain(x, BATCH), written[0]
 
     x = constrain(embed(model, tokens), BATCH)
-    return over_layers(layer, x, model, *layer_constants(config), cache)[1]
+    return over_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
 
 
 def decode(
@@ -153,7 +153,7 @@ def decode(
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     blocks = None if before is None else before.cache
-    others = (*layer_constants(config), np.arange(config.layers), cache, chunk, blocks)
+    others = (*layers.layer_constants(config), np.arange(config.layers), cache, chunk, blocks)
     x, chunk = over_layers(layer, x, model, *others)
     return layers.rms_norm(x[:, 0], model.weights.final_norm[...], config.norm), chunk
 
@@ -201,9 +201,7 @@ def _begun(
     count = blocks.v.shape[0]
     (_, heads, queries, width) = q.shape
 
-    def there(x: jax.Array) -> jax.Array:
-        return _moved(x, before.rows, count)
-
+    there = functools.partial(_moved, index=before.rows, count=count)
     columns = jnp.arange(blocks.v.shape[2])[None, None]
     distance = there(positions)[..., None] - columns
     visible = (columns < there(before.lengths)[..., None]) & ((window == 0) | (distance < window))

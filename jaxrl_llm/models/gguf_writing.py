@@ -174,6 +174,7 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
 def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor], kind: str) -> None:
     import gguf
 
+    stored_types = gguf.GGMLQuantizationType
     kinds = gguf.GGUFValueType
     scalars = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
@@ -184,34 +185,20 @@ def _write(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor
                 writer.add_key_value(key, value, kinds.ARRAY, of)
             elif key != "general.architecture":  # the writer has said it
                 writer.add_key_value(key, value, scalars[type(value)])
-        types_of = {name: _type_of(tensor.shape, kind) for name, tensor in tensors.items()}
+        types_of = {}
         for name, tensor in tensors.items():
+            of = stored_types.F32 if len(tensor.shape) == 1 else stored_types[kind.upper()]
+            types_of[name] = of if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[of][0] == 0 else stored_types.F16
             shape = gguf.quant_shape_to_byte_shape(tensor.shape, types_of[name])
             writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), types_of[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in tensors.items():
-            writer.write_tensor_data(_quantised(name, tensor.read(), types_of[name]))
+            with np.errstate(over="ignore"):
+                found = gguf.quantize(np.ascontiguousarray(tensor.read()), types_of[name])
+            if found.dtype == np.float16 and not np.isfinite(found).all():
+                raise InputError(f"{name} holds values that float16 cannot: take bf16 or f32")
+            writer.write_tensor_data(np.ascontiguousarray(found))
     finally:
         writer.close()
-
-
-def _type_of(shape: tuple[int, ...], kind: str) -> Any:
-    import gguf
-
-    kinds = gguf.GGMLQuantizationType
-    if len(shape) == 1:
-        return kinds.F32
-    wanted = kinds[kind.upper()]
-    return wanted if shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else kinds.F16
-
-
-def _quantised(name: str, values: np.ndarray, kind: Any) -> np.ndarray:
-    import gguf
-
-    with np.errstate(over="ignore"):
-        found = np.ascontiguousarray(gguf.quantize(np.ascontiguousarray(values), kind))
-    if found.dtype == np.float16 and not np.isfinite(found).all():
-        raise InputError(f"{name} holds values that float16 cannot: take bf16 or f32")
-    return found

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward, from_parameters
+from jaxrl_llm.models.decoder import Decoder, Weights, causal_rows, forward
 from jaxrl_llm.sharding import BATCH, constrain
 
 
@@ -46,12 +46,12 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
     weights = decoder.weights
     if scalar is None:
         scalar = jnp.zeros(decoder.config.width, weights.embed.dtype)
-    if weights.has("head"):
+    if hasattr(weights, "head"):
         # Not by way of plain arrays, which would lose an attached adapter.
         kept = {name: value for name, value in vars(weights).items() if name != "head"}
         parts = {name: value.get_value() for name, value in kept.items() if isinstance(value, nnx.Param)}
         parts |= {name: value for name, value in kept.items() if isinstance(value, nnx.Module)}
-        decoder = from_parameters(decoder.config, parts)
+        decoder = Decoder(decoder.config, parts)
     return ScalarModel(decoder, {"scalar": scalar})
 
 

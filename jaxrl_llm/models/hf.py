@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -24,42 +23,25 @@ from jaxrl_llm.models.weights import (
 )
 from jaxrl_llm.system.signals import on_exit
 
-DTYPES = ("float32", "bfloat16", "float16")
 
-
-def load_directory(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
+def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) from a Hugging Face directory, parameters in ``dtype`` and laid out on the mesh.
 
     The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label. InputError where a file
     is missing or broken, an attribute cannot be obeyed, or a tensor does not fit.
     """
-    from jaxrl_llm.models.decoder import from_parameters
+    from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.heads import with_scalar_head
 
-    config, parameters, tokenizer = read_directory(path, dtype, mesh)
-    scalar = parameters.pop("scalar", None)
-    decoder = from_parameters(config, parameters)
-    return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer
-
-
-def read_directory(
-    path: str | os.PathLike, dtype: str = "float32", mesh: Any = None
-) -> tuple[ModelConfig, dict[str, Any], Any | None]:
-    """Read a Hugging Face directory as values: (config, nested dict of JAX arrays, tokenizer or None).
-
-    The arrays of a reward model include its head, ``scalar`` [D].
-    """
-    check_dtype(dtype)
-    directory = Path(path)
-    if not directory.is_dir():
-        raise InputError(f"no such model directory: {directory}")
     attributes = read_json(directory / "config.json")
     config = read_config(attributes)
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
     config = with_special_ids(config, read_json(generation) if generation.is_file() else {}, tokenizer)
-    stored = open_checkpoint(directory)
-    return config, read_parameters(config, stored, dtype, mesh, gives_scores(attributes)), tokenizer
+    parameters = read_parameters(config, open_checkpoint(directory), dtype, mesh, gives_scores(attributes))
+    scalar = parameters.pop("scalar", None)
+    decoder = Decoder(config, parameters)
+    return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer
 
 
 def save_pretrained(
@@ -94,13 +76,8 @@ def save_pretrained(
         attributes |= {} if taught is None else {OURS: dict(taught)}
     with new_directory(directory) as folder:
         write_directory(folder, attributes, to_stored(config, parameters), tokenizer)
-        write_card(folder, card)
-
-
-def write_card(folder: Path, card: str | None) -> None:
-    """Write README.md, if there is a text for it."""
-    if card is not None:
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_directory(
@@ -123,18 +100,12 @@ def new_directory(target: str | os.PathLike) -> Generator[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-
-    def remove(*reason: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    try:
-        with on_exit(remove):
-            folder.chmod(0o755)
-            yield folder
-            os.replace(folder, target)
-    finally:
-        remove()
+    work = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True)
+    with work, on_exit(lambda *reason: work.cleanup()):
+        folder = Path(work.name)
+        folder.chmod(0o755)
+        yield folder
+        os.replace(folder, target)
 
 
 def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any | None) -> ModelConfig:
@@ -147,12 +118,12 @@ def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokeniz
         ends = (tokenizer.eos_token_id,) if tokenizer.chat_template and tokenizer.eos_token_id is not None else ()
         sources.append(TokenIds(tokenizer.bos_token_id, ends, tokenizer.pad_token_id))
 
-    def first(name):
+    first = {}
+    for name in ("bos", "pad"):
         found = (getattr(source, name) for source in sources)
-        return next((i for i in found if i is not None and i < config.vocab_size), None)
-
+        first[name] = next((i for i in found if i is not None and i < config.vocab_size), None)
     ends = dict.fromkeys(i for source in sources for i in source.eos if i < config.vocab_size)
-    return dataclasses.replace(config, tokens=TokenIds(first("bos"), tuple(ends), first("pad")))
+    return dataclasses.replace(config, tokens=TokenIds(first["bos"], tuple(ends), first["pad"]))
 
 
 def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:
@@ -164,9 +135,3 @@ def padding_id(config: ModelConfig, tokenizer: Any | None) -> int:
     special = () if tokenizer is None else special_ids(tokenizer)
     candidates = (tokens.pad, tokens.bos, *special, *range(config.vocab_size))
     return next(i for i in candidates if i is not None and i < config.vocab_size and i not in tokens.eos)
-
-
-def check_dtype(dtype: str) -> None:
-    """Refuse a dtype that parameters cannot have with an InputError."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

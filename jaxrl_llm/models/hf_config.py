@@ -39,39 +39,38 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
             "save its text part alone with transformers and load that"
         )
     try:
-        return _read(attributes, family_of(attributes.get("model_type")))
+        family = family_of(attributes.get("model_type"))
+        for name, value in attributes.items():
+            if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
+                continue
+            raise InputError(
+                f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "
+                "does not change the model, else use another model"
+            )
+        known = _with_defaults(attributes, family)
+        activation = known.get("hidden_activation", known.get("hidden_act"))
+        if activation not in ACTIVATIONS:
+            raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+        values = {path: known[name] for name, path in FIELDS.items() if name in known}
+        values |= dict(family.constants) | _read_rope(attributes, family, known["max_position_embeddings"])
+        values |= {
+            "family": family.model_type,
+            "activation": ACTIVATIONS[activation],
+            "embedding_scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
+            "attention.windows": _read_windows(known, family),
+            "tokens": read_token_ids(attributes),
+        }
+        if "query_pre_attn_scalar" in known:
+            values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
+        parts: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "norm": {}}
+        for path, value in values.items():
+            part, _, name = path.rpartition(".")
+            parts[part][name] = value
+        return ModelConfig(attention=Attention(**parts["attention"]), norm=Norm(**parts["norm"]), **parts[""])
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
         raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
-
-
-def _read(attributes: Mapping[str, Any], family: Family) -> ModelConfig:
-    for name, value in attributes.items():
-        if name in HARMLESS or name in family.defaults or not value or value == _NEUTRAL.get(name):
-            continue
-        raise InputError(f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it "
-                         "if it does not change the model, else use another model")  # fmt: skip
-    known = _with_defaults(attributes, family)
-    activation = known.get("hidden_activation", known.get("hidden_act"))
-    if activation not in ACTIVATIONS:
-        raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    values = {path: known[name] for name, path in FIELDS.items() if name in known}
-    values |= dict(family.constants) | _read_rope(attributes, family, known["max_position_embeddings"])
-    values |= {
-        "family": family.model_type,
-        "activation": ACTIVATIONS[activation],
-        "embedding_scale": float(known["hidden_size"] ** 0.5) if family.scaled_embedding else 1.0,
-        "attention.windows": _read_windows(known, family),
-        "tokens": read_token_ids(attributes),
-    }
-    if "query_pre_attn_scalar" in known:
-        values["attention.scale"] = float(known["query_pre_attn_scalar"]) ** -0.5
-    parts: dict[str, dict[str, Any]] = {"": {}, "attention": {}, "norm": {}}
-    for path, value in values.items():
-        part, _, name = path.rpartition(".")
-        parts[part][name] = value
-    return ModelConfig(attention=Attention(**parts["attention"]), norm=Norm(**parts["norm"]), **parts[""])
 
 
 def gives_scores(attributes: Mapping[str, Any]) -> bool:

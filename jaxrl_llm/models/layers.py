@@ -32,27 +32,26 @@ def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return _mixed(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _product(letters, x, y)
 
 
-def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(letters: str, x: jax.Array, y: jax.Array, widened: bool = False) -> jax.Array:
+    if widened:
+        x = x.astype(jnp.float32)
+        y = y.astype(jnp.float32)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     return jnp.einsum(letters, x, y, preferred_element_type=wide)
 
 
-def _widened(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return _product(letters, x.astype(jnp.float32), y.astype(jnp.float32))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    wide = functools.partial(_widened, letters)
-    return jax.lax.platform_dependent(x, y, cpu=wide, default=functools.partial(_product, letters))
+    form = functools.partial(_product, letters)
+    return jax.lax.platform_dependent(x, y, cpu=functools.partial(form, widened=True), default=form)
 
 
 def _mixed_back(letters: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     # What JAX would derive through the choice saves the operands of both forms.
-    def back(form: Callable[..., jax.Array]) -> Callable[..., Any]:
-        return lambda x, y, g: jax.vjp(functools.partial(form, letters), x, y)[1](g)
+    def back(x: jax.Array, y: jax.Array, g: jax.Array, widened: bool = False) -> Any:
+        return jax.vjp(functools.partial(_product, letters, widened=widened), x, y)[1](g)
 
-    return jax.lax.platform_dependent(*saved, g, cpu=back(_widened), default=back(_product))
+    return jax.lax.platform_dependent(*saved, g, cpu=functools.partial(back, widened=True), default=back)
 
 
 _mixed.defvjp(lambda letters, x, y: (_mixed(letters, x, y), (x, y)), _mixed_back)
@@ -91,33 +90,31 @@ def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return rms_norm(flat, weight.reshape(-1), norm).reshape(x.shape)
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Return the rotary frequencies of every layer, float32[L, H / 2], radians per token."""
+def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Return each layer's rotary frequencies float32[L, H / 2], radians per token, and sliding windows int32[L].
+
+    Linear scaling divides all frequencies; Llama-3's keeps short wavelengths and blends in between.
+    """
     attention = config.attention
+    windows = layer_windows(config)
     exponents = np.arange(0, attention.head_dim, 2, dtype=np.float64) / attention.head_dim
-    full = _scaled(1.0 / attention.rope_theta**exponents, attention.rope_scaling)
-    if attention.local_rope_theta is None:
-        return np.tile(full, (config.layers, 1)).astype(np.float32)
-    local = 1.0 / attention.local_rope_theta**exponents
-    return np.stack([local if window else full for window in layer_windows(config)]).astype(np.float32)
+    full = 1.0 / attention.rope_theta**exponents
+    scaling = attention.rope_scaling
+    if isinstance(scaling, Llama3Rope):
+        turns = scaling.original_positions * full / (2 * np.pi)
+        low = scaling.low_frequency_factor
+        keep = np.clip((turns - low) / (scaling.high_frequency_factor - low), 0.0, 1.0)
+        full = keep * full + (1 - keep) * full / scaling.factor
+    elif scaling is not None:
+        full = full / scaling
+    local = full if attention.local_rope_theta is None else 1.0 / attention.local_rope_theta**exponents
+    frequencies = np.stack([local if window else full for window in windows]).astype(np.float32)
+    return jnp.asarray(frequencies), jnp.asarray(windows, jnp.int32)
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """Return the sliding window of every layer in tokens, 0 for full attention."""
     return config.attention.windows or (0,) * config.layers
-
-
-def _scaled(frequencies: np.ndarray, scaling: Llama3Rope | float | None) -> np.ndarray:
-    """Rescale frequencies: linear scaling divides all; Llama-3's keeps short wavelengths and blends in between."""
-    if scaling is None:
-        return frequencies
-    if not isinstance(scaling, Llama3Rope):
-        return frequencies / scaling
-    turns = scaling.original_positions * frequencies / (2 * np.pi)
-    low = scaling.low_frequency_factor
-    high = scaling.high_frequency_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
@@ -199,18 +196,13 @@ def visible(
 ) -> jax.Array:
     """Return the attention mask bool[R, queries, keys]: which query column sees which key column."""
     positions, group, branch = (jnp.asarray(x) for x in (rows.positions, rows.group, rows.branch))
-    columns = jnp.arange(group.shape[1])
-
-    def q(x: jax.Array) -> jax.Array:
-        return x[:, queries, None]
-
-    def k(x: jax.Array) -> jax.Array:
-        return x[:, None, keys]
-
-    causal = columns[None, queries, None] >= columns[None, None, keys]
-    same_path = (k(branch) == 0) | (k(branch) == q(branch))
-    near = (window == 0) | (q(positions) - k(positions) < window)
-    return causal & (q(group) == k(group)) & (q(group) > 0) & same_path & near
+    columns = jnp.arange(group.shape[1])[None]
+    q = np.s_[:, queries, None]
+    k = np.s_[:, None, keys]
+    causal = columns[q] >= columns[k]
+    same_path = (branch[k] == 0) | (branch[k] == branch[q])
+    near = (window == 0) | (positions[q] - positions[k] < window)
+    return causal & (group[q] == group[k]) & (group[q] > 0) & same_path & near
 
 
 def part_columns(columns: int) -> int:
@@ -287,13 +279,30 @@ def _splash_rows(
     config: Attention, interpret: bool, window: int, q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array
 ) -> jax.Array:
     """Attend q [B, N, S, H] over k and v [B, K, S, H], group [B, S]; each device computes its own rows and heads."""
+    # Half a second that programs without it need not wait for.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
     mesh = jax.sharding.get_abstract_mesh()
+    columns = q.shape[2]
+    block = next((b for b in BLOCKS if columns % b == 0), None)
+    if block is None:
+        raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
+    shape = (columns, columns)
+    mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array) -> jax.Array:
-        kernel, segments = _splash_kernel(q.shape[1], q.shape[2], window, config.softcap, interpret)
+        kernel = splash_kernel.make_splash_mha(
+            splash_mask.MultiHeadMask([mask] * q.shape[1]),
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=splash_kernel.BlockSizes(*(block,) * 8),
+            attn_logits_soft_cap=config.softcap,
+            interpret=interpret,
+        )
 
         def one(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
-            return kernel(q, k, v, segment_ids=segments(g, g))
+            return kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(g, g))
 
         return jax.vmap(one)(q, k, v, group)
 
@@ -303,26 +312,3 @@ def _splash_rows(
     heads = fitting(k.shape, (BATCH, "tensor"), mesh)
     specs = (heads, heads, heads, PartitionSpec(heads[0]))
     return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(q, k, v, group)
-
-
-def _splash_kernel(heads: int, columns: int, window: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
-    """Return the splash kernel of one row, and the type of its segments."""
-    # Half a second that programs without it need not wait for.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-
-    block = next((b for b in BLOCKS if columns % b == 0), None)
-    if block is None:
-        raise InputError(f"learner.row_tokens {columns} must be a multiple of {BLOCKS[-1]} for splash attention")
-    shape = (columns, columns)
-    mask = splash_mask.LocalMask(shape, (window - 1, 0), 0) if window else splash_mask.CausalMask(shape)
-    sizes = splash_kernel.BlockSizes(*(block,) * 8)
-    kernel = splash_kernel.make_splash_mha(
-        splash_mask.MultiHeadMask([mask] * heads),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
-        interpret=interpret,
-    )
-    return kernel, splash_kernel.SegmentIds

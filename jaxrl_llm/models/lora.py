@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import Lora, ModelConfig
-from jaxrl_llm.models.decoder import Adapter, Decoder, from_parameters, merged, parameter_shapes, to_parameters
+from jaxrl_llm.models.decoder import Adapter, Decoder, merged, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
-from jaxrl_llm.models.hf import new_directory, write_card
+from jaxrl_llm.models.hf import new_directory
 from jaxrl_llm.models.weights import to_hf, write_json
 from jaxrl_llm.types import TrainState
 
@@ -57,7 +57,7 @@ def attached(base: Decoder | None, policy: Any) -> Any:
     parameters = to_parameters(base)
     trained = to_parameters(policy)
     adapter = Adapter(policy.scale, trained["blocks"])
-    model = from_parameters(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
+    model = Decoder(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
     return with_scalar_head(model, trained["scalar"]) if "scalar" in trained else model
 
 
@@ -66,9 +66,9 @@ def merge(model: Decoder | ScalarModel) -> Any:
     decoder, scalar = split(model)
     parameters = to_parameters(decoder)
     blocks = decoder.weights.blocks
-    if not blocks.has("adapter"):
+    if not hasattr(blocks, "adapter"):
         return model
-    summed = from_parameters(decoder.config, parameters | {"blocks": jax.lax.map(merged, blocks)})
+    summed = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(merged, blocks)})
     return summed if scalar is None else with_scalar_head(summed, scalar.astype(parameters["embed"].dtype))
 
 
@@ -119,6 +119,7 @@ def save_adapter(
     """
     from safetensors.numpy import save_file
 
+    sizes = axis_sizes(config) | {"R": lora.rank}
     stored = {}
     modules = []
     for tensor in tensors_of(config):
@@ -126,7 +127,17 @@ def save_adapter(
         if f"{part}/{name}" not in lora.targets:
             continue
         modules.append(tensor.name.split(".")[-2])
-        stored |= _factors(tensor, to_parameters(adapter)["blocks"][part][name], config, lora.rank)
+        factors = to_parameters(adapter)["blocks"][part][name]
+        outputs, inputs = tensor.hf_axes.split()
+        summed = INPUTS.get(f"{part}/{name}", 1)
+        shapes = {
+            "lora_A": ("a", Tensor("", "", f"R {inputs}", tensor.axes[:summed] + "R")),
+            "lora_B": ("b", Tensor("", "", f"{outputs} R", "R" + tensor.axes[summed:])),
+        }
+        for layer in range(config.layers):
+            module = "base_model.model." + tensor.name.format(layer).removesuffix(".weight")
+            for side, (ours, axes) in shapes.items():
+                stored[f"{module}.{side}.weight"] = to_hf(axes, np.asarray(factors[ours][layer], np.float32), sizes)
     described = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
@@ -136,21 +147,5 @@ def save_adapter(
         write_json(folder / CONFIG, described)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / WEIGHTS).chmod(0o644)
-        write_card(folder, card)
-
-
-def _factors(tensor: Tensor, factors: dict[str, Any], config: ModelConfig, rank: int) -> dict[str, np.ndarray]:
-    """Return A and B of each layer, under PEFT's names."""
-    outputs, inputs = tensor.hf_axes.split()
-    summed = INPUTS.get(tensor.path.removeprefix("blocks.").replace(".", "/"), 1)
-    sizes = axis_sizes(config) | {"R": rank}
-    shapes = {
-        "lora_A": ("a", Tensor("", "", f"R {inputs}", tensor.axes[:summed] + "R")),
-        "lora_B": ("b", Tensor("", "", f"{outputs} R", "R" + tensor.axes[summed:])),
-    }
-    found = {}
-    for layer in range(config.layers):
-        module = "base_model.model." + tensor.name.format(layer).removesuffix(".weight")
-        for name, (ours, axes) in shapes.items():
-            found[f"{module}.{name}.weight"] = to_hf(axes, np.asarray(factors[ours][layer], np.float32), sizes)
-    return found
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.builtin import BUILTIN, TINY, Builtin
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf_config import gives_scores, read_config
 from jaxrl_llm.models.weights import read_json
 
+DTYPES = ("float32", "bfloat16", "float16")
 _EXPERTS = re.compile(r"(?i:(?<![a-z0-9])\d+(?:\.\d+)?[BT]-A\d+(?:\.\d+)?[BM](?![a-z0-9])|\d+x\d+B|Mixtral)|MoE")
 """Pattern of hub names that mark mixtures of experts: 30B-A3B, 8x7B."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -66,20 +67,32 @@ def load_either(path_or_name: str | os.PathLike, dtype: str = "float32", mesh: A
 
 
 def _found(path_or_name: str | os.PathLike, dtype: str) -> Path | Builtin:
-    """Return the source of a model: a directory, a .gguf file or a built-in model; a hub model is fetched."""
-    from jaxrl_llm.models.hf import check_dtype
+    """Return the source of a model: a directory, a .gguf file or a built-in model.
 
-    check_dtype(dtype)
+    Of a hub model it fetches configuration, safetensors and tokenizer, no code or pickles.
+    """
+    require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
     if path.is_dir() or name.endswith(".gguf"):
         return path
     if name in BUILTIN:
         return BUILTIN[name]
-    if path.exists():
-        raise InputError(f"{path} is neither a model directory nor a .gguf file; give one of these with --model")
-    _check_hub_id(name)
-    return _fetch(name)
+    check_name(name)
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        # The configuration first: a model that cannot be loaded is refused before its weights are fetched.
+        read_config(read_json(Path(hf_hub_download(name, "config.json"))))
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        # Connection, permission, unknown repository: each library version has its own classes.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"cannot fetch {name} from the model hub ({reason}); use a local model: --model PATH"
+        ) from None
 
 
 def _gives_scores(place: Path | Builtin) -> bool:
@@ -142,26 +155,6 @@ def _check_hub_id(name: str) -> None:
     near = difflib.get_close_matches(name, BUILTIN, n=1)
     hint = f"did you mean {near[0]}? Else" if near else f"built in are {', '.join(BUILTIN)}; else"
     raise InputError(f"no such model: {name}; {hint} give a directory, a .gguf file or OWNER/MODEL")
-
-
-def _fetch(name: str) -> Path:
-    """Fetch a hub repository into a local snapshot: configuration, safetensors and tokenizer, no code or pickles.
-
-    The configuration comes first: a model that cannot be loaded is refused before its weights are fetched.
-    """
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    try:
-        read_config(read_json(Path(hf_hub_download(name, "config.json"))))
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except InputError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        # Connection, permission, unknown repository: each library version has its own classes.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"cannot fetch {name} from the model hub ({reason}); use a local model: --model PATH"
-        ) from None
 
 
 def architecture(name: str) -> tuple[ModelConfig, str]:

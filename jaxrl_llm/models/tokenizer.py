@@ -9,6 +9,8 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not installed
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -50,7 +52,8 @@ def load_tokenizer(directory: Path) -> Any | None:
     """Load the fast tokenizer of a directory; None if it holds no tokenizer files."""
     if not any((directory / name).is_file() for name in _FILES):
         return None
-    transformers = quiet_transformers()
+    import transformers
+
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -93,6 +96,7 @@ def padded_with(tokenizer: Any, index: int) -> Any:
 
 def build_tokenizer(pairs: BytePairs) -> Any:
     """Build the transformers tokenizer of a byte-level BPE table."""
+    import transformers
     from tokenizers import AddedToken, decoders, processors
 
     vocabulary = {token: index for index, token in enumerate(pairs.tokens)}
@@ -105,7 +109,6 @@ def build_tokenizer(pairs: BytePairs) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
         )
-    transformers = quiet_transformers()
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=pairs.max_length,
         **dict(pairs.named),
@@ -153,14 +156,6 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(table[byte] for byte in range(256))
 
 
-def quiet_transformers() -> Any:
-    """Import transformers without its notice that torch is not installed."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers
-
-
 def _cuts(described: dict[str, Any]) -> str:
     """Return the rules that split text, as JSON; ``trim_offsets`` is normalised because offsets are not used."""
     parts = (described["normalizer"], described["pre_tokenizer"], bool(described["model"].get("ignore_merges")))
@@ -196,15 +191,14 @@ def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
 
     bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = ByteLevel(add_prefix_space=False, use_regex=True)
-
-    def split(pattern):
-        return Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only])
-
+    qwen2, llama3 = (
+        Sequence([Split(Regex(pattern), behavior="isolated"), bytes_only]) for pattern in (QWEN2_SPLIT, LLAMA3_SPLIT)
+    )
     return {
         "none": (None, bytes_only),
         "gpt-2": (None, gpt2),
         "smollm": (None, Sequence([Digits(individual_digits=True), gpt2])),
-        "qwen2": (normalizers.NFC(), split(QWEN2_SPLIT)),
-        "llama-bpe": (None, split(LLAMA3_SPLIT)),
-        "dbrx": (None, split(LLAMA3_SPLIT)),
+        "qwen2": (normalizers.NFC(), qwen2),
+        "llama-bpe": (None, llama3),
+        "dbrx": (None, llama3),
     }

@@ -48,21 +48,16 @@ def hf_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def to_ours(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     """Convert a checkpoint's array (one layer) to our axes."""
-    letters = _letters(tensor)
+    letters = tensor.hf_axes.replace(" ", "").replace("1", "")
     split = array.reshape([sizes[letter] for letter in letters])
     return split.transpose([letters.index(letter) for letter in tensor.axes])
 
 
 def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     """Convert our array (one layer) to the checkpoint's axes; the inverse of ``to_ours``."""
-    letters = _letters(tensor)
+    letters = tensor.hf_axes.replace(" ", "").replace("1", "")
     split = array.transpose([tensor.axes.index(letter) for letter in letters])
     return np.ascontiguousarray(split.reshape(hf_shape(tensor, sizes)))
-
-
-def _letters(tensor: Tensor) -> str:
-    """Return the checkpoint tensor's axis letters that our parameter shares, in the checkpoint's order."""
-    return tensor.hf_axes.replace(" ", "").replace("1", "")
 
 
 def read_parameters(
@@ -107,29 +102,21 @@ def read_part(
     """Read the values at ``place`` (start and stop of each dimension) of our parameter, layer by layer."""
     names = _names(tensor, config.layers)[place[0] if tensor.layered else slice(None)]
     inner = dict(zip(tensor.axes, place[1:] if tensor.layered else place, strict=True))
-    out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
-    for row, name in zip(out, names, strict=True):
-        row[...] = _part_of_one(tensor, stored[name], inner, axis_sizes(config))
-    return out if tensor.layered else out[0]
-
-
-def _part_of_one(
-    tensor: Tensor, stored: StoredTensor, place: Mapping[str, slice], sizes: Mapping[str, int]
-) -> np.ndarray:
-    """Read one layer's values in our axes.
-
-    Only the outer of two merged axes is sliced while reading, for the sake of long contiguous reads.
-    """
-    cuts = []
+    sizes = axis_sizes(config)
     found = dict(sizes)
+    cuts = []
     for word in tensor.hf_axes.split():
-        outer = place.get(word[0], slice(0, 1))
+        # Only the outer of two merged axes is sliced while reading, for the sake of long contiguous reads.
+        outer = inner.get(word[0], slice(0, 1))
         run = math.prod(sizes[letter] for letter in word[1:])
         cuts.append(slice(outer.start * run, outer.stop * run))
         found[word[0]] = outer.stop - outer.start
-    array = to_ours(tensor, stored.part(tuple(cuts)), found)
     outermost = {word[0] for word in tensor.hf_axes.split()}
-    return array[tuple(slice(None) if letter in outermost else place[letter] for letter in tensor.axes)]
+    rest = tuple(slice(None) if letter in outermost else inner[letter] for letter in tensor.axes)
+    out = np.empty((len(names), *(part.stop - part.start for part in inner.values())), dtype)
+    for row, name in zip(out, names, strict=True):
+        row[...] = to_ours(tensor, stored[name].part(tuple(cuts)), found)[rest]
+    return out if tensor.layered else out[0]
 
 
 def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scalar: bool = False) -> None:

@@ -13,11 +13,9 @@ from jaxrl_llm.sharding.mesh import (
     rollout_mesh,
 )
 from jaxrl_llm.sharding.rules import (
-    Part,
     abstract,
     activation,
     from_parts,
-    held_parts,
     laid_out,
     layout_of,
     sampling_shardings,

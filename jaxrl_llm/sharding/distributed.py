@@ -1,22 +1,36 @@
-"""Runs of several processes: how a process finds the others, and how they exchange values.
+"""Runs of several processes: how a process finds the others, how they exchange values, and how they end together.
 
 Arrays travel by JAX's collectives. Host values (scores, signals, files) are small and go through the store of JAX's
-coordination service instead: exactly, without a program on any device, and without an order that devices must keep.
+coordination service instead: exactly, without a program on any device, and without an order that devices must keep. The
+first process to fail gives the reason, all exit alike, and none hangs.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import json
 import os
 import re
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sharding.shutdown import FOREVER_MS, Shutdown, dismiss, witness
-from jaxrl_llm.system.signals import on_exit
+from jaxrl_llm.system.signals import on_exit, quit_now
 
+FOREVER_MS = 7 * 24 * 3600 * 1000
+"""The time limit in milliseconds of waits that end when the coordination service notices a dead process, not by the
+clock."""
+PARTING_MS = 5000
+"""Milliseconds in which the others can receive this process's reason to stop."""
+LAST_WORDS_S, SERVICE_S = 3.0, 1.0
+"""Seconds for a failing process to report its reason after its connections close; and to receive process 0's reason."""
+AGAIN = "run the same command again, on fewer if need be, to go on"
+LOST = f"another process of this run died or cannot be reached: {AGAIN}"
+KILLED = f"this process was killed, or lost another one of its run: {AGAIN}"
 UNMET = "the processes of this run did not find each other: start all of them, with a coordinator that each can reach"
 
 
@@ -48,33 +62,34 @@ def joining(given: Distributed, environment: Mapping[str, str]) -> dict[str, Any
     named = {name: value for name, value in vars(given).items() if name != "heartbeat_s" and value is not None}
     if given.processes == 1:
         return None
-    if not named:
-        return _detected(environment)
-    missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in named]
-    if missing:
-        raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)} beside it")
-    if not re.fullmatch(r".+:\d+", given.coordinator or ""):
-        raise InputError(f"--distributed.coordinator must be HOST:PORT, got {given.coordinator!r}")
-    if not 0 <= given.process < given.processes:
-        raise InputError(f"--distributed.process must be from 0 to {given.processes - 1}, got {given.process}")
-    return {
-        "coordinator_address": given.coordinator, "num_processes": given.processes, "process_id": given.process,
-        "cluster_detection_method": "deactivate",
-    }  # fmt: skip
-
-
-def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments for JAX to find the other processes if a launcher started several; else None."""
-
-    def several(name: str) -> bool:
-        return int(environment.get(name, "1")) > 1
-
-    if "OMPI_MCA_orte_hnp_uri" in environment and several("OMPI_COMM_WORLD_SIZE"):
+    if named:
+        missing = [f"--distributed.{name}" for name in ("coordinator", "processes", "process") if name not in named]
+        if missing:
+            raise InputError(f"--distributed.{next(iter(named))} needs {' and '.join(missing)} beside it")
+        if not re.fullmatch(r".+:\d+", given.coordinator or ""):
+            raise InputError(f"--distributed.coordinator must be HOST:PORT, got {given.coordinator!r}")
+        if not 0 <= given.process < given.processes:
+            raise InputError(f"--distributed.process must be from 0 to {given.processes - 1}, got {given.process}")
+        return {
+            "coordinator_address": given.coordinator, "num_processes": given.processes, "process_id": given.process,
+            "cluster_detection_method": "deactivate",
+        }  # fmt: skip
+    # JAX finds the other processes if a launcher started several.
+    if "OMPI_MCA_orte_hnp_uri" in environment and int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return {"cluster_detection_method": "ompi"}
-    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment and several("SLURM_NTASKS"):
-        return {"cluster_detection_method": "slurm"} | _slurm_devices(environment)
-    if _on_cloud_tpu(environment):
-        return {}
+    slurm = "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment
+    if slurm and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        # The task's devices if it has its node, or sees only its own GPU: JAX would pick the GPU of its local number.
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        count = len(visible.split(",")) if visible else int(environment.get("SLURM_GPUS_ON_NODE", "0"))
+        alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"
+        devices = {"local_device_ids": list(range(count))} if count and (alone or count == 1) else {}
+        return {"cluster_detection_method": "slurm"} | devices
+    # JAX found TPU chips on import and may use them, unless the environment excludes other hosts.
+    if environment.get("TPU_ML_PLATFORM") == "JAX" and "tpu" in environment.get("JAX_PLATFORMS", "tpu"):
+        hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
+        if "," in hosts or "TPU_SKIP_MDS_QUERY" not in environment:
+            return {}
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         if importlib.util.find_spec("kubernetes") is None:
             raise InputError(
@@ -85,21 +100,88 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return None
 
 
-def _slurm_devices(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the task's devices if it has its node, or sees only its own GPU: JAX would pick the GPU of its local
-    number."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    count = len(visible.split(",")) if visible else int(environment.get("SLURM_GPUS_ON_NODE", "0"))
-    alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"
-    return {"local_device_ids": list(range(count))} if count and (alone or count == 1) else {}
+class Shutdown:
+    """Owner of this process's exit, in agreement with the other processes of JAX's coordination service.
+
+    Its methods may be called by any process at any time, from any thread; ``close`` by all.
+
+    Args:
+      index: this process's number; 0 has the service.
+      client: of the service.
+    """
+
+    def __init__(self, index: int, client: Any):
+        self._index = index
+        self._client = client
+        self._service_s = SERVICE_S if index == 0 else 0.0
+        self._leaving = threading.Lock()
+        self._witness = witness(KILLED)
+        self._watch = threading.Thread(target=self._hear, daemon=True)
+        self._watch.start()
+
+    def close(self) -> None:
+        """Finish: all processes have reached the end of the run, and each now exits by itself."""
+        if self._index == 0:
+            self._client.key_value_set("stopped", "null")
+        self._watch.join()
+        dismiss(self._witness)
+
+    def lost(self, reason: str) -> None:
+        """End this process after its collectives have failed, with the reason of the process that ended first, if it
+        gave one."""
+        self._watch.join(LAST_WORDS_S + self._service_s)
+        with self._leaving:
+            self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
+
+    def stop(self, code: int, line: str) -> None:
+        """End this process at once, and the others with it: they print ``line`` too and exit with ``code``."""
+        with self._leaving:  # for good: the first thread to know of an end speaks alone
+            with contextlib.suppress(Exception):  # another was faster, or nobody is there to hear it
+                self._client.key_value_set("stopped", json.dumps([self._index, code, line]))
+            self._part(code, line)
+
+    def quit(self, code: int, line: str) -> None:
+        """Call ``stop`` for a process that is being quit, unless it is stopping already, which quits it too."""
+        if not self._leaving.locked():
+            self.stop(code, line)
+
+    def _hear(self) -> None:
+        """Wait, in a thread, until a process reports its reason to stop or the service misses a process."""
+        try:
+            said = json.loads(self._client.blocking_key_value_get("stopped", FOREVER_MS))
+        except Exception:  # noqa: BLE001  of JAX's own kinds; whatever it is, the others are out of reach
+            with self._leaving:
+                self._exit(1, LOST)  # before JAX aborts the process, which it does on the same news
+        if said is None or said[0] == self._index:
+            return
+        with self._leaving:
+            number, code, line = said
+            self._part(code, f"process {number} stopped: {line}")
+
+    def _part(self, code: int, line: str) -> None:
+        """Exit once all processes have the reason; process 0 last, since the others are aborted when its service
+        ends."""
+        with contextlib.suppress(Exception):  # some are gone already
+            self._client.wait_at_barrier("stopped", PARTING_MS)
+        time.sleep(self._service_s)
+        self._exit(code, line)
+
+    def _exit(self, code: int, line: str) -> None:
+        """Exit without Python's exit handlers, which would wait for every process."""
+        dismiss(self._witness)
+        quit_now(code, line)
 
 
-def _on_cloud_tpu(environment: Mapping[str, str]) -> bool:
-    """Whether JAX found TPU chips on import and may use them, unless the environment excludes other hosts."""
-    if environment.get("TPU_ML_PLATFORM") != "JAX" or "tpu" not in environment.get("JAX_PLATFORMS", "tpu"):
-        return False
-    hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES", ""))
-    return "," in hosts or "TPU_SKIP_MDS_QUERY" not in environment
+def witness(line: str) -> subprocess.Popen:
+    """Start a shell that prints ``line`` if this process ends without ``dismiss``, as when JAX aborts it."""
+    command = ["/bin/sh", "-c", 'read farewell || echo "$0" >&2', f"jaxrl-llm: {line}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def dismiss(shell: subprocess.Popen) -> None:
+    """End a witness without output."""
+    with contextlib.suppress(BrokenPipeError):
+        shell.communicate(b"\n")
 
 
 class Disagreement(RuntimeError):

@@ -108,22 +108,21 @@ def _mesh(sizes: Mapping[str, int], devices: list[Any], slices: int) -> Mesh:
     size = len(devices) // slices
     parts = found if len(found) > 1 else [devices[i : i + size] for i in range(0, len(devices), size)]
     inside = {**sizes, "data": sizes["data"] // slices}
-    array = np.concatenate([_arranged(inside, part) for part in parts])
-    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    shape = tuple(inside.values())
+    names = tuple(sizes)
+    kinds = (AxisType.Auto,) * len(sizes)
+    arranged = []
+    for part in parts:
+        try:  # devices with coordinates: neighbours along each axis are near each other
+            arranged.append(jax.make_mesh(shape, names, devices=part, axis_types=kinds).devices)
+        except NotImplementedError:  # the axes are no products of the torus' sides: let two of them share a side
+            arranged.append(mesh_utils.create_device_mesh(shape, part, allow_split_physical_axes=True))
+    return Mesh(np.concatenate(arranged), names, axis_types=kinds)
 
 
 def _by_slice(devices: list[Any]) -> list[list[Any]]:
     numbers = [getattr(device, "slice_index", 0) for device in devices]
     return [[d for d, n in zip(devices, numbers, strict=True) if n == number] for number in sorted(set(numbers))]
-
-
-def _arranged(sizes: Mapping[str, int], devices: list[Any]) -> np.ndarray:
-    """Arrange the devices of one slice; if they have coordinates, neighbours along each axis are near each other."""
-    shape = tuple(sizes.values())
-    try:
-        return jax.make_mesh(shape, tuple(sizes), devices=devices, axis_types=(AxisType.Auto,) * len(sizes)).devices
-    except NotImplementedError:  # the axes are no products of the torus' sides: let two of them share a side
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def batch_parts(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> int:

@@ -13,9 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.sharding.mesh import BATCH, constrain, fitting
 
-Part = tuple[slice, ...]
-"""A slice with start and stop for each dimension of an array."""
-
 RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
     "embed": (("tensor", "fsdp"), None),
@@ -76,12 +73,6 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(leaf, tree)
 
 
-def constrain_by_path(tree: Any) -> Any:
-    """Constrain a tree to ``shardings`` inside jit, on the mesh set by ``jax.set_mesh``; without one, leave it
-    unchanged."""
-    return jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), tree)
-
-
 def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """Return the layout of one parameter, such as ``blocks/attn/q``."""
     return NamedSharding(mesh, fitting(shape, RULES.get(path, ()), mesh))
@@ -110,7 +101,7 @@ def parameter_path(path: tuple) -> str:
 
 
 def from_parts(
-    shape: tuple[int, ...], dtype: Any, layout: NamedSharding, read: Callable[[Part], np.ndarray]
+    shape: tuple[int, ...], dtype: Any, layout: NamedSharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
     """Make a global array of the parts that ``read`` returns, one at a time.
 
@@ -120,10 +111,15 @@ def from_parts(
       shape: of the whole.
       dtype: of the whole.
       layout: of the array.
-      read: from a part's place to its values in that dtype; they are copied, so the memory may be anyone's.
+      read: from a part's place (slices with start and stop) to its values in that dtype; they are copied, so the
+        memory may be anyone's.
     """
+    holders: dict[tuple[tuple[int, ...], ...], list[jax.Device]] = {}
+    for device, index in layout.addressable_devices_indices_map(shape).items():
+        place = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        holders.setdefault(place, []).append(device)
     arrays = []
-    for place, devices in held_parts(shape, layout).items():
+    for place, devices in holders.items():
         values = read(tuple(slice(*bounds) for bounds in place))
         arrays += [jax.device_put(values, device, may_alias=False) for device in devices]
         # Otherwise the host would keep the values of every transfer that is still under way.
@@ -152,13 +148,3 @@ def laid_out(tree: Any, layout: Any) -> Any:
 def abstract(tree: Any, layout: Any) -> Any:
     """Return the shapes and dtypes of a tree with a tree of shardings, without arrays."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout)
-
-
-def held_parts(shape: tuple[int, ...], layout: NamedSharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Return the distinct parts on this process' devices, as (start, stop) of each dimension, with the devices of
-    each."""
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in layout.addressable_devices_indices_map(shape).items():
-        place = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        holders.setdefault(place, []).append(device)
-    return holders

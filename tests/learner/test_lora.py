@@ -29,8 +29,7 @@ from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Lora, ModelConfig
-from jaxrl_llm.models.decoder import from_parameters, initialise, logits, to_parameters
-from jaxrl_llm.models.fingerprint import fingerprint
+from jaxrl_llm.models.decoder import Decoder, fingerprint, initialise, logits, to_parameters
 from jaxrl_llm.models.lora import attached, create, merge, model_of, policy_model
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
@@ -264,4 +263,4 @@ def other_base():
     """The base with a single number changed."""
     parameters = to_parameters(MODEL)
     parameters["blocks"]["attn"]["k"] = parameters["blocks"]["attn"]["k"].at[1, 2, 0, 3].add(1e-6)
-    return from_parameters(MODEL.config, parameters)
+    return Decoder(MODEL.config, parameters)

@@ -16,7 +16,7 @@ from jaxrl_llm.checkpoints.store import Checkpoints
 from jaxrl_llm.config.phases import remembered
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import on_mesh
-from jaxrl_llm.learner.optimiser import as_before, build, on_device
+from jaxrl_llm.learner.optimiser import build, moved
 from jaxrl_llm.learner.state import abstract_state, reset_optimiser
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
@@ -202,8 +202,8 @@ def test_the_mesh_changes_nothing(kind):
 @functools.partial(jax.jit, static_argnums=0)
 def stepped(config, state):
     """The state after an update whose gradients are the weights themselves."""
-    _, after = build(config).update(state.policy.params, on_device(state.policy.opt_state), state.policy.params)
-    return state.with_role("policy", opt_state=as_before(after, state.policy.opt_state))
+    _, after = build(config).update(state.policy.params, moved(state.policy.opt_state), state.policy.params)
+    return state.with_role("policy", opt_state=moved(after, state.policy.opt_state))
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("adafactor", Lora()), ("muon", Lora(rank=2)), ("offloaded", Lora())])

@@ -23,8 +23,7 @@ from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import scores
 from jaxrl_llm.models.config import ComputeOptions, Lora
-from jaxrl_llm.models.decoder import causal_rows, forward, from_parameters, to_parameters
-from jaxrl_llm.models.fingerprint import fingerprint
+from jaxrl_llm.models.decoder import Decoder, causal_rows, fingerprint, forward, to_parameters
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
 from jaxrl_llm.models.lora import attached, create, merge, model_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
@@ -91,7 +90,7 @@ def summed(policy):
             w = blocks[part][name]
             product = factors["a"].reshape(len(w), -1, LORA.rank) @ factors["b"].reshape(len(w), LORA.rank, -1)
             blocks[part][name] = w + 1.5 * product.reshape(w.shape)
-    decoder = from_parameters(BASE.config, parameters | {"blocks": blocks})
+    decoder = Decoder(BASE.config, parameters | {"blocks": blocks})
     return ScalarModel(decoder, {"scalar": trained["scalar"]})
 
 

@@ -13,9 +13,16 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models import load_pretrained
+from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.hf_config import read_config
 from jaxrl_llm.models.weights import open_checkpoint, read_json, read_parameters
 from jaxrl_llm.sharding import MeshShape, make_mesh
+
+
+def read(directory, dtype="float32"):
+    """(configuration, nested dict of arrays)."""
+    model, _ = load_pretrained(directory, dtype)
+    return model.config, to_parameters(model)
 
 
 def counted(stored, reads):

@@ -11,10 +11,10 @@ from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import (
+    Decoder,
     TokenRows,
     causal_rows,
     forward,
-    from_parameters,
     initialise,
     logits,
     to_parameters,
@@ -102,7 +102,7 @@ def test_windows_of_all_layers_bound_what_is_seen():
     config = dataclasses.replace(
         KINDS["windows"], attention=dataclasses.replace(KINDS["windows"].attention, windows=(2, 2, 2))
     )
-    model = from_parameters(config, to_parameters(tiny("windows")))
+    model = Decoder(config, to_parameters(tiny("windows")))
     tokens = np.random.default_rng(0).integers(1, VOCAB, (1, 9))
     changed = tokens.copy()
     changed[0, 1] = 0

@@ -7,13 +7,12 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from models.loading import example_of
+from models.loading import example_of, read
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits
 from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.gguf import read_gguf
-from jaxrl_llm.models.hf import read_directory
 from jaxrl_llm.models.tokenizer import byte_alphabet
 from jaxrl_llm.models.weights import open_checkpoint
 
@@ -81,7 +80,7 @@ def test_tensors_equal_those_of_the_directory(name):
 def test_model_equals_that_of_the_directory(name):
     example = example_of(FIXTURES / name)
     model, _ = load_pretrained(FIXTURES / f"{name}.gguf")
-    config, parameters, _ = read_directory(FIXTURES / name)
+    config, parameters = read(FIXTURES / name)
     assert model.config.attention == config.attention and model.config.norm == config.norm
     jax.tree.map(np.testing.assert_array_equal, to_parameters(model), parameters)
     np.testing.assert_allclose(np.asarray(logits(model, example["tokens"])), example["logits"], atol=1e-4, rtol=0)

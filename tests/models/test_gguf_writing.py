@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_gguf
 from jaxrl_llm.models.builtin import CHATML, TINY
 from jaxrl_llm.models.config import Llama3Rope
-from jaxrl_llm.models.decoder import from_parameters, to_parameters
+from jaxrl_llm.models.decoder import Decoder, to_parameters
 from jaxrl_llm.models.gguf import PATHS
 from jaxrl_llm.models.gguf_writing import KINDS
 from jaxrl_llm.models.tokenizer import BytePairs, build_tokenizer, byte_alphabet, byte_pairs_of
@@ -41,7 +41,7 @@ def fitting(name):
     """The fixture's weights in an architecture that a GGUF file can say."""
     model, _ = load_pretrained(FIXTURES / name)
     attention = dataclasses.replace(model.config.attention, **FITTING[name])
-    return from_parameters(dataclasses.replace(model.config, attention=attention), to_parameters(model))
+    return Decoder(dataclasses.replace(model.config, attention=attention), to_parameters(model))
 
 
 def read(path):
@@ -141,7 +141,7 @@ def test_tokenizer_and_template_come_back(pre, tmp_path):
     tokenizer = build_tokenizer(pairs(pre, begin=pre == "llama-bpe"))
     tokens = dataclasses.replace(TINY.tokens, bos=256, eos=(256,), pad=None)
     config = dataclasses.replace(TINY, vocab_size=264, tokens=tokens)
-    model = from_parameters(config, _resized(to_parameters(load_pretrained("tiny-random")[0]), 264))
+    model = Decoder(config, _resized(to_parameters(load_pretrained("tiny-random")[0]), 264))
     save_gguf(model, tokenizer, tmp_path / "m.gguf")
     metadata, _ = read(tmp_path / "m.gguf")
     assert metadata["tokenizer.ggml.pre"] == pre and metadata["tokenizer.ggml.merges"] == ["a b", "ab c", "1 2", "Ġ a"]
@@ -191,7 +191,7 @@ def test_what_a_file_cannot_say_is_refused_and_nothing_is_left(tmp_path):
     wide = jax.tree.map(lambda leaf: leaf * 1e7, of("llama"))
     assert "holds values that float16 cannot: take bf16 or f32" in refusal(wide, None, path, "f16")
     ends = dataclasses.replace(tiny.config, tokens=dataclasses.replace(tiny.config.tokens, eos=(1, 2, 3, 4)))
-    assert "cannot express tokens=" in refusal(from_parameters(ends, to_parameters(tiny)), None, path)
+    assert "cannot express tokens=" in refusal(Decoder(ends, to_parameters(tiny)), None, path)
 
 
 def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path):
@@ -207,7 +207,7 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path):
 def test_three_ends_are_kept(tmp_path):
     model, tokenizer = load_pretrained("tiny-random")
     config = dataclasses.replace(model.config, tokens=dataclasses.replace(model.config.tokens, eos=(9, 257, 10)))
-    save_gguf(from_parameters(config, to_parameters(model)), tokenizer, tmp_path / "m.gguf")
+    save_gguf(Decoder(config, to_parameters(model)), tokenizer, tmp_path / "m.gguf")
     metadata, _ = read(tmp_path / "m.gguf")
     assert [metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [257, 9, 10]
     again, read_back = load_pretrained(tmp_path / "m.gguf")

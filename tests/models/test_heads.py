@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, save_pretrained, scores
 from jaxrl_llm.models.config import TokenIds
-from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, from_parameters, to_parameters
+from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.heads import ScalarModel, drawn_head, scalars, with_scalar_head
 from jaxrl_llm.models.hf import padding_id
@@ -199,7 +199,7 @@ def test_padding_ends_no_text(tokens, wanted, tmp_path):
     before = copy.deepcopy(tokenizer)
     config = dataclasses.replace(model.config, tokens=tokens)
     assert padding_id(config, tokenizer) == wanted
-    changed = with_scalar_head(from_parameters(config, to_parameters(model.decoder)))
+    changed = with_scalar_head(Decoder(config, to_parameters(model.decoder)))
     save_pretrained(changed, tokenizer, tmp_path / "export")
     assert attributes(tmp_path / "export")["pad_token_id"] == wanted
     again, loaded = load_scalar(tmp_path / "export")

@@ -9,15 +9,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from models.loading import example_of
+from models.loading import example_of, read
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import TokenIds
-from jaxrl_llm.models.decoder import from_parameters, parameter_shapes, to_parameters
+from jaxrl_llm.models.decoder import Decoder, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import axis_sizes, tensors_of
-from jaxrl_llm.models.hf import read_directory
 from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
@@ -74,15 +73,15 @@ def test_logits_agree_with_transformers(name):
 def test_each_rule_of_a_config_moves_the_logits(name, part, change):
     """Else the agreement above would prove nothing about the rule."""
     example = example_of(FIXTURES / name)
-    config, parameters, _ = read_directory(FIXTURES / name)
+    config, parameters = read(FIXTURES / name)
     changed = {part: dataclasses.replace(getattr(config, part), **change)} if part else change
-    other = from_parameters(dataclasses.replace(config, **changed), parameters)
+    other = Decoder(dataclasses.replace(config, **changed), parameters)
     assert np.abs(np.asarray(logits(other, example["tokens"])) - example["logits"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_have_the_decoders_shapes(name):
-    config, parameters, _ = read_directory(FIXTURES / name, "bfloat16")
+    config, parameters = read(FIXTURES / name, "bfloat16")
     assert jax.tree.map(lambda x: x.shape, parameters) == parameter_shapes(config)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(parameters)} == {"bfloat16"}
 
@@ -111,7 +110,7 @@ def test_half_precision_round_trip_keeps_dtype_and_bits(dtype, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_are_inverse(name):
-    config, _, _ = read_directory(FIXTURES / name)
+    config, _ = read(FIXTURES / name)
     sizes = axis_sizes(config)
     for tensor in tensors_of(config):
         shape = [sizes[letter] for letter in tensor.axes]
@@ -120,7 +119,7 @@ def test_layouts_are_inverse(name):
 
 
 def test_shards_hold_what_one_file_holds(tmp_path):
-    config, parameters, _ = read_directory(FIXTURES / "llama")
+    config, parameters = read(FIXTURES / "llama")
     write_checkpoint(to_stored(config, parameters), tmp_path, "float32", limit=30_000)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -155,7 +154,7 @@ def test_save_fills_an_empty_directory(tmp_path):
 
 def test_special_ids_are_a_union(llama):
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 500], "pad_token_id": 9}))
-    config, _, _ = read_directory(llama)
+    config, _ = read(llama)
     assert config.tokens == TokenIds(bos=1, eos=(2, 7), pad=0)
 
 

@@ -12,7 +12,7 @@ from oracles import number
 from tiny import VOCAB, equations, largest_difference, logprob_and_entropy, tiny
 
 from jaxrl_llm.models.config import Attention, ModelConfig
-from jaxrl_llm.models.decoder import from_parameters, initialise, unembed
+from jaxrl_llm.models.decoder import Decoder, initialise, unembed
 from jaxrl_llm.models.heads import token_logprobs
 from jaxrl_llm.sharding import BATCH, MeshShape, make_mesh, shardings
 
@@ -199,7 +199,7 @@ def test_the_kept_sets_of_the_paper():
     policies = np.log(np.array([number("V32_keep_sampling_mask/p_old_full"), [0.45, 0.35, 0.1, 0.1]], np.float32))[None]
     kept = np.tile(number("V32_keep_sampling_mask/kept") > 0, (1, 2, 1))
     target = np.full((1, 2), int(number("V32_keep_sampling_mask/token")), np.int32)
-    identity = from_parameters(ModelConfig("llama", 4, 4, 1, 8, Attention(1, 1, 8)), {"head": jnp.eye(4)})
+    identity = Decoder(ModelConfig("llama", 4, 4, 1, 8, Attention(1, 1, 8)), {"head": jnp.eye(4)})
     among = np.exp(token_logprobs(identity, policies, target, 1.0, kept=words(kept))[0])[0]
     alone = np.exp(token_logprobs(identity, policies, target, 1.0)[0])[0]
     for found, name in {
