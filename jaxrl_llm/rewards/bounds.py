@@ -37,10 +37,6 @@ class Bound:
         """Name of the inner reward."""
         return self.of.name
 
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return the bound's values, float64[n], from those of the inner reward, float64[n]."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class Hinge(Bound):
@@ -58,10 +54,6 @@ class Hinge(Bound):
     limit: float
     weight: float = 1.0
 
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return the bound's values; see ``Bound``."""
-        return -np.maximum(0.0, values - self.limit)
-
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Bound):
@@ -69,10 +61,6 @@ class Threshold(Bound):
 
     at: float
     weight: float = 1.0
-
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return the bound's values; see ``Bound``."""
-        return np.where(np.isnan(values), np.nan, values >= self.at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +81,6 @@ class Gate(Bound):
     def name(self) -> str:
         """Name in messages."""
         return f"gate of {self.of.name}"
-
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return 1 where the completion is rejected, else 0."""
-        return np.where(values >= self.at, 0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +169,18 @@ def base_of(reward: Any) -> Any:
 
 
 def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
-    """Return the reward's values, float64[n], from those of ``base_of(reward)``."""
-    if isinstance(reward, TaskReward):
-        return shaped(reward.of, values)
-    return reward.shaped(shaped(reward.of, values)) if isinstance(reward, Bound) else values
+    """Return the reward's values, float64[n], from those of ``base_of(reward)``; a gate's are 1 where it rejects."""
+    if not isinstance(reward, (Bound, TaskReward)):
+        return values
+    inner = shaped(reward.of, values)
+    match reward:
+        case Hinge():
+            return -np.maximum(0.0, inner - reward.limit)
+        case Threshold():
+            return np.where(np.isnan(inner), np.nan, inner >= reward.at)
+        case Gate():
+            return np.where(inner >= reward.at, 0.0, 1.0)
+    return inner
 
 
 def check_bound(bound: Bound | Constraint, check: Callable[[Any], None]) -> None:

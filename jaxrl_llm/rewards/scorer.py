@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.functions import OWN, Form, Function, Item, StepFunction, as_reward, form_of
-from jaxrl_llm.rewards.judge import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.models import DISAGREEMENT, OF_STEPS, ON_DEVICE, ModelReward
 from jaxrl_llm.rewards.pool import Inside, Pool
+from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import Pooled, dry_run_completion, verdict
 from jaxrl_llm.system.paths import new_file
@@ -26,8 +27,8 @@ if TYPE_CHECKING:  # a scorer by itself needs no JAX
 
 REWARD_ERROR = "reward_error.txt"
 """File in the run's directory with the traceback of a reward that failed."""
-
-
+RECORDS = (Scores, Failures)
+"""Types that processes send to each other."""
 BATCH_TIMES = 60
 """Factor by which the time limit of a call of a whole batch exceeds that of one completion."""
 VERIFIED = ""
@@ -170,8 +171,8 @@ class Scorer:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
             own = slice(self._peers.index, None, self._peers.count)
             share = self._score(items[own], rewards, {name: column[own] for name, column in given.items()})
-            gathered = self._peers.gather(share.to_plain())
-            scores = interleaved([Scores.from_plain(part) for part in gathered], len(items))
+            gathered = self._peers.gather(codec.to_json(share, RECORDS))
+            scores = interleaved([codec.from_json(part, RECORDS) for part in gathered], len(items))
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
             raise InputError(
@@ -223,25 +224,20 @@ class Scorer:
             name: np.array([sum(value for _, value in steps) / len(steps) if steps else math.nan for steps in column])
             for name, column in stepped.items()
         }
+        differing = {
+            f"{name}/{DISAGREEMENT}": scores.std(axis=1)
+            for name, scores in given.items()
+            if name in self._rewards and isinstance(bases[name], ModelReward) and scores.shape[1:] > (1,)
+        }
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards} | _disagreements(self._rewards, given),
+            parts={name: (means | whole)[name] for name in rewards} | differing,
             failures=_failures(
                 failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
             ),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
-
-
-def _disagreements(rewards: Mapping[str, Reward], given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the standard deviation of each ensemble's scores for each completion.
-
-    ``given``: scores by the models, by the reward's name.
-    """
-    of_models = {name: given[name] for name in given if isinstance(base_of(rewards.get(name)), ModelReward)}
-    several = {name: scores for name, scores in of_models.items() if scores.shape[1:] > (1,)}
-    return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
 
 
 def _where(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.rewards import Failures, Judge
+from jaxrl_llm.rewards import Failures, Scorer
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
@@ -133,7 +133,7 @@ class GroupSource:
     tokenizer: Any
     prompts: Prompts
     stream: PromptStream
-    judge: Judge
+    judge: Scorer
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
