@@ -154,14 +154,6 @@ class GroupSource:
         first = SeedSpace.TRAINING + number * self.group
         return [request_seed(self.seed, first + g) for g in range(self.group)]
 
-    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
-        """Return the stream's memory after these groups are scored."""
-        return self.stream.observe(memory, groups)
-
-    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
-        """Return the stream's metrics of a step, from its memory before and after it."""
-        return self.stream.metrics(before, after)
-
     def score(self, whole: Sequence[PartialGroup]) -> tuple[dict[int, Group], Failures]:
         """Score finished groups; return them by number, with texts and scores, and the failures of rewards."""
         done = with_texts(dict(enumerate(c for group in whole for c in group.completions)), self.tokenizer)
@@ -259,15 +251,6 @@ class AdmissionPolicy:
     left_out: tuple[str, ...] = ()
 
     @property
-    def reach(self) -> int:
-        """Number of groups that a step may expect to find among those under way.
-
-        If the last ones are interrupted, it is larger, so that no slot idles while they run, as far as the next step
-        needs them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
-        """
-        return 2 * self.needed if self.collect.interrupt else self.needed
-
-    @property
     def partial(self) -> bool:
         """Whether a group may be resumed in the next step."""
         return self.collect.interrupt or self.collect.token_budget > 0
@@ -296,17 +279,20 @@ class AdmissionPolicy:
         """Whether to begin one more group, if ``share`` of them are informative.
 
         Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
-        those under way are not expected to cover ``reach``: as many as keep every slot busy, and as many again waiting,
-        so that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps
-        to come.
+        those under way are not expected to cover it: as many as keep every slot busy, and as many again waiting, so
+        that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps to
+        come.
         """
+        # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
+        # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
+        reach = 2 * self.needed if self.collect.interrupt else self.needed
         if now.kept >= self.needed or now.started >= self.collect.max_rounds * self.needed:
             return False
         found = now.kept + share * now.running
-        if found + share * now.held >= self.segments * self.reach:
+        if found + share * now.held >= self.segments * reach:
             return False
         certain = not self.filter_groups and now.kept + now.running < self.needed
-        return certain or (now.waiting < 2 * self.slots and found < self.reach)
+        return certain or (now.waiting < 2 * self.slots and found < reach)
 
 
 def share_of(good: float, seen: float) -> float:
