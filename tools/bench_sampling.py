@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jaxrl_llm.engine.sampling import as_rule, asked, draw, inverse_cdf
+from jaxrl_llm.engine.sampling import as_rules, asked, draw, inverse_cdf
 from jaxrl_llm.rollout import Sampling
 
 
@@ -100,7 +100,7 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
         ways = {name: (jax.jit(way), (logits, u)) for name, way in OTHERS.items()}
         for name, sampling in OURS.items():
             ours = jax.jit(functools.partial(draw, asked=asked(sampling)))
-            ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, as_rule(sampling)))
+            ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, as_rules(sampling)))
         for name, (call, arguments) in ways.items():
             row = {"way": name, "rows": options.rows, "vocab": vocab, "device": jax.devices()[0].device_kind}
             yield row | milliseconds(call, arguments, options.repeats)
