@@ -1,7 +1,7 @@
 """Tasks: prompts with checkable answers, as values."""
 
 from jaxrl_llm.system.lazy import attach
-from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, check_curriculum
+from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
 from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.prompts import difference, fingerprint
@@ -35,7 +35,6 @@ __all__ = [
     "answer_of",
     "begun",
     "check",
-    "check_curriculum",
     "dated",
     "difference",
     "encode",

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import PATH
 from jaxrl_llm.tasks.prompts import field_of
-from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, in_epochs, permutation
+from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, permutation, problem_index
 from jaxrl_llm.types import Group, Problem
 
 BY_SUCCESS = "success"
@@ -241,7 +241,11 @@ class Scheduled:
         """Return the problem drawn for this prompt, and the new memory."""
         number -= memory.get(OTHERS, 0)
         if number and not memory.keys() - {OTHERS}:
-            memory = memory | in_epochs(self.seed, len(self.problems), number)
+            begun = number - number % len(self.problems)  # so many prompts were asked as ``Shuffled`` asks
+            last = np.full(len(self.problems), NONE, np.int64)
+            for place in range(begun, number):
+                last[problem_index(self.seed, place, len(self.problems))] = place
+            memory = memory | {COUNTED: last, "begun": begun, "asked": number}
         memory = self.valid(memory)
         if memory.get("since", 0) == NONE:
             memory = memory | {"since": number}
