@@ -8,7 +8,7 @@ from jaxrl_llm.data.loading import check_texts
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.errors import require
 from jaxrl_llm.system.setting import FREE, RECORDED, Count, Range, Setting
-from jaxrl_llm.tasks.curriculum import Curriculum, check_curriculum
+from jaxrl_llm.tasks.curriculum import Curriculum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +137,13 @@ class Collect(Setting):
     replay: Replay | None = None
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse sampling too far ahead, devices that would wait for it, and a curriculum that cannot work."""
+        """Refuse sampling too far ahead, and devices that would wait for it."""
         require(self.staleness in (0, 1), f"{where}staleness must be 0 or 1, got {self.staleness}")
         require(
             not run.mesh.rollout or self.staleness,
             f"mesh.rollout {run.mesh.rollout} sets devices aside that would wait for the learner: set "
             f"{where}staleness 1",
         )
-        if self.curriculum is not None:
-            check_curriculum(self.curriculum, f"{where}curriculum")
 
 
 @dataclasses.dataclass(frozen=True)

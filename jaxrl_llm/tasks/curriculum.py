@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.system.setting import PATH
+from jaxrl_llm.system.setting import PATH, Range, Setting
 from jaxrl_llm.tasks.prompts import field_of
 from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, permutation, problem_index
 from jaxrl_llm.types import Group, Problem
@@ -23,7 +23,7 @@ PLACES = (COUNTED, "begun", "asked", "since")
 
 
 @dataclasses.dataclass(frozen=True)
-class Prioritised:
+class Prioritised(Setting):
     """Drawing of problems with ``p ~ (1 - success) ** power``: Kimi k1.5 (arXiv 2501.12599, section 2.3.4), power 1.
 
     Each prompt draws anew, so one problem may come twice before another comes once.
@@ -36,7 +36,7 @@ class Prioritised:
       power: above 0.
     """
 
-    power: float = 1.0
+    power: Annotated[float, Range("(0, inf)", words="above 0")] = 1.0
 
     def __call__(self, success: np.ndarray) -> np.ndarray:
         """Return the unnormalised probability of drawing each problem, [N], from its estimated success."""
@@ -44,7 +44,7 @@ class Prioritised:
 
 
 @dataclasses.dataclass(frozen=True)
-class EasyToHard:
+class EasyToHard(Setting):
     """Schedule that opens only the easiest problems at first; their share grows evenly until all are open.
 
     ``start + (1 - start) * n / over`` of the remaining problems (not dropped) are open to prompt n of the task. Equally
@@ -59,9 +59,15 @@ class EasyToHard:
     """
 
     by: str
-    over: int
-    start: float = 0.2
+    over: Annotated[int, Range("[1, inf]", words="at least 1 prompt")]
+    start: Annotated[float, Range("(0, 1]")] = 0.2
     rising: bool = True
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse a column without a name, and a success that makes problems harder."""
+        require(bool(self.by), f"{where}by must be a column of the rows, or success, got {self.by!r}")
+        fine = self.rising or self.by != BY_SUCCESS
+        require(fine, f"{where}rising must be left out where by is success, got {self.rising}")
 
     def __call__(self, difficulty: np.ndarray, left: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
         """Return which problems are open, bool[N].
@@ -86,7 +92,7 @@ class EasyToHard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropping:
+class Dropping(Setting):
     """Removal of problems that were always, or never, solved: their groups teach nothing.
 
     Attributes:
@@ -96,9 +102,14 @@ class Dropping:
         in part then is back, another waits as long again. 0 for never.
     """
 
-    solved: int = 3
-    unsolved: int = 3
-    again: int = 0
+    solved: Annotated[int, Range("[0, inf]")] = 3
+    unsolved: Annotated[int, Range("[0, inf]")] = 3
+    again: Annotated[int, Range("[0, inf]")] = 0
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse rules that drop nothing."""
+        fine = bool(self.solved or self.unsolved)
+        require(fine, f"{where}solved and unsolved must be above 0 in one of them, got 0")
 
     def __call__(self, streak: np.ndarray, last: np.ndarray, number: int) -> np.ndarray:
         """Return which problems are dropped, bool[N].
@@ -119,7 +130,7 @@ class Dropping:
 
 
 @dataclasses.dataclass(frozen=True)
-class Curriculum:
+class Curriculum(Setting):
     """Selection of the problems to ask. Without parts it asks all in epochs, and still counts how often each is solved.
 
     A problem's success is ``(solved + prior * strength) / (tries + strength)``: the mean accuracy of its answers, which
@@ -139,49 +150,24 @@ class Curriculum:
     prioritised: Prioritised | None = None
     easy_to_hard: EasyToHard | None = None
     drop: Dropping | None = None
-    prior: float = 0.5
-    strength: float = 1.0
-    fade: float = 1.0
+    prior: Annotated[float, Range("[0, 1]")] = 0.5
+    strength: Annotated[float, Range("[0, inf)", words="at least 0")] = 1.0
+    fade: Annotated[float, Range("(0, 1]")] = 1.0
     statistics: Annotated[str | None, PATH] = None
+
+    def check(self, run: Any, where: str) -> None:
+        """Refuse statistics that would order nothing."""
+        require(
+            self.statistics is None or self.reads_success,
+            f"{where}statistics {self.statistics} has nothing to order: set prioritised, drop, or easy_to_hard by "
+            "success, or leave it out",
+        )
 
     @property
     def reads_success(self) -> bool:
         """Whether the order of problems depends on which answers were right."""
         measured = self.easy_to_hard is not None and self.easy_to_hard.by == BY_SUCCESS
         return measured or self.prioritised is not None or self.drop is not None
-
-
-def check_curriculum(curriculum: Curriculum, name: str) -> None:
-    """Refuse numbers out of range, before anything is loaded; ``name`` is the field.
-
-    Raises:
-      InputError: names field, value and remedy.
-    """
-    easy, drop, drawn = curriculum.easy_to_hard, curriculum.drop, curriculum.prioritised
-    rules = {
-        "prior": (0 <= curriculum.prior <= 1, "from 0 to 1", curriculum.prior),
-        "strength": (0 <= curriculum.strength < math.inf, "at least 0", curriculum.strength),
-        "fade": (0 < curriculum.fade <= 1, "above 0 and at most 1", curriculum.fade),
-    }
-    if drawn is not None:
-        rules["prioritised.power"] = (0 < drawn.power < math.inf, "above 0", drawn.power)
-    if easy is not None:
-        rules["easy_to_hard.by"] = (bool(easy.by), "a column of the rows, or success", repr(easy.by))
-        rules["easy_to_hard.over"] = (easy.over >= 1, "at least 1 prompt", easy.over)
-        rules["easy_to_hard.start"] = (0 < easy.start <= 1, "above 0 and at most 1", easy.start)
-        turned = easy.by == BY_SUCCESS and not easy.rising
-        rules["easy_to_hard.rising"] = (not turned, "left out where by is success", easy.rising)
-    if drop is not None:
-        for part in ("solved", "unsolved", "again"):
-            rules[f"drop.{part}"] = (getattr(drop, part) >= 0, "at least 0", getattr(drop, part))
-        rules["drop.solved and unsolved"] = (bool(drop.solved or drop.unsolved), "above 0 in one of them", 0)
-    for field, (fine, rule, value) in rules.items():
-        require(fine, f"{name}.{field} must be {rule}, got {value}")
-    require(
-        curriculum.statistics is None or curriculum.reads_success,
-        f"{name}.statistics {curriculum.statistics} has nothing to order: set prioritised, drop, or easy_to_hard by "
-        "success, or leave it out",
-    )
 
 
 def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
