@@ -17,8 +17,6 @@ from jaxrl_llm.engine.blocks import (
     SlotShape,
     assign_blocks,
     lane_table,
-    moved_blocks,
-    moved_rows,
     moved_slots,
     power_of_two,
     seat,
@@ -125,8 +123,7 @@ class Scheduler:
             request.block_key = prefixes.block_key(request)
         shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
         if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
-            order, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
-            source = moved_rows(order, self._held.rows, shape.parts)
+            order, source, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
             cache, blocks = self._state.cache, self._state.blocks
             light = self._state._replace(cache=None, blocks=None)
             self._state = rearranged(cache, light, order, source, build.mesh)._replace(blocks=blocks)
@@ -137,9 +134,8 @@ class Scheduler:
             self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
             self._held = shape
         stay = self._held._replace(columns=shape.columns) == shape
-        before = {request.handle: request.lane[0] for request in self.running.values() if request.lane}
-        if not assign_blocks(self.running, shape, stay):
-            order = moved_blocks(before, self.running, shape)
+        order = assign_blocks(self.running, shape, stay)
+        if order is not None:
             lanes = lane_table(self.running, shape)
             self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
         self._held = shape
