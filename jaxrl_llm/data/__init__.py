@@ -1,11 +1,10 @@
 """Data of the supervised stages: rows to learn from, as values, and their encoding as token ids."""
 
 from jaxrl_llm.data.datasets import Collected, Pairs, Ranked, Stepped, Steps, Text, Texts, longest
-from jaxrl_llm.data.loading import LoadedTexts, check_collected, load_texts
+from jaxrl_llm.data.loading import check_collected, load_texts
 
 __all__ = [
     "Collected",
-    "LoadedTexts",
     "Pairs",
     "Ranked",
     "Stepped",

@@ -147,19 +147,18 @@ class TaskReward:
         return self.of.weight
 
 
-def places_of(reward: Any, items: Sequence[Item]) -> list[int] | None:
-    """Return the indices of the completions that a reward scores; None if it scores all."""
-    if not isinstance(reward, TaskReward):
-        return None
-    return [place for place, (problem, _) in enumerate(items) if problem.task in reward.tasks]
+def places_of(reward: Any, items: Sequence[Item]) -> list[int]:
+    """Return the indices of the completions that a reward scores."""
+    some = isinstance(reward, TaskReward)
+    return [place for place, (problem, _) in enumerate(items) if not some or problem.task in reward.tasks]
 
 
-def spread(values: np.ndarray, places: Sequence[int] | None, count: int) -> np.ndarray:
+def spread(values: np.ndarray, places: list[int], count: int) -> np.ndarray:
     """Return one or several columns of ``count`` completions from the values of the scored ones; NaN for the others."""
-    if places is None:
+    if len(places) == count:
         return values
     column = np.full((count, *values.shape[1:]), np.nan)
-    column[list(places)] = values
+    column[places] = values
     return column
 
 

@@ -160,11 +160,11 @@ class Scorer:
         processes.
         """
         bases = {name: self._bases[name] for name in rewards}
-        given = {
-            name: _where(places_of(rewards[name], items), items, self.models[base])
-            for name, base in bases.items()
-            if isinstance(base, ON_DEVICE)
-        }
+        given = {}
+        for name, base in bases.items():
+            if isinstance(base, ON_DEVICE):
+                at = places_of(rewards[name], items)
+                given[name] = spread(self.models[base]([items[place] for place in at]), at, len(items))
         if self._peers is None or self._peers.count == 1:
             scores = self._score(items, rewards, given)
         else:
@@ -196,9 +196,8 @@ class Scorer:
             if name in given:
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
-                columns[name] = _where(
-                    places[name], items, lambda some, base=base: np.array([base(*item) for item in some], np.float64)
-                )
+                found = np.array([base(*items[place]) for place in places[name]], np.float64)
+                columns[name] = spread(found, places[name], len(items))
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
                 jobs += _jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
@@ -215,9 +214,9 @@ class Scorer:
             whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
         reward = np.zeros(len(items))
         for name in (name for name in whole if name in self._rewards):
-            at = slice(None) if places[name] is None else places[name]
+            at = places[name]
             reward[at] += rewards[name].weight * whole[name][at]
-            whole[name] = spread(whole[name][at], places[name], len(items))
+            whole[name] = spread(whole[name][at], at, len(items))
         if math.isnan(self._on_error):
             reward[[place for column, place in failed if column in stepped]] = np.nan
         means = {
@@ -233,18 +232,9 @@ class Scorer:
             reward=reward,
             accuracy=accuracy,
             parts={name: (means | whole)[name] for name in rewards} | differing,
-            failures=_failures(
-                failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
-            ),
+            failures=_failures(failed, source, places),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
-
-
-def _where(
-    places: Sequence[int] | None, items: Sequence[Item], score: Callable[[Sequence[Item]], np.ndarray]
-) -> np.ndarray:
-    """Return the scores of the completions in these places; NaN elsewhere."""
-    return score(items) if places is None else spread(score([items[at] for at in places]), places, len(items))
 
 
 def _fill(
@@ -302,11 +292,11 @@ def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.nda
 
 
 def _jobs_of(
-    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int] | None = None
+    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int]
 ) -> list[Job]:
     """Return the calls of a function, of one completion each or of all; ``timeout_s`` is for one completion.
 
-    ``places``: indices of the completions that it scores; None for all.
+    ``places``: indices of the completions that it scores.
     """
     named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
     function = None if named else _callable(reward)
@@ -314,8 +304,7 @@ def _jobs_of(
     path = reward.path if named else name
     positions = reward.positions if isinstance(reward, StepFunction) else ""
     bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
-    every = range(len(items)) if places is None else places
-    shares = [every] if every and (form.batch or form.waits) else [[place] for place in every]
+    shares = [places] if places and (form.batch or form.waits) else [[place] for place in places]
     return [
         Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
     ]

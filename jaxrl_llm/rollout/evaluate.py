@@ -12,7 +12,7 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.shaping import REFUSED
 from jaxrl_llm.rollout.measures import over_known
-from jaxrl_llm.rollout.respond import Answerer, SeedSpace, Status, Watch, complete, request_seed
+from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, Status, Watch, gather, request_seed
 from jaxrl_llm.tasks import Prompts, answer_of
 from jaxrl_llm.types import MEAN_OF_TASKS, Completion, Problem
 
@@ -178,17 +178,15 @@ def evaluate(
     All tasks are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says.
     """
     wanted = [problem for problem in asked.problems for _ in range(asked.samples)]
-    done = complete(
-        by.engine,
-        by.model,
-        by.tokenizer,
+    requests = Requests(by.engine, sampling)
+    requests.submit(
+        range(len(wanted)),
         [asked.prompts[problem] for problem in wanted],
         [request_seed(asked.seed, SeedSpace.EVALUATION + n) for n in range(len(wanted))],
-        sampling,
         [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted],
-        lambda text: status(f"evaluating: {text}"),
-        watch,
     )
+    done = gather(requests, by.model, by.tokenizer, lambda text: status(f"evaluating: {text}"), watch)
+    answers = list(done.values())
     labels = [problem.task for problem in asked.problems]
     if len(asked.prompts.tasks) == 1:
         labels = [asked.prompts.tasks[0].label] * len(labels)
@@ -197,7 +195,7 @@ def evaluate(
     for label in dict.fromkeys(labels):
         problems = [problem for problem, own in zip(asked.problems, labels, strict=True) if own == label]
         end = begin + len(problems) * asked.samples
-        found.append(checked(label, problems, asked.samples, done[begin:end], by.scorer, watch is not None))
+        found.append(checked(label, problems, asked.samples, answers[begin:end], by.scorer, watch is not None))
         begin = end
     return tuple(found)
 

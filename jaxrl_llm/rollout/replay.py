@@ -79,7 +79,17 @@ def replay(
             del store[place]
             known = None
         if known is not None and failed(group):
-            replaced[number] = with_success(group, chosen(known.successes, seed, number))
+            success = chosen(known.successes, seed, number)
+            here = np.arange(len(group.completions)) == PLACE
+            completions = list(group.completions)
+            completions[PLACE] = success.completion
+            replaced[number] = dataclasses.replace(
+                group,
+                completions=tuple(completions),
+                rewards=np.where(here, success.reward, group.rewards),
+                accuracy=np.where(here, success.accuracy, group.accuracy),
+                parts={name: np.where(here, success.parts[name], part) for name, part in group.parts.items()},
+            )
         found = _updated(known, number, group, settings.per_prompt, left_out)
         if found is not None:
             store[place] = found
@@ -105,20 +115,6 @@ def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
     """Choose one success uniformly, as a function of seed and number."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, number, 1))).random_raw()
     return successes[int(bits % len(successes))]
-
-
-def with_success(group: Group, success: Success) -> Group:
-    """Return the group with the success, scores and all, in place of one member."""
-    here = np.arange(len(group.completions)) == PLACE
-    completions = list(group.completions)
-    completions[PLACE] = success.completion
-    return dataclasses.replace(
-        group,
-        completions=tuple(completions),
-        rewards=np.where(here, success.reward, group.rewards),
-        accuracy=np.where(here, success.accuracy, group.accuracy),
-        parts={name: np.where(here, success.parts[name], part) for name, part in group.parts.items()},
-    )
 
 
 def stored(store: Store) -> int:

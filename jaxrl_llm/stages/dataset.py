@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.config.texts import FromData
-from jaxrl_llm.data import Collected, LoadedTexts, load_texts, longest
+from jaxrl_llm.data import Collected, load_texts, longest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward, Sample, Training, make_update
 from jaxrl_llm.learner.objectives import Objective
@@ -132,7 +132,7 @@ class Read:
     """
 
     label: str
-    loaded: LoadedTexts
+    loaded: tasks.Loaded
     prints: Fingerprints
     exam: Exam | None
     status: Callable[[str], None]
@@ -279,7 +279,7 @@ def outline_of(
     )
 
 
-def size_line(run: FromData, loaded: LoadedTexts, what: str) -> str:
+def size_line(run: FromData, loaded: tasks.Loaded, what: str) -> str:
     """Return a line for people with the amount of training data and the number of epochs."""
     epochs = run.steps * run.batch.rows / len(loaded.train)
     return (

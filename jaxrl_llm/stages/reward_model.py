@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config.texts import RewardModel
-from jaxrl_llm.data import LoadedTexts, Ranked, Stepped, Steps
+from jaxrl_llm.data import Ranked, Stepped, Steps
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.comparisons import Ranking, StepEntropy
 from jaxrl_llm.learner.objectives import Objective
@@ -20,6 +20,7 @@ from jaxrl_llm.stages.answering import Resources
 from jaxrl_llm.stages.dataset import DatasetStage, groups_of, made, outline_of, programs_of, read, with_room
 from jaxrl_llm.stages.outline import Groups, Outline
 from jaxrl_llm.stages.stage import AFTER, scored, scored_sample
+from jaxrl_llm.tasks import Loaded
 from jaxrl_llm.telemetry.progress import Progress
 
 resources = Resources
@@ -62,7 +63,7 @@ def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
     return [Sample(row.prompt, np.append(row.tokens, AFTER), mask, arrays={"labels": labels})]
 
 
-def resampled(loaded: LoadedTexts, seed: int) -> LoadedTexts:
+def resampled(loaded: Loaded, seed: int) -> Loaded:
     """Replace the training rows by a bootstrap sample: equally many, drawn with replacement; the seed fixes it."""
     count = len(loaded.train)
     drawn = np.random.default_rng([seed, count]).integers(count, size=count)

@@ -75,25 +75,22 @@ class Instructions:
             raise InputError(f"source Instructions has no kind {name!r}; {hint}")
         draws = random.Random(self.seed)
         for _ in range(self.size):
-            yield self._problem(draws)
-
-    def _problem(self, draws: random.Random) -> Problem:
-        request = draws.choice(REQUESTS).format(draws.choice(TOPICS))
-        shuffled = draws.sample(self.kinds or tuple(KINDS), len(self.kinds or KINDS))
-        count = draws.randint(1, MOST)
-        names: list[str] = []
-        for name in shuffled:
-            groups = {KINDS[other].group for other in names}
-            conflicts = any(frozenset((name, other)) in CONFLICTS for other in names)
-            if len(names) < count and KINDS[name].group not in groups and not conflicts:
-                names.append(name)
-        arguments = [_drawn(name, draws, request) for name in names]
-        sentences = []
-        for name, given in zip(names, arguments, strict=True):
-            words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
-            sentences.append(KINDS[name].sentence.format(**words))
-        prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
-        return problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
+            request = draws.choice(REQUESTS).format(draws.choice(TOPICS))
+            shuffled = draws.sample(self.kinds or tuple(KINDS), len(self.kinds or KINDS))
+            count = draws.randint(1, MOST)
+            names: list[str] = []
+            for name in shuffled:
+                groups = {KINDS[other].group for other in names}
+                conflicts = any(frozenset((name, other)) in CONFLICTS for other in names)
+                if len(names) < count and KINDS[name].group not in groups and not conflicts:
+                    names.append(name)
+            arguments = [_drawn(name, draws, request) for name in names]
+            sentences = []
+            for name, given in zip(names, arguments, strict=True):
+                words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
+                sentences.append(KINDS[name].sentence.format(**words))
+            prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
+            yield problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
 
 
 def _drawn(name: str, draws: random.Random, request: str) -> dict[str, Any]:
