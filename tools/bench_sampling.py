@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jaxrl_llm.engine.sampling import as_rules, asked, draw, inverse_cdf
+from jaxrl_llm.engine.sampling import BLOCK, as_blocks, as_rules, asked, block_sums, draw
 from jaxrl_llm.rollout import Sampling
 
 
@@ -61,6 +61,18 @@ def flat_cdf(logits: jax.Array, u: jax.Array) -> jax.Array:
     """One running sum over the vocabulary."""
     running = jnp.cumsum(jax.nn.softmax(logits), axis=-1)
     return jnp.sum(running <= (u * running[:, -1])[:, None], axis=-1)
+
+
+def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
+    """The token at which the running sum of weights passes ``u`` of its total: a sum over blocks, and one inside."""
+    blocks = as_blocks(weights, 0.0)
+    upper = jnp.cumsum(block_sums(blocks)[0], axis=-1)
+    target = u * upper[:, -1]
+    index = jnp.sum(upper <= target[:, None], axis=-1)
+    below = jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0]
+    rest = target - jnp.where(index > 0, below, 0.0)
+    running = jnp.cumsum(jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0], axis=-1)
+    return index * BLOCK + jnp.sum(running <= rest[:, None], axis=-1)
 
 
 def two_level_cdf(logits: jax.Array, u: jax.Array) -> jax.Array:

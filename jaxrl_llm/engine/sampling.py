@@ -126,7 +126,12 @@ def draw(logits: jax.Array, u: jax.Array, rules: Rules, asked: Computed = Comput
     moment = weights * jnp.maximum(scaled, jnp.finfo(jnp.float32).min)
     kept_sums, moments, *whole = block_sums(kept, moment, *([weights] if asked.truncates else []))
     total = jnp.sum(whole[0] if whole else kept_sums, axis=-1)
-    index, rest, mass = _enter(kept_sums, u)
+    upper = jnp.cumsum(kept_sums, axis=-1)
+    mass = upper[:, -1]
+    target = u * mass
+    index = _first_above(upper, target)  # the block that the number falls in, and the rest of the number there
+    below = jnp.where(index > 0, jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    rest = target - below
     index = jnp.where(greedy, jnp.argmax(peaks, axis=-1), index)
     near = _take(blocks, index) - peak[:, None]
     near_kept = _at_least(_take(weights, index), least) if asked.truncates else jnp.exp(near / scale)
@@ -212,25 +217,6 @@ def _count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax
     inside = weights >= jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None, None]
     count, mass = block_sums(jnp.where(inside, 1.0, 0.0), jnp.where(inside, weights, 0.0))
     return jnp.sum(count, axis=-1), jnp.sum(mass, axis=-1)
-
-
-def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
-    """Return the token at which the running sum of weights [B, V] (of any total) passes ``u * total``: int32[B].
-
-    Two levels, so that the long running sum is over V / BLOCK blocks only. A token of weight 0 is never chosen.
-    """
-    blocks = as_blocks(weights, 0.0)
-    index, rest, _ = _enter(block_sums(blocks)[0], u)
-    return (index * BLOCK + _first_above(jnp.cumsum(_take(blocks, index), axis=-1), rest)).astype(jnp.int32)
-
-
-def _enter(sums: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return for sums of blocks [B, n] the block that ``u * total`` falls in, the rest of it there, and the total."""
-    upper = jnp.cumsum(sums, axis=-1)
-    target = u * upper[:, -1]
-    index = _first_above(upper, target)
-    below = jnp.where(index > 0, jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-    return index, target - below, upper[:, -1]
 
 
 def _take(blocks: jax.Array, index: jax.Array) -> jax.Array:
