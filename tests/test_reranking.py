@@ -19,7 +19,7 @@ from jaxrl_llm.engine import Sampling
 from jaxrl_llm.models import save_pretrained, scores
 from jaxrl_llm.rollout import Engine
 from jaxrl_llm.rollout.evaluate import majority, reranked
-from jaxrl_llm.rollout.respond import complete
+from jaxrl_llm.rollout.respond import Requests, gather
 from jaxrl_llm.stages.rl.step_rewards import first_fall
 from jaxrl_llm.tasks import Prompts, extract
 
@@ -178,12 +178,17 @@ def test_what_has_no_hope_is_not_sampled_on():
     def watch(made):
         return {n: 3 for n, one in made.items() if n != 2 and len(one.tokens) >= 3}
 
-    ended = complete(engine, model, tokenizer, prompts, range(4), sampling, watch=watch)
+    def answers(watch=None):
+        requests = Requests(engine, sampling)
+        requests.submit(range(4), prompts, range(4))
+        return list(gather(requests, model, tokenizer, watch=watch).values())
+
+    ended = answers(watch)
     assert [len(one.tokens) for one in ended] == [3, 3, 64, 3]
     assert [one.finish_reason for one in ended] == ["aborted", "aborted", "length", "aborted"]
     steps = engine.decode_steps
     assert 64 <= steps <= 72  # of the one that goes on; 128 where the others do too
-    whole = complete(engine, model, tokenizer, prompts, range(4), sampling)
+    whole = answers()
     assert engine.decode_steps == 128
     for one, other in zip(ended, whole, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens[: len(one.tokens)])

@@ -33,8 +33,7 @@ from jaxrl_llm.models import logits
 from jaxrl_llm.models.config import Attention, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import policy_model
-from jaxrl_llm.rewards import Failures
-from jaxrl_llm.rewards.judge import Scores
+from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.groups import AdmissionPolicy, Carryover, GroupSource, informative

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jaxrl_llm.engine.sampling import as_rule, asked, draw, inverse_cdf
+from jaxrl_llm.engine.sampling import BLOCK, as_blocks, as_rules, asked, block_sums, draw
 from jaxrl_llm.rollout import Sampling
 
 
@@ -63,6 +63,18 @@ def flat_cdf(logits: jax.Array, u: jax.Array) -> jax.Array:
     return jnp.sum(running <= (u * running[:, -1])[:, None], axis=-1)
 
 
+def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
+    """The token at which the running sum of weights passes ``u`` of its total: a sum over blocks, and one inside."""
+    blocks = as_blocks(weights, 0.0)
+    upper = jnp.cumsum(block_sums(blocks)[0], axis=-1)
+    target = u * upper[:, -1]
+    index = jnp.sum(upper <= target[:, None], axis=-1)
+    below = jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0]
+    rest = target - jnp.where(index > 0, below, 0.0)
+    running = jnp.cumsum(jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0], axis=-1)
+    return index * BLOCK + jnp.sum(running <= rest[:, None], axis=-1)
+
+
 def two_level_cdf(logits: jax.Array, u: jax.Array) -> jax.Array:
     """Token only, without log-probability and entropy."""
     return inverse_cdf(jax.nn.softmax(logits), u)
@@ -100,7 +112,7 @@ def rows(options: Options) -> Iterator[dict[str, Any]]:
         ways = {name: (jax.jit(way), (logits, u)) for name, way in OTHERS.items()}
         for name, sampling in OURS.items():
             ours = jax.jit(functools.partial(draw, asked=asked(sampling)))
-            ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, as_rule(sampling)))
+            ways[f"draw: {name}"] = ours, (logits, u, jax.tree.map(jnp.asarray, as_rules(sampling)))
         for name, (call, arguments) in ways.items():
             row = {"way": name, "rows": options.rows, "vocab": vocab, "device": jax.devices()[0].device_kind}
             yield row | milliseconds(call, arguments, options.repeats)

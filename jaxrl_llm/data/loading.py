@@ -1,37 +1,19 @@
 """Loading of the data of the supervised stages: rows as token ids, in a part to learn from and a held-out part."""
 
-import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic
+from typing import Any
 
 from jaxrl_llm.data.chats import Writer
 from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
 from jaxrl_llm.data.formats import options_of, unboxed
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tasks.prompts import BadRow, content, sound
-from jaxrl_llm.tasks.task import check, check_split, check_template, held_out_keys
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedTexts(Generic[Row]):
-    """The rows: each occurs once, and each prompt in one of the two parts.
-
-    Attributes:
-      train: in the source's order.
-      held_out: in the order of their prompts' hashes, so that the first n are a fair sample.
-      notes: a line for each kind of change to the rows, with counts.
-      left_out: the note about rows that were dropped or truncated; empty without such rows.
-    """
-
-    train: tuple[Row, ...]
-    held_out: tuple[Row, ...]
-    notes: tuple[str, ...]
-    left_out: str = ""
+from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys
 
 
 def load_texts(
@@ -40,7 +22,7 @@ def load_texts(
     stop_ids: Sequence[int],
     room: Callable[[Row], float] | None = None,
     closes: bool = False,
-) -> LoadedTexts[Row]:
+) -> Loaded[Row]:
     """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine.
 
     Args:
@@ -85,7 +67,7 @@ def load_texts(
             f"{data.label} has no row left to train on: {len(found)} from the source, {len(held_out)} held out"
             f"{''.join('; ' + note for note in notes)}; give it more rows"
         )
-    return LoadedTexts(train, held_out, tuple(notes), left_out)
+    return Loaded(train, held_out, tuple(notes), left_out)
 
 
 def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:

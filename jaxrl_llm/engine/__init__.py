@@ -3,9 +3,6 @@
 It is independent of tasks and rewards.
 """
 
-from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.system.lazy import attach
+from jaxrl_llm.engine.settings import Sampling
 
-__all__ = ["Engine", "Repetition", "Sampling", "first_tokens", "with_tokens"]
-
-__getattr__ = attach(__name__, {"Engine": "engine", "first_tokens": "requests", "with_tokens": "requests"})
+__all__ = ["Sampling"]

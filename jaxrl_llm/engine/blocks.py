@@ -69,41 +69,43 @@ def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape
         mates[part][key] += 1
 
 
-def blocks_needed(running: dict[int, Request], shape: SlotShape) -> int:
-    """Return the blocks needed by the part that needs most, if no two blocks of one prompt have free lanes."""
-    mates = [collections.Counter() for _ in range(shape.parts)]
-    for slot, request in running.items():
-        mates[shape.part(slot)][request.block_key] += 1
-    return max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
-
-
 def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, fixed: bool) -> SlotShape:
     """Return the shape with as many more blocks as these requests need, in few sizes; ``fixed``: as any could need."""
     each = shape.rows // shape.parts
     if shape.group > 1 and not fixed:
+        mates = [collections.Counter() for _ in range(shape.parts)]
+        for slot, request in running.items():
+            mates[shape.part(slot)][request.block_key] += 1
+        # The part that needs most decides; no two blocks of one prompt have free lanes.
+        needed = max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
         least = max(slots // shape.parts // SIZES, 1)
-        wanted = least * power_of_two(-(-blocks_needed(running, shape) // least))
+        wanted = least * power_of_two(-(-needed // least))
         each = min(each, max(wanted, shape.blocks // shape.parts))
     return shape._replace(blocks=each * shape.parts)
 
 
-def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> bool:
-    """Give requests without a lane one; return whether the others kept theirs.
+def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> np.ndarray | None:
+    """Give requests without a lane one; return None if the others kept theirs, else the old block that each block is
+    made of, int32[blocks].
 
     With ``stay`` false, or if the lanes of one prompt are too scattered, all move together.
     """
+    before = {slot: request.lane[0] for slot, request in running.items() if request.lane}
     each = shape.blocks // shape.parts
     members: list[list[Request]] = [[] for _ in range(shape.parts)]
     for slot in sorted(running):
         members[shape.part(slot)].append(running[slot])
     blocks = [range(p * each, (p + 1) * each) for p in range(shape.parts)]
     if stay and all(_assigned(own, there, shape.group) for own, there in zip(members, blocks, strict=True)):
-        return True
+        return None
     for request in running.values():
         request.lane = None
     for own, there in zip(members, blocks, strict=True):
         _assigned(own, there, shape.group)
-    return False
+    order = np.zeros(shape.blocks, np.int32)
+    for slot, block in before.items():
+        order[running[slot].lane[0]] = block
+    return order
 
 
 def _assigned(members: Sequence[Request], blocks: range, group: int) -> bool:
@@ -140,9 +142,11 @@ def lane_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
     return table
 
 
-def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) -> tuple[np.ndarray, dict[int, Request]]:
-    """Return the old slot that each of ``rows`` slots takes over, int32[rows], negative for an idle one; and the
-    requests by their new slot.
+def moved_slots(
+    running: dict[int, Request], old: int, rows: int, parts: int
+) -> tuple[np.ndarray, np.ndarray, dict[int, Request]]:
+    """Return the old slot that each of ``rows`` slots takes over, int32[rows], negative for an idle one; the row of its
+    part from which its keys and values move, int32[rows], negative if they stay; and the requests by their new slot.
 
     Each stays in its part, which must have room for all its requests, and keeps its place there if that remains.
     """
@@ -159,22 +163,7 @@ def moved_slots(running: dict[int, Request], old: int, rows: int, parts: int) ->
             moved[slot] = running[order[slot]]
     for slot, request in moved.items():
         request.slot = slot
-    return order, moved
-
-
-def moved_rows(order: np.ndarray, old: int, parts: int) -> np.ndarray:
-    """Return the row of its part from which the keys and values of each slot of ``order`` (from ``moved_slots``) move,
-    int32; negative if they stay.
-    """
-    slots = np.arange(len(order), dtype=np.int32)
-    stays = (order < 0) | (order % (old // parts) == slots % (len(order) // parts))
-    return np.where(stays, np.int32(-1), order % (old // parts)).astype(np.int32)
-
-
-def moved_blocks(before: dict[int, int], running: dict[int, Request], shape: SlotShape) -> np.ndarray:
-    """Return the old block that each block is made of, int32[blocks]; ``before``: old blocks by request handle."""
-    order = np.zeros(shape.blocks, np.int32)
-    for request in running.values():
-        if request.handle in before:
-            order[request.lane[0]] = before[request.handle]
-    return order
+    places = np.arange(rows, dtype=np.int32) % after
+    stays = (order < 0) | (order % before == places)
+    source = np.where(stays, np.int32(-1), order % before).astype(np.int32)
+    return order, source, moved

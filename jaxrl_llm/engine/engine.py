@@ -204,7 +204,8 @@ class Engine:
             # A NumPy array may change in place: with one among them, weights are never known again.
             self._leaves = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
             self._prefix_cache.clear()
-            self._scheduler.keep_none()
+            for request in self._scheduler.running.values():
+                request.keep = False  # its keys and values so far come from other weights
 
     def _read(self, after: tuple[Any, dict[int, Request], int] | None = None) -> int:
         """Read the chunk that was sent last, if one is unread; ``after`` takes its place.

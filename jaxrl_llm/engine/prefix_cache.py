@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.slots import Slots, extend_prompts, joined, kept_sequence
+from jaxrl_llm.engine.slots import Slots, extend_prompts, joined_caches, kept_sequence
 from jaxrl_llm.models.cache import Cache, with_columns
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import batch_parts
@@ -170,7 +170,7 @@ class PrefixCache:
         for row, (request, start, _) in enumerate(batch):
             starts[row] = start
             tokens[row, : len(request.given) - start] = request.given[start:]
-        cache = joined([base.cache for _, _, base in batch], rows, shape.columns) if shape.continues else None
+        cache = joined_caches([base.cache for _, _, base in batch], rows, shape.columns) if shape.continues else None
         for call in range(shape.calls):
             at = call * shape.piece
             now = tokens[:, at : at + shape.piece]

@@ -21,26 +21,41 @@ BITS_OF_ONE = 0x3F800000
 """Bits of the float32 1.0; nonnegative floats have the order of their bits."""
 
 
-class DrawRule(NamedTuple):
-    """``Sampling`` as arrays, for the compiled loop."""
+class Rules(NamedTuple):
+    """``Sampling`` as arrays, for the compiled loop; its ``repetition.longest_period`` is the shape of ``Tail``.
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    stop_ids: np.ndarray
-    min_p: np.ndarray
+    Attributes:
+      temperature, top_k, top_p, min_p: those of ``Sampling``.
+      stop_ids: int32[MAX_STOP_IDS]; unused ones are -1.
+      times: int32[], repetitions that end a completion; 0 never.
+      sure: float32[], the log-probability above which a token is confident, nats.
+      tail: int32[], confident tokens in a row that end a completion; 0 never.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    stop_ids: Any
+    times: Any
+    sure: Any
+    tail: Any
 
 
-def as_rule(sampling: Sampling) -> DrawRule:
-    """Return the rules in traced form; unused stop ids are -1."""
+def as_rules(sampling: Sampling) -> Rules:
+    """Return the rules in traced form."""
     stops = np.full(MAX_STOP_IDS, -1, np.int32)
     stops[: len(sampling.stop_ids)] = sampling.stop_ids
-    return DrawRule(
+    repetition = sampling.repetition or Repetition()
+    return Rules(
         np.float32(sampling.temperature),
         np.int32(sampling.top_k),
         np.float32(sampling.top_p),
-        stops,
         np.float32(sampling.min_p),
+        stops,
+        np.int32(repetition.times),
+        _sure(repetition),
+        np.int32(repetition.tail),
     )
 
 
@@ -49,22 +64,16 @@ class Computed(NamedTuple):
 
     Attributes:
       truncates: whether top-k, top-p and min-p are applied.
-      policy_logp: the token's log-probability under the policy at temperature 1 without truncation.
       kept: the tokens that truncation kept.
     """
 
     truncates: bool = False
-    policy_logp: bool = False
     kept: bool = False
 
 
 def asked(sampling: Sampling) -> Computed:
-    """Return the options that these rules need.
-
-    The policy's own log-probability is always on: a schedule of temperatures that begins at 1, where it equals
-    ``logp`` and costs nothing, then compiles nothing new.
-    """
-    return Computed(sampling.truncates, True, sampling.keep_mask)
+    """Return the options that these rules need."""
+    return Computed(sampling.truncates, sampling.keep_mask)
 
 
 class Draw(NamedTuple):
@@ -74,7 +83,8 @@ class Draw(NamedTuple):
       token: int32[B].
       logp: float32[B], nats, of the distribution that was sampled.
       extras: by name: ``entropy`` float32[B], nats, of the policy at the sampling temperature without truncation;
-        ``policy_logp`` float32[B], nats; ``kept`` uint32[B, ceil(V / 32)], token v as bit v % 32 of word v // 32.
+        ``policy_logp`` float32[B], nats, of the policy at temperature 1 without truncation, which costs nothing where
+        that is sampled from; ``kept`` uint32[B, ceil(V / 32)], token v as bit v % 32 of word v // 32.
     """
 
     token: jax.Array
@@ -94,29 +104,34 @@ def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(one)(seeds, positions)
 
 
-def draw(logits: jax.Array, u: jax.Array, rule: DrawRule, asked: Computed = Computed()) -> Draw:
+def draw(logits: jax.Array, u: jax.Array, rules: Rules, asked: Computed = Computed()) -> Draw:
     """Draw one token for each row of float32 logits [B, V] by the uniform numbers u [B].
 
     At temperature 0 the token is the argmax and its log-probability 0, as in the distribution sampled. Two passes over
     the vocabulary, one for the largest logit and one for all sums: only the block of the drawn token is read again.
     """
-    greedy = rule.temperature == 0
+    greedy = rules.temperature == 0
     blocks = as_blocks(logits, -jnp.inf)
     peaks = jnp.max(blocks, axis=-1)
     peak = jnp.max(peaks, axis=-1)
-    scale = jnp.where(greedy, 1.0, rule.temperature)
+    scale = jnp.where(greedy, 1.0, rules.temperature)
     scaled = (blocks - peak[:, None, None]) / scale
     weights = kept = jnp.exp(scaled)
     if asked.truncates:
         # Computed once: the threshold is one of these very numbers.
         weights = jax.lax.optimization_barrier(weights)
-        least = least_kept(weights, rule)
+        least = least_kept(weights, rules)
         kept = _at_least(weights, least)
     # An impossible token has logit -inf: it adds nothing to the entropy, and 0 * inf must not become NaN.
     moment = weights * jnp.maximum(scaled, jnp.finfo(jnp.float32).min)
     kept_sums, moments, *whole = block_sums(kept, moment, *([weights] if asked.truncates else []))
     total = jnp.sum(whole[0] if whole else kept_sums, axis=-1)
-    index, rest, mass = _enter(kept_sums, u)
+    upper = jnp.cumsum(kept_sums, axis=-1)
+    mass = upper[:, -1]
+    target = u * mass
+    index = _first_above(upper, target)  # the block that the number falls in, and the rest of the number there
+    below = jnp.where(index > 0, jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    rest = target - below
     index = jnp.where(greedy, jnp.argmax(peaks, axis=-1), index)
     near = _take(blocks, index) - peak[:, None]
     near_kept = _at_least(_take(weights, index), least) if asked.truncates else jnp.exp(near / scale)
@@ -124,9 +139,8 @@ def draw(logits: jax.Array, u: jax.Array, rule: DrawRule, asked: Computed = Comp
     inside = jnp.where(greedy, jnp.argmax(near, axis=-1), inside)
     found = jnp.take_along_axis(near, inside[:, None], axis=-1)[:, 0]
     extras = {"entropy": jnp.log(total) - jnp.sum(moments, axis=-1) / total}
-    if asked.policy_logp:  # where nothing was scaled, its mass is the total already
-        anew = lambda: jnp.sum(block_sums(jnp.exp(blocks - peak[:, None, None]))[0], axis=-1)  # noqa: E731
-        extras["policy_logp"] = found - jnp.log(jax.lax.cond(scale == 1, lambda: total, anew))
+    anew = lambda: jnp.sum(block_sums(jnp.exp(blocks - peak[:, None, None]))[0], axis=-1)  # noqa: E731
+    extras["policy_logp"] = found - jnp.log(jax.lax.cond(scale == 1, lambda: total, anew))
     if asked.kept:
         words = (kept > 0).reshape(len(kept), -1, WORD)
         bits = jnp.where(words, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32), jnp.uint32(0))
@@ -162,7 +176,7 @@ def _at_least(weights: jax.Array, least: jax.Array) -> jax.Array:
     return jnp.where(weights >= least.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0.0)
 
 
-def least_kept(weights: jax.Array, rule: DrawRule) -> jax.Array:
+def least_kept(weights: jax.Array, rules: Rules) -> jax.Array:
     """Compute the threshold [B] of weights [B, n, BLOCK] with a maximum of 1 in each row: larger or equal ones are
     kept.
 
@@ -171,10 +185,10 @@ def least_kept(weights: jax.Array, rule: DrawRule) -> jax.Array:
     """
     least = jnp.zeros(weights.shape[0], jnp.int32)
     none = jnp.zeros(weights.shape[0], jnp.float32)
-    least = _bisect(weights, none + rule.top_k.astype(jnp.float32), none, least, rule.top_k > 0)
-    mass = rule.top_p * _count_and_mass(weights, least)[1]
-    least = _bisect(weights, none, mass, least, rule.top_p < 1)
-    return jnp.maximum(jax.lax.bitcast_convert_type(least, jnp.float32), rule.min_p)
+    least = _bisect(weights, none + rules.top_k.astype(jnp.float32), none, least, rules.top_k > 0)
+    mass = rules.top_p * _count_and_mass(weights, least)[1]
+    least = _bisect(weights, none, mass, least, rules.top_p < 1)
+    return jnp.maximum(jax.lax.bitcast_convert_type(least, jnp.float32), rules.min_p)
 
 
 def _bisect(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Array, on: jax.Array) -> jax.Array:
@@ -205,25 +219,6 @@ def _count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax
     return jnp.sum(count, axis=-1), jnp.sum(mass, axis=-1)
 
 
-def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
-    """Return the token at which the running sum of weights [B, V] (of any total) passes ``u * total``: int32[B].
-
-    Two levels, so that the long running sum is over V / BLOCK blocks only. A token of weight 0 is never chosen.
-    """
-    blocks = as_blocks(weights, 0.0)
-    index, rest, _ = _enter(block_sums(blocks)[0], u)
-    return (index * BLOCK + _first_above(jnp.cumsum(_take(blocks, index), axis=-1), rest)).astype(jnp.int32)
-
-
-def _enter(sums: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return for sums of blocks [B, n] the block that ``u * total`` falls in, the rest of it there, and the total."""
-    upper = jnp.cumsum(sums, axis=-1)
-    target = u * upper[:, -1]
-    index = _first_above(upper, target)
-    below = jnp.where(index > 0, jnp.take_along_axis(upper, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-    return index, target - below, upper[:, -1]
-
-
 def _take(blocks: jax.Array, index: jax.Array) -> jax.Array:
     """Take block index[b] of each row: [B, BLOCK]."""
     return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
@@ -233,20 +228,6 @@ def _first_above(running: jax.Array, target: jax.Array) -> jax.Array:
     """Return the first index where the running sum [B, n] exceeds target [B]; at most the last that adds anything."""
     last = jnp.sum(running < running[:, -1:], axis=-1)
     return jnp.minimum(jnp.sum(running <= target[:, None], axis=-1), last)
-
-
-class TailRule(NamedTuple):
-    """``Repetition`` as arrays, for the compiled loop; ``longest_period`` is the shape of ``Tail``.
-
-    Attributes:
-      times: int32[], repetitions that end a completion; 0 never.
-      logp: float32[], the log-probability above which a token is confident, nats.
-      tail: int32[], confident tokens in a row that end it; 0 never.
-    """
-
-    times: Any
-    logp: Any
-    tail: Any
 
 
 class Tail(NamedTuple):
@@ -263,12 +244,9 @@ class Tail(NamedTuple):
     confident: jax.Array
 
 
-def tail_rule(repetition: Repetition | None) -> TailRule:
-    """Return the rule in traced form; None never ends a completion."""
-    repetition = repetition or Repetition()
+def _sure(repetition: Repetition) -> np.float32:
     with np.errstate(divide="ignore"):
-        logp = np.log(np.float32(repetition.probability))
-    return TailRule(np.int32(repetition.times), logp, np.int32(repetition.tail))
+        return np.log(np.float32(repetition.probability))
 
 
 def fresh_tail(rows: int, repetition: Repetition | None) -> Tail:
@@ -279,7 +257,7 @@ def fresh_tail(rows: int, repetition: Repetition | None) -> Tail:
     )
 
 
-def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rule: TailRule) -> tuple[Tail, jax.Array]:
+def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: Rules) -> tuple[Tail, jax.Array]:
     """Return the state after one more token int32[B] of log-probability float32[B] in each row, and bool[B], where to
     stop.
 
@@ -289,10 +267,10 @@ def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rule: TailRule) 
     """
     runs = jnp.where(tail.recent == tokens[:, None], tail.runs + 1, 0)
     recent = jnp.concatenate([tokens[:, None], tail.recent], axis=1)[:, : tail.recent.shape[1]]
-    confident = jnp.where(logp > rule.logp, tail.confident + 1, 0)
+    confident = jnp.where(logp > rules.sure, tail.confident + 1, 0)
     periods = jnp.arange(1, runs.shape[1] + 1, dtype=jnp.int32)[None]
-    repeats = (rule.times > 0) & jnp.any(runs >= (rule.times - 1) * periods, axis=1)
-    return Tail(recent, runs, confident), repeats | ((rule.tail > 0) & (confident >= rule.tail))
+    repeats = (rules.times > 0) & jnp.any(runs >= (rules.times - 1) * periods, axis=1)
+    return Tail(recent, runs, confident), repeats | ((rules.tail > 0) & (confident >= rules.tail))
 
 
 def tail_of(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None) -> Tail:
@@ -308,7 +286,7 @@ def tail_of(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None
     same = [tokens[n:] == tokens[: len(tokens) - n] for n in range(1, min(period, len(tokens)) + 1)]
     runs = np.zeros(period, np.int32)
     runs[: len(same)] = [_run(values) for values in same]
-    confident = _run(np.asarray(logps, np.float32) > tail_rule(repetition).logp)
+    confident = _run(np.asarray(logps, np.float32) > _sure(repetition or Repetition()))
     return Tail(recent, runs, np.int32(confident))
 
 

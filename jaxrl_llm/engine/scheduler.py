@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ from jaxrl_llm.engine.blocks import (
     SlotShape,
     assign_blocks,
     lane_table,
-    moved_blocks,
-    moved_rows,
     moved_slots,
     power_of_two,
     seat,
@@ -25,13 +24,12 @@ from jaxrl_llm.engine.blocks import (
 )  # fmt: skip
 from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.sampling import Tail, asked, tail_of
+from jaxrl_llm.engine.sampling import Tail, as_rules, asked, tail_of
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
     Emitted,
     Slots,
-    as_rules,
     empty_slots,
     fill_slots,
     parts_of,
@@ -111,7 +109,8 @@ class Scheduler:
         )
 
     def refill(self, model: Decoder, queue: collections.deque[Request], prefixes: PrefixCache, unread: bool) -> None:
-        """Compute the prompts of waiting requests and assign these to free slots, first come first served.
+        """Compute the prompts of waiting requests and give these slots and blocks, first come first served, in a batch
+        of the size that all requests need.
 
         ``unread``: whether the previous chunk has not been read yet.
         """
@@ -119,7 +118,29 @@ class Scheduler:
         taken = [queue.popleft() for _ in range(min(free, len(queue)))]
         near = itertools.islice(queue, LOOK_AHEAD * prefixes.rows)
         prefixes.prepare(model, taken, (request for request in near if request.begun is None))
-        self._begin(taken, prefixes, unread)
+        build = self._build
+        for request in taken:
+            request.block_key = prefixes.block_key(request)
+        shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
+        if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
+            order, source, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
+            cache, blocks = self._state.cache, self._state.blocks
+            light = self._state._replace(cache=None, blocks=None)
+            self._state = rearranged(cache, light, order, source, build.mesh)._replace(blocks=blocks)
+        seat(self.running, taken, shape)
+        shape = with_blocks_for(self.running, shape, build.slots, build.strict or build.slots <= FEWEST_SLOTS)
+        if self._state is None:
+            most = room(build, self._sampling)
+            self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
+            self._held = shape
+        stay = self._held._replace(columns=shape.columns) == shape
+        order = assign_blocks(self.running, shape, stay)
+        if order is not None:
+            lanes = lane_table(self.running, shape)
+            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
+        self._held = shape
+        for cache, begun in _admissions(taken, self.running, shape, prefixes, self._sampling.repetition):
+            self._state = fill_slots(self._state, cache, begun, build.mesh)
         if taken:
             prefixes.release(queue)
 
@@ -132,11 +153,6 @@ class Scheduler:
             model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, columns
         )
         return told
-
-    def keep_none(self) -> None:
-        """Cancel ``keep`` of the running requests: their keys and values so far come from other weights."""
-        for request in self.running.values():
-            request.keep = False
 
     def stop(self, handles: set[int], prefixes: PrefixCache) -> list[Request]:
         """Stop these requests and free their slots; return those that ran."""
@@ -154,37 +170,6 @@ class Scheduler:
         del self.running[request.slot]
         if request.keep:
             prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
-
-    def _begin(self, taken: list[Request], prefixes: PrefixCache, unread: bool) -> None:
-        """Give prepared requests slots and blocks, in a batch of the size that all requests need.
-
-        ``unread``: whether the previous chunk has not been read yet.
-        """
-        build = self._build
-        for request in taken:
-            request.block_key = prefixes.block_key(request)
-        shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
-        if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
-            order, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
-            source = moved_rows(order, self._held.rows, shape.parts)
-            cache, blocks = self._state.cache, self._state.blocks
-            light = self._state._replace(cache=None, blocks=None)
-            self._state = rearranged(cache, light, order, source, build.mesh)._replace(blocks=blocks)
-        seat(self.running, taken, shape)
-        shape = with_blocks_for(self.running, shape, build.slots, build.strict or build.slots <= FEWEST_SLOTS)
-        if self._state is None:
-            most = room(build, self._sampling)
-            self._state = empty_slots(build.config, shape, build.dtype, build.mesh, self._sampling.repetition, most)
-            self._held = shape
-        stay = self._held._replace(columns=shape.columns) == shape
-        before = {request.handle: request.lane[0] for request in self.running.values() if request.lane}
-        if not assign_blocks(self.running, shape, stay):
-            order = moved_blocks(before, self.running, shape)
-            lanes = lane_table(self.running, shape)
-            self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
-        self._held = shape
-        for cache, begun in _admissions(taken, self.running, shape, prefixes, self._sampling.repetition):
-            self._state = fill_slots(self._state, cache, begun, build.mesh)
 
 
 def room(build: Build, sampling: Sampling) -> tuple[int, int]:
@@ -279,23 +264,20 @@ def _admissions(
 
 def idle(shape: SlotShape, prefilled: int, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
     """Return an admission that begins no slot, for so many prefilled rows."""
-
-    def int32(*size: int) -> np.ndarray:
-        return np.zeros(size, np.int32)
-
+    zeros = functools.partial(np.zeros, dtype=np.int32)
     rows = shape.rows
     period = repetition.longest_period if repetition else 0
     return Admission(
-        needed=int32(prefilled) - 1,
-        blocks=int32(shape.blocks) - 1,
-        source=int32(rows) - 1,
+        needed=zeros(prefilled) - 1,
+        blocks=zeros(shape.blocks) - 1,
+        source=zeros(rows) - 1,
         new=np.zeros(rows, bool),
         lanes=lanes,
-        before=int32(rows),
-        lengths=int32(rows),
-        tokens=int32(rows),
+        before=zeros(rows),
+        lengths=zeros(rows),
+        tokens=zeros(rows),
         seeds=np.zeros((rows, 2), np.uint32),
-        sampled=int32(rows),
-        limits=int32(rows),
-        tail=Tail(int32(rows, period) - 1, int32(rows, period), int32(rows)),
+        sampled=zeros(rows),
+        limits=zeros(rows),
+        tail=Tail(zeros((rows, period)) - 1, zeros((rows, period)), zeros(rows)),
     )

@@ -11,17 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.engine.blocks import SlotShape
 from jaxrl_llm.engine.sampling import (
     Computed,
-    DrawRule,
+    Rules,
     Tail,
-    TailRule,
-    as_rule,
     draw,
     extend_tail,
     fresh_tail,
-    tail_rule,
     uniforms,
 )  # fmt: skip
-from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.models.cache import (
     Cache,
     empty_cache,
@@ -49,11 +46,9 @@ def parts_of(mesh: Mesh | None, rows: int) -> int:
 
 def slot_shardings(slots: Any, mesh: Any) -> Any:
     """Return shardings for arrays of slots or of a cache: B and U over data and fsdp, key/value heads over tensor."""
-
-    def spec(x: Any) -> tuple[Any, ...]:
-        return PLACE if x.ndim == 5 else (BATCH,)
-
-    return jax.tree.map(lambda x: NamedSharding(mesh, fitting(x.shape, spec(x), mesh)), slots)
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, fitting(x.shape, PLACE if x.ndim == 5 else (BATCH,), mesh)), slots
+    )
 
 
 def on_mesh(slots: Any, mesh: Mesh | None) -> Any:
@@ -124,18 +119,6 @@ class Slots(NamedTuple):
     limits: jax.Array
     tail: Tail
     active: jax.Array
-
-
-class Rules(NamedTuple):
-    """``Sampling`` as arrays: the rule of the draw, and the rule that ends a completion that repeats itself."""
-
-    draw: DrawRule
-    tail: TailRule
-
-
-def as_rules(sampling: Sampling) -> Rules:
-    """Return the rules in traced form."""
-    return Rules(as_rule(sampling), tail_rule(sampling.repetition))
 
 
 class Emitted(NamedTuple):
@@ -226,11 +209,11 @@ def _pick(
     logits = constrain(unembed(model, hidden), BATCH, "tensor")
     # Each device draws for rows of its own: a vocabulary that is divided cannot be cut into blocks to be summed.
     logits = constrain(logits, (*BATCH, "tensor"))
-    drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules.draw, asked)
+    drawn = draw(logits, uniforms(now.seeds, slots.before + slots.lengths + step + 1), rules, asked)
     drawn = jax.tree.map(lambda x: constrain(x, BATCH), drawn)
     sampled = now.sampled + now.active.astype(jnp.int32)
-    tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules.tail)
-    stopped = jnp.any(drawn.token[:, None] == rules.draw.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
+    tail, repeats = extend_tail(now.tail, drawn.token, drawn.extras["policy_logp"], rules)
+    stopped = jnp.any(drawn.token[:, None] == rules.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
     emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
     return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), emitted
 
@@ -339,7 +322,7 @@ def extend_prompts(
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns"))
-def joined(caches: list[Cache], rows: int, columns: int) -> Cache:
+def joined_caches(caches: list[Cache], rows: int, columns: int) -> Cache:
     """Join caches by rows and pad the result to so many rows and columns."""
     given = [with_columns(cache, columns) for cache in caches]
 

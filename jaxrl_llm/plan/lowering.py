@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import Configuration, Run, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.prefix_cache import bucket
+from jaxrl_llm.engine.sampling import as_rules
 from jaxrl_llm.engine.sampling import asked as asked_of
 from jaxrl_llm.engine.scheduler import idle
-from jaxrl_llm.engine.slots import as_rules, extend_prompts, fill_slots, run_chunk, slot_shardings
+from jaxrl_llm.engine.slots import extend_prompts, fill_slots, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.models.cache import empty_cache

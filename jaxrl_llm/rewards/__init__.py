@@ -2,9 +2,9 @@
 
 from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, TaskReward, Threshold
 from jaxrl_llm.rewards.functions import Function, Local, StepFunction
-from jaxrl_llm.rewards.judge import Failures, Judge, Panel, Scores
 from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.rewards.scorer import Scorer
+from jaxrl_llm.rewards.scores import Failures, Scores
 from jaxrl_llm.rewards.shaping import (
     Accuracy,
     CosineLength,
@@ -26,11 +26,9 @@ __all__ = [
     "Function",
     "Gate",
     "Hinge",
-    "Judge",
     "LengthPenalty",
     "Local",
     "ModelReward",
-    "Panel",
     "Refusals",
     "RepetitionPenalty",
     "Reward",

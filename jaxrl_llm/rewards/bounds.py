@@ -37,10 +37,6 @@ class Bound:
         """Name of the inner reward."""
         return self.of.name
 
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return the bound's values, float64[n], from those of the inner reward, float64[n]."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class Hinge(Bound):
@@ -58,10 +54,6 @@ class Hinge(Bound):
     limit: float
     weight: float = 1.0
 
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return the bound's values; see ``Bound``."""
-        return -np.maximum(0.0, values - self.limit)
-
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Bound):
@@ -69,10 +61,6 @@ class Threshold(Bound):
 
     at: float
     weight: float = 1.0
-
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return the bound's values; see ``Bound``."""
-        return np.where(np.isnan(values), np.nan, values >= self.at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +81,6 @@ class Gate(Bound):
     def name(self) -> str:
         """Name in messages."""
         return f"gate of {self.of.name}"
-
-    def shaped(self, values: np.ndarray) -> np.ndarray:
-        """Return 1 where the completion is rejected, else 0."""
-        return np.where(values >= self.at, 0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,19 +147,18 @@ class TaskReward:
         return self.of.weight
 
 
-def places_of(reward: Any, items: Sequence[Item]) -> list[int] | None:
-    """Return the indices of the completions that a reward scores; None if it scores all."""
-    if not isinstance(reward, TaskReward):
-        return None
-    return [place for place, (problem, _) in enumerate(items) if problem.task in reward.tasks]
+def places_of(reward: Any, items: Sequence[Item]) -> list[int]:
+    """Return the indices of the completions that a reward scores."""
+    some = isinstance(reward, TaskReward)
+    return [place for place, (problem, _) in enumerate(items) if not some or problem.task in reward.tasks]
 
 
-def spread(values: np.ndarray, places: Sequence[int] | None, count: int) -> np.ndarray:
+def spread(values: np.ndarray, places: list[int], count: int) -> np.ndarray:
     """Return one or several columns of ``count`` completions from the values of the scored ones; NaN for the others."""
-    if places is None:
+    if len(places) == count:
         return values
     column = np.full((count, *values.shape[1:]), np.nan)
-    column[list(places)] = values
+    column[places] = values
     return column
 
 
@@ -185,10 +168,18 @@ def base_of(reward: Any) -> Any:
 
 
 def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
-    """Return the reward's values, float64[n], from those of ``base_of(reward)``."""
-    if isinstance(reward, TaskReward):
-        return shaped(reward.of, values)
-    return reward.shaped(shaped(reward.of, values)) if isinstance(reward, Bound) else values
+    """Return the reward's values, float64[n], from those of ``base_of(reward)``; a gate's are 1 where it rejects."""
+    if not isinstance(reward, (Bound, TaskReward)):
+        return values
+    inner = shaped(reward.of, values)
+    match reward:
+        case Hinge():
+            return -np.maximum(0.0, inner - reward.limit)
+        case Threshold():
+            return np.where(np.isnan(inner), np.nan, inner >= reward.at)
+        case Gate():
+            return np.where(inner >= reward.at, 0.0, 1.0)
+    return inner
 
 
 def check_bound(bound: Bound | Constraint, check: Callable[[Any], None]) -> None:

@@ -291,19 +291,14 @@ def importable(function: Callable[..., Any]) -> tuple[str | None, str]:
         return None, "it belongs to a class"
     if module == "__main__":
         return None, "it belongs to the notebook or script that was run"
-    if module not in sys.modules or not _found(module.partition(".")[0]):
+    package = module.partition(".")[0]
+    finders = (getattr(finder, "find_spec", None) for finder in (*sys.meta_path, importlib.machinery.PathFinder))
+    found = package in sys.builtin_module_names or any(find(package, None) is not None for find in finders if find)
+    if module not in sys.modules or not found:  # a new interpreter does not know files loaded by their path
         return None, "it belongs to a file that was run, not imported"
     if getattr(sys.modules[module], name, None) is not function:
         return None, f"{module}:{name} is something else"
     return f"{module}:{name}", ""
-
-
-def _found(package: str) -> bool:
-    """Whether a new interpreter finds a package; modules loaded from a file, such as configurations, are unknown."""
-    if package in sys.builtin_module_names:
-        return True
-    finders = (getattr(finder, "find_spec", None) for finder in (*sys.meta_path, importlib.machinery.PathFinder))
-    return any(find(package, None) is not None for find in finders if find is not None)
 
 
 def as_reward(given: Any) -> Any:

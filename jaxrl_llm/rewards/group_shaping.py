@@ -6,13 +6,17 @@ read, stays.
 """
 
 import dataclasses
-import math
+from typing import Annotated
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.shaping import CosineLength, free_name
+from jaxrl_llm.system.setting import Range, check_fields
 from jaxrl_llm.types import Group
+
+Finite = Annotated[float, Range("(-inf, inf)", words="finite")]
+Natural = Annotated[int, Range("[0, inf]")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +28,7 @@ class StopProperly:
     stays. With any scale, truncation never gains.
     """
 
-    scale: float = 0.0
+    scale: Finite = 0.0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""
@@ -41,8 +45,8 @@ class RelativeLength:
     min(0, lam), and all get 0 if the lengths are equal. The paper publishes neither weight nor warm-up.
     """
 
-    weight: float = 1.0
-    warmup: int = 0
+    weight: Finite = 1.0
+    warmup: Natural = 0
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""
@@ -63,9 +67,9 @@ class LengthCycle:
 
     low: float = -1.0
     high: float = 0.0
-    weight: float = 0.5
-    on: int = 100
-    off: int = 500
+    weight: Finite = 0.5
+    on: Natural = 100
+    off: Natural = 500
 
     def __call__(self, group: Group, updates: int, budget: int) -> Group:
         """Return the group with shaped rewards; see the module."""
@@ -83,12 +87,7 @@ def check(shaping: GroupShaping) -> None:
     Raises:
       InputError: a number is out of its range.
     """
-    for name in ("warmup", "on", "off"):
-        if getattr(shaping, name, 0) < 0:
-            raise InputError(f"{type(shaping).__name__}.{name} must be at least 0, got {getattr(shaping, name)}")
-    for name in ("scale", "weight"):
-        if not math.isfinite(getattr(shaping, name, 0.0)):
-            raise InputError(f"{type(shaping).__name__}.{name} must be finite, got {getattr(shaping, name)}")
+    check_fields(shaping, f"{type(shaping).__name__}.")
     if isinstance(shaping, LengthCycle) and shaping.on == 0:
         raise InputError("LengthCycle.on is 0, so that it is never on: leave it out, or set at least 1")
 

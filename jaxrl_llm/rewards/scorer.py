@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
 from jaxrl_llm.rewards.functions import OWN, Form, Function, Item, StepFunction, as_reward, form_of
-from jaxrl_llm.rewards.judge import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.models import DISAGREEMENT, OF_STEPS, ON_DEVICE, ModelReward
 from jaxrl_llm.rewards.pool import Inside, Pool
+from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
 from jaxrl_llm.rewards.verify import Pooled, dry_run_completion, verdict
 from jaxrl_llm.system.paths import new_file
@@ -26,8 +27,8 @@ if TYPE_CHECKING:  # a scorer by itself needs no JAX
 
 REWARD_ERROR = "reward_error.txt"
 """File in the run's directory with the traceback of a reward that failed."""
-
-
+RECORDS = (Scores, Failures)
+"""Types that processes send to each other."""
 BATCH_TIMES = 60
 """Factor by which the time limit of a call of a whole batch exceeds that of one completion."""
 VERIFIED = ""
@@ -159,19 +160,19 @@ class Scorer:
         processes.
         """
         bases = {name: self._bases[name] for name in rewards}
-        given = {
-            name: _where(places_of(rewards[name], items), items, self.models[base])
-            for name, base in bases.items()
-            if isinstance(base, ON_DEVICE)
-        }
+        given = {}
+        for name, base in bases.items():
+            if isinstance(base, ON_DEVICE):
+                at = places_of(rewards[name], items)
+                given[name] = spread(self.models[base]([items[place] for place in at]), at, len(items))
         if self._peers is None or self._peers.count == 1:
             scores = self._score(items, rewards, given)
         else:
             # What a timeout or a crash made of a score is gathered with it: all go on from the same numbers.
             own = slice(self._peers.index, None, self._peers.count)
             share = self._score(items[own], rewards, {name: column[own] for name, column in given.items()})
-            gathered = self._peers.gather(share.to_plain())
-            scores = interleaved([Scores.from_plain(part) for part in gathered], len(items))
+            gathered = self._peers.gather(codec.to_json(share, RECORDS))
+            scores = interleaved([codec.from_json(part, RECORDS) for part in gathered], len(items))
         largest = np.abs(scores.reward[~np.isnan(scores.reward)]).max(initial=0.0)
         if largest > LARGEST:  # for all processes alike
             raise InputError(
@@ -195,9 +196,8 @@ class Scorer:
             if name in given:
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
-                columns[name] = _where(
-                    places[name], items, lambda some, base=base: np.array([base(*item) for item in some], np.float64)
-                )
+                found = np.array([base(*items[place]) for place in places[name]], np.float64)
+                columns[name] = spread(found, places[name], len(items))
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
                 jobs += _jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
@@ -214,41 +214,27 @@ class Scorer:
             whole[name][lost] = shaped(rewards[name], np.full(len(lost), np.nan))
         reward = np.zeros(len(items))
         for name in (name for name in whole if name in self._rewards):
-            at = slice(None) if places[name] is None else places[name]
+            at = places[name]
             reward[at] += rewards[name].weight * whole[name][at]
-            whole[name] = spread(whole[name][at], places[name], len(items))
+            whole[name] = spread(whole[name][at], at, len(items))
         if math.isnan(self._on_error):
             reward[[place for column, place in failed if column in stepped]] = np.nan
         means = {
             name: np.array([sum(value for _, value in steps) / len(steps) if steps else math.nan for steps in column])
             for name, column in stepped.items()
         }
+        differing = {
+            f"{name}/{DISAGREEMENT}": scores.std(axis=1)
+            for name, scores in given.items()
+            if name in self._rewards and isinstance(bases[name], ModelReward) and scores.shape[1:] > (1,)
+        }
         return Scores(
             reward=reward,
             accuracy=accuracy,
-            parts={name: (means | whole)[name] for name in rewards} | _disagreements(self._rewards, given),
-            failures=_failures(
-                failed, source, {n: range(len(items)) if at is None else at for n, at in places.items()}
-            ),
+            parts={name: (means | whole)[name] for name in rewards} | differing,
+            failures=_failures(failed, source, places),
             steps=at_tokens(items, [(self._bases[name], said) for name, said in stepped.items()], self.tokenizer),
         )
-
-
-def _disagreements(rewards: Mapping[str, Reward], given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the standard deviation of each ensemble's scores for each completion.
-
-    ``given``: scores by the models, by the reward's name.
-    """
-    of_models = {name: given[name] for name in given if isinstance(base_of(rewards.get(name)), ModelReward)}
-    several = {name: scores for name, scores in of_models.items() if scores.shape[1:] > (1,)}
-    return {f"{name}/{DISAGREEMENT}": scores.std(axis=1) for name, scores in several.items()}
-
-
-def _where(
-    places: Sequence[int] | None, items: Sequence[Item], score: Callable[[Sequence[Item]], np.ndarray]
-) -> np.ndarray:
-    """Return the scores of the completions in these places; NaN elsewhere."""
-    return score(items) if places is None else spread(score([items[at] for at in places]), places, len(items))
 
 
 def _fill(
@@ -306,11 +292,11 @@ def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.nda
 
 
 def _jobs_of(
-    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int] | None = None
+    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int]
 ) -> list[Job]:
     """Return the calls of a function, of one completion each or of all; ``timeout_s`` is for one completion.
 
-    ``places``: indices of the completions that it scores; None for all.
+    ``places``: indices of the completions that it scores.
     """
     named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
     function = None if named else _callable(reward)
@@ -318,8 +304,7 @@ def _jobs_of(
     path = reward.path if named else name
     positions = reward.positions if isinstance(reward, StepFunction) else ""
     bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
-    every = range(len(items)) if places is None else places
-    shares = [every] if every and (form.batch or form.waits) else [[place] for place in every]
+    shares = [places] if places and (form.batch or form.waits) else [[place] for place in places]
     return [
         Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
     ]

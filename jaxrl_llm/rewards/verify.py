@@ -11,32 +11,8 @@ from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
 from jaxrl_llm.types import Completion, Problem
 
-
-def match(answer: str, problem: Problem) -> float:
-    """Return 1 for equal numbers, or for texts equal apart from case, width, white space and a final full stop."""
-    value = number(answer)
-    if value is not None and value == number(problem.answer):
-        return 1.0
-    return float(_normal(answer) == _normal(problem.answer))
-
-
-def same_integer(answer: str, problem: Problem) -> float:
-    """Return 1 for equal integers in any notation: ``"3.0"``, ``"+3"``, ``"1,000"``."""
-    value = integer(answer)
-    return float(value is not None and value == integer(problem.answer))
-
-
-def instructed(text: str, problem: Problem) -> float:
-    """Return the share of the problem's instructions that the text follows; 1 is IFEval's strict accuracy of a prompt.
-
-    Characters count as written: a full-width comma does not count as a comma, as in IFEval.
-    """
-    found = followed(text, problem.metadata)
-    return sum(found) / len(found)
-
-
-INLINE = {"match": match, "integer": same_integer, "instructions": instructed}
-"""Verifiers that cannot hang: ``(answer, problem) -> score``."""
+INLINE = ("match", "integer", "instructions")
+"""Verifiers that cannot hang."""
 
 POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl_llm.rewards.gym_answer:score"}
 """Verifiers that run a model's text through code that may hang, as ``module:function`` of the same form."""
@@ -75,14 +51,22 @@ def verdict(problem: Problem, completion: Completion) -> float | Pooled:
     answer = extract(completion.text, problem.extractor)
     if answer is None:
         return 0.0
-    if problem.verifier in INLINE:
-        return INLINE[problem.verifier](answer, problem)
-    if problem.verifier not in POOLED:
+    if problem.verifier in POOLED:
+        return Pooled(POOLED[problem.verifier], answer)
+    if problem.verifier not in INLINE:
         raise InputError(
             f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "
             f"choose one of {', '.join((*INLINE, *POOLED))}"
         )
-    return Pooled(POOLED[problem.verifier], answer)
+    if problem.verifier == "instructions":  # characters count as written: a full-width comma is none, as in IFEval
+        kept = followed(answer, problem.metadata)
+        return sum(kept) / len(kept)
+    if problem.verifier == "integer":  # equal in any notation: "3.0", "+3", "1,000"
+        value = integer(answer)
+        return float(value is not None and value == integer(problem.answer))
+    value = number(answer)  # equal numbers, or texts equal apart from case, width, white space and a final full stop
+    equal = value is not None and value == number(problem.answer)
+    return float(equal or _normal(answer) == _normal(problem.answer))
 
 
 def _normal(text: str) -> str:

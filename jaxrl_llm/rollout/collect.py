@@ -152,7 +152,7 @@ class Step:
         learned = found | source.shaped(replaced, self.version, admission.longest_of)
         reads = admission.filter_groups
         good = {number: group for number, group in learned.items() if not reads or informative(group, reads)}
-        self.stream = source.told(self.stream, list(found.values()))
+        self.stream = source.stream.observe(self.stream, list(found.values()))
         self.sampled |= found
         self.kept |= good
         self.good, self.seen = remember(self.good, self.seen, len(good), len(found))
@@ -244,7 +244,9 @@ def _measured(
     tokens = step.tokens
     slot_steps = step.sampler.engine.slot_steps
     found = seconds | (step.failures.metrics() if sampled else {}) | describe(sampled or groups)
-    found |= describe_tasks(source.labels, sampled or groups, groups) | source.measured(before.stream, step.stream)
+    found |= describe_tasks(source.labels, sampled or groups, groups) | source.stream.metrics(
+        before.stream, step.stream
+    )
     return found | {
         "prompts": float(step.cursor),
         "throughput/sampled_tokens_per_s": tokens / max(seconds["time/rollout_s"], 1e-9) if tokens else math.nan,

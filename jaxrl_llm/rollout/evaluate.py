@@ -11,7 +11,8 @@ import numpy as np
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.rewards.shaping import REFUSED
-from jaxrl_llm.rollout.respond import Answerer, SeedSpace, Status, Watch, complete, request_seed
+from jaxrl_llm.rollout.measures import over_known
+from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, Status, Watch, gather, request_seed
 from jaxrl_llm.tasks import Prompts, answer_of
 from jaxrl_llm.types import MEAN_OF_TASKS, Completion, Problem
 
@@ -60,7 +61,7 @@ class Evaluated:
     @property
     def reward(self) -> float:
         """Mean reward of the completions that could be scored; NaN if the answers are verified."""
-        return math.nan if self.rewards is None else known_mean(self.rewards)
+        return math.nan if self.rewards is None else over_known(np.nanmean, self.rewards)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics ``eval/<task>/...``."""
@@ -80,7 +81,7 @@ class Evaluated:
             found[f"{name}/given_up"] = self.given_up
         for metric, shares in {"refusals": self.refused, "win_rate": self.won}.items():
             if shares is not None:
-                found[f"{name}/{metric}"] = known_mean(shares)
+                found[f"{name}/{metric}"] = over_known(np.nanmean, shares)
         found[f"{name}/problems"] = float(len(self.problems))
         found[f"{name}/mean_length"] = float(np.mean([len(c.tokens) for row in self.completions for c in row]))
         return found
@@ -143,7 +144,7 @@ def averages(found: Sequence[Evaluated]) -> dict[str, float]:
         for name, value in one.metrics().items():
             by_name.setdefault(name.removeprefix(f"eval/{one.task}/"), []).append(value)
     by_name.pop("problems")
-    return {f"{AVERAGE}/{name}": known_mean(np.asarray(values)) for name, values in by_name.items()}
+    return {f"{AVERAGE}/{name}": over_known(np.nanmean, np.asarray(values)) for name, values in by_name.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,17 +178,15 @@ def evaluate(
     All tasks are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says.
     """
     wanted = [problem for problem in asked.problems for _ in range(asked.samples)]
-    done = complete(
-        by.engine,
-        by.model,
-        by.tokenizer,
+    requests = Requests(by.engine, sampling)
+    requests.submit(
+        range(len(wanted)),
         [asked.prompts[problem] for problem in wanted],
         [request_seed(asked.seed, SeedSpace.EVALUATION + n) for n in range(len(wanted))],
-        sampling,
         [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted],
-        lambda text: status(f"evaluating: {text}"),
-        watch,
     )
+    done = gather(requests, by.model, by.tokenizer, lambda text: status(f"evaluating: {text}"), watch)
+    answers = list(done.values())
     labels = [problem.task for problem in asked.problems]
     if len(asked.prompts.tasks) == 1:
         labels = [asked.prompts.tasks[0].label] * len(labels)
@@ -196,7 +195,7 @@ def evaluate(
     for label in dict.fromkeys(labels):
         problems = [problem for problem, own in zip(asked.problems, labels, strict=True) if own == label]
         end = begin + len(problems) * asked.samples
-        found.append(checked(label, problems, asked.samples, done[begin:end], by.scorer, watch is not None))
+        found.append(checked(label, problems, asked.samples, answers[begin:end], by.scorer, watch is not None))
         begin = end
     return tuple(found)
 
@@ -223,11 +222,6 @@ def checked(
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
     given_up = 1.0 - float(whole.mean()) if watched else None
     return Evaluated(task, tuple(problems), rows, correct, maj, given_up=given_up, refused=refused)
-
-
-def known_mean(values: np.ndarray) -> float:
-    """Return the mean of the values that are not NaN; NaN if all are."""
-    return math.nan if np.isnan(values).all() else float(np.nanmean(values))
 
 
 def is_whole(completion: Completion) -> bool:

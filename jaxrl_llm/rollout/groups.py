@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.rewards import Failures, Judge
+from jaxrl_llm.rewards import Failures, Scorer
 from jaxrl_llm.rewards.group_shaping import GroupShaping
 from jaxrl_llm.rollout.replay import Solved, Store, Success, varied
 from jaxrl_llm.rollout.respond import SeedSpace, request_seed, with_texts
@@ -133,7 +133,7 @@ class GroupSource:
     tokenizer: Any
     prompts: Prompts
     stream: PromptStream
-    judge: Judge
+    judge: Scorer
     group: int
     seed: int
     shaping: tuple[GroupShaping, ...]
@@ -153,14 +153,6 @@ class GroupSource:
         """Return the seeds of the G completions of a prompt."""
         first = SeedSpace.TRAINING + number * self.group
         return [request_seed(self.seed, first + g) for g in range(self.group)]
-
-    def told(self, memory: Memory, groups: Sequence[Group]) -> Memory:
-        """Return the stream's memory after these groups are scored."""
-        return self.stream.observe(memory, groups)
-
-    def measured(self, before: Memory, after: Memory) -> dict[str, Any]:
-        """Return the stream's metrics of a step, from its memory before and after it."""
-        return self.stream.metrics(before, after)
 
     def score(self, whole: Sequence[PartialGroup]) -> tuple[dict[int, Group], Failures]:
         """Score finished groups; return them by number, with texts and scores, and the failures of rewards."""
@@ -259,15 +251,6 @@ class AdmissionPolicy:
     left_out: tuple[str, ...] = ()
 
     @property
-    def reach(self) -> int:
-        """Number of groups that a step may expect to find among those under way.
-
-        If the last ones are interrupted, it is larger, so that no slot idles while they run, as far as the next step
-        needs them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
-        """
-        return 2 * self.needed if self.collect.interrupt else self.needed
-
-    @property
     def partial(self) -> bool:
         """Whether a group may be resumed in the next step."""
         return self.collect.interrupt or self.collect.token_budget > 0
@@ -296,17 +279,20 @@ class AdmissionPolicy:
         """Whether to begin one more group, if ``share`` of them are informative.
 
         Groups that are certain to be needed are begun at once. Others are begun while the step is short of groups and
-        those under way are not expected to cover ``reach``: as many as keep every slot busy, and as many again waiting,
-        so that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps
-        to come.
+        those under way are not expected to cover it: as many as keep every slot busy, and as many again waiting, so
+        that a slot that ends is filled at once; a group that never ran costs nothing. Held groups count in the steps to
+        come.
         """
+        # If the last groups are interrupted, more of them run, so that no slot idles, as far as the next step needs
+        # them. If they are finished, more would fill slots too, but with tokens that are learned from a step later.
+        reach = 2 * self.needed if self.collect.interrupt else self.needed
         if now.kept >= self.needed or now.started >= self.collect.max_rounds * self.needed:
             return False
         found = now.kept + share * now.running
-        if found + share * now.held >= self.segments * self.reach:
+        if found + share * now.held >= self.segments * reach:
             return False
         certain = not self.filter_groups and now.kept + now.running < self.needed
-        return certain or (now.waiting < 2 * self.slots and found < self.reach)
+        return certain or (now.waiting < 2 * self.slots and found < reach)
 
 
 def share_of(good: float, seen: float) -> float:

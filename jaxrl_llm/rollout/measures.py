@@ -70,34 +70,30 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         if all(name in g.parts for g in groups):  # older ones may lack some
             metric = name if name.startswith("constraint/") else f"reward/{name}"
             metric = f"{name}_fraction" if name in (REJECTED, REFUSED) else metric
-            found[metric] = _known(np.nanmean, np.stack([g.parts[name] for g in groups]))
+            found[metric] = over_known(np.nanmean, np.stack([g.parts[name] for g in groups]))
     # One completion of each prompt is like no other, and no reward is no equal reward.
     known = [g for g in groups if len(groups[0].completions) != 1 and not np.isnan(g.rewards).all()]
     equal = float(np.mean([not informative(g, "reward") for g in known])) if known else math.nan
+    distinct = []  # different answers of each group, by its completions; all without an answer count as one
+    for group in groups:
+        extractor = "whole" if group.problem.verifier == "none" else group.problem.extractor
+        answers = [answer_of(completion.text, extractor) for completion in group.completions]
+        distinct.append(len(set(answers)) / len(answers) if len(answers) > 1 else math.nan)
     found |= {
-        "reward/mean": _known(np.nanmean, scores),
-        "reward/std": _known(np.nanstd, scores),
+        "reward/mean": over_known(np.nanmean, scores),
+        "reward/std": over_known(np.nanstd, scores),
         "reward/zero_std_fraction": equal,
         "reward/accuracy": share_correct(groups),
         "completions/mean_length": float(lengths.mean()),
         "completions/truncated_fraction": ended.count("length") / len(ended),
         "completions/repetition_fraction": float(looping.mean()),
-        "completions/distinct_fraction": _known(np.nanmean, np.array([_distinct(group) for group in groups])),
+        "completions/distinct_fraction": over_known(np.nanmean, np.array(distinct)),
     }
     shares = list(QUANTILES.values())
     for prefix, values in {"reward/": scores[~np.isnan(scores)], "completions/length_": lengths}.items():
         between = np.quantile(values, shares) if values.size else [math.nan] * len(shares)
         found |= {prefix + name: float(value) for name, value in zip(QUANTILES, between, strict=True)}
     return found
-
-
-def _distinct(group: Group) -> float:
-    """Divide the number of different answers of a group by its completions; all without an answer count as one. NaN for
-    a single completion. If nothing is verified the answers are the texts.
-    """
-    extractor = "whole" if group.problem.verifier == "none" else group.problem.extractor
-    answers = [answer_of(completion.text, extractor) for completion in group.completions]
-    return len(set(answers)) / len(answers) if len(answers) > 1 else math.nan
 
 
 OF_A_TASK = {
@@ -125,9 +121,9 @@ def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Seq
 def share_correct(groups: Sequence[Group]) -> float:
     """Return the share of completions that the verifier calls correct; NaN if nothing is verified."""
     accuracy = np.stack([g.accuracy for g in groups])
-    return _known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1))
+    return over_known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1))
 
 
-def _known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+def over_known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
     """Compute a statistic of the values that are not NaN; NaN if all are, where NumPy would warn."""
     return math.nan if np.isnan(values).all() else float(statistic(values))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rollout.settings import Replay
-from jaxrl_llm.types import Completion, Group, Problem
+from jaxrl_llm.types import Completion, Group
 
 PLACE = 0
 """Index of the member of a group that is replaced: the first, as in the paper."""
@@ -55,11 +55,6 @@ Store = dict[str, Solved]
 """Stored successes by task and id of the problem. A store is never changed, only replaced."""
 
 
-def place_of(problem: Problem) -> str:
-    """Return the key of a problem's successes in the store."""
-    return f"{problem.task}/{problem.id}"
-
-
 def replay(
     settings: Replay, store: Store, scored: Mapping[int, Group], seed: int, left_out: Collection[str]
 ) -> tuple[Store, dict[int, Group]]:
@@ -76,7 +71,7 @@ def replay(
     replaced = {}
     for number in sorted(scored):
         group = scored[number]
-        place = place_of(group.problem)
+        place = f"{group.problem.task}/{group.problem.id}"
         known = store.get(place)
         if known is not None and not (  # what is stored follows this very prompt, and was scored by the same rewards
             np.array_equal(known.prompt, group.prompt) and known.successes[0].parts.keys() == group.parts.keys()
@@ -84,7 +79,17 @@ def replay(
             del store[place]
             known = None
         if known is not None and failed(group):
-            replaced[number] = with_success(group, chosen(known.successes, seed, number))
+            success = chosen(known.successes, seed, number)
+            here = np.arange(len(group.completions)) == PLACE
+            completions = list(group.completions)
+            completions[PLACE] = success.completion
+            replaced[number] = dataclasses.replace(
+                group,
+                completions=tuple(completions),
+                rewards=np.where(here, success.reward, group.rewards),
+                accuracy=np.where(here, success.accuracy, group.accuracy),
+                parts={name: np.where(here, success.parts[name], part) for name, part in group.parts.items()},
+            )
         found = _updated(known, number, group, settings.per_prompt, left_out)
         if found is not None:
             store[place] = found
@@ -110,25 +115,6 @@ def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
     """Choose one success uniformly, as a function of seed and number."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, number, 1))).random_raw()
     return successes[int(bits % len(successes))]
-
-
-def with_success(group: Group, success: Success) -> Group:
-    """Return the group with the success, scores and all, in place of one member."""
-
-    def put(values: np.ndarray, value: float) -> np.ndarray:
-        values = values.copy()
-        values[PLACE] = value
-        return values
-
-    completions = list(group.completions)
-    completions[PLACE] = success.completion
-    return dataclasses.replace(
-        group,
-        completions=tuple(completions),
-        rewards=put(group.rewards, success.reward),
-        accuracy=put(group.accuracy, success.accuracy),
-        parts={name: put(part, success.parts[name]) for name, part in group.parts.items()},
-    )
 
 
 def stored(store: Store) -> int:

@@ -168,23 +168,6 @@ def gather(
     return done
 
 
-def complete(
-    engine: Backend,
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Any],
-    seeds: Sequence[int],
-    sampling: Sampling,
-    limits: Sequence[int] | None = None,
-    status: Status = lambda text: None,
-    watch: Watch | None = None,
-) -> list[Completion]:
-    """Sample one completion with its text for each prompt (token ids) and seed, in order; see ``gather``."""
-    requests = Requests(engine, sampling)
-    requests.submit(range(len(prompts)), prompts, seeds, limits)
-    return list(gather(requests, model, tokenizer, status, watch).values())
-
-
 def with_texts(completions: Mapping[Any, Completion], tokenizer: Any) -> dict[Any, Completion]:
     """Return the completions with their tokens decoded."""
     if not completions:  # of no text at all tokenizers make one that is empty

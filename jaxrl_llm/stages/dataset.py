@@ -11,7 +11,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.collection.collect import collected
 from jaxrl_llm.config.texts import FromData
-from jaxrl_llm.data import Collected, LoadedTexts, load_texts, longest
+from jaxrl_llm.data import Collected, load_texts, longest
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import backend_for
 from jaxrl_llm.errors import InputError
@@ -189,7 +189,7 @@ class DatasetStage(Stage):
 
 def read(
     run: FromData, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers, what: str
-) -> tuple[LoadedTexts, dict[str, Any]]:
+) -> tuple[tasks.Loaded, dict[str, Any]]:
     """Collect the data or read it; return its rows, and the fields of a ``DatasetStage`` except how it learns.
 
     The arguments are those of a stage's ``prepare``, and the plural noun for its rows.

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import PATH, Range, Setting
 from jaxrl_llm.tasks.prompts import field_of
-from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, in_epochs, permutation
+from jaxrl_llm.tasks.stream import COUNTED, NONE, OTHERS, Memory, digest, drawn, permutation, problem_index
 from jaxrl_llm.types import Group, Problem
 
 BY_SUCCESS = "success"
@@ -154,19 +154,19 @@ class Curriculum(Setting):
     fade: Annotated[float, Range("(0, 1]")] = 1.0
     statistics: Annotated[str | None, PATH] = None
 
-    @property
-    def reads_success(self) -> bool:
-        """Whether the order of problems depends on which answers were right."""
-        measured = self.easy_to_hard is not None and self.easy_to_hard.by == BY_SUCCESS
-        return measured or self.prioritised is not None or self.drop is not None
-
     def check(self, run: Any, where: str) -> None:
-        """Refuse another run's counts where nothing reads them."""
+        """Refuse statistics that would order nothing."""
         require(
             self.statistics is None or self.reads_success,
             f"{where}statistics {self.statistics} has nothing to order: set prioritised, drop, or easy_to_hard by "
             "success, or leave it out",
         )
+
+    @property
+    def reads_success(self) -> bool:
+        """Whether the order of problems depends on which answers were right."""
+        measured = self.easy_to_hard is not None and self.easy_to_hard.by == BY_SUCCESS
+        return measured or self.prioritised is not None or self.drop is not None
 
 
 def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
@@ -226,7 +226,11 @@ class Scheduled:
         """Return the problem drawn for this prompt, and the new memory."""
         number -= memory.get(OTHERS, 0)
         if number and not memory.keys() - {OTHERS}:
-            memory = memory | in_epochs(self.seed, len(self.problems), number)
+            begun = number - number % len(self.problems)  # so many prompts were asked as ``Shuffled`` asks
+            last = np.full(len(self.problems), NONE, np.int64)
+            for place in range(begun, number):
+                last[problem_index(self.seed, place, len(self.problems))] = place
+            memory = memory | {COUNTED: last, "begun": begun, "asked": number}
         memory = self.valid(memory)
         if memory.get("since", 0) == NONE:
             memory = memory | {"since": number}

@@ -133,17 +133,13 @@ def _last_number(text: str) -> str | None:
     start = match.start()
     while start and text[start - 1] in _CURRENCY:
         start -= 1
-    return ("-" if _is_negative(text, start) else "") + match[0].replace(",", "")
-
-
-def _is_negative(text: str, start: int) -> bool:
-    """Whether the character before ``start`` is a minus sign; after an operand it is a subtraction or a hyphen."""
+    found = match[0].replace(",", "")
     if not start or text[start - 1] != "-":
-        return False
+        return found
     before = text[start - 2] if start > 1 else " "
-    # Scripts without spaces between words write the sign directly behind a word.
-    operand = before.isalnum() and unicodedata.category(before) != "Lo"
-    return not (operand or before in ")]}%_")
+    # After an operand it is a subtraction or a hyphen; scripts without spaces write the sign directly behind a word.
+    operand = before in ")]}%_" or (before.isalnum() and unicodedata.category(before) != "Lo")
+    return found if operand else f"-{found}"
 
 
 def _last_boxed(text: str) -> str | None:

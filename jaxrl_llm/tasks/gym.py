@@ -25,13 +25,8 @@ KEPT = 4
 """Outputs of the generating process that are cached: starting it costs more than its problems, and several runs of one
 program ask for equal ones.
 """
-_known: dict[str, bytes] = {}
+known: dict[str, bytes] = {}
 _begun: dict[str, subprocess.Popen] = {}
-
-
-def forget() -> None:
-    """Clear the cache, so that everything is generated anew."""
-    _known.clear()
 
 
 def entries(wanted: str) -> list[dict[str, Any]]:
@@ -41,7 +36,7 @@ def entries(wanted: str) -> list[dict[str, Any]]:
       InputError: the data set or option is unknown, or the data set refuses a value.
       RuntimeError: the generating process failed; its messages are on the error output.
     """
-    if wanted not in _known:
+    if wanted not in known:
         with generating(wanted):
             process = _begun[wanted]
             found, _ = process.communicate()
@@ -49,10 +44,10 @@ def entries(wanted: str) -> list[dict[str, Any]]:
             raise InputError(found.decode())
         if process.returncode:
             raise RuntimeError(f"generating {json.loads(wanted)[0]} failed with exit code {process.returncode}")
-        _known[wanted] = found
-        for oldest in list(_known)[:-KEPT]:
-            del _known[oldest]
-    return marshal.loads(_known[wanted])
+        known[wanted] = found
+        for oldest in list(known)[:-KEPT]:
+            del known[oldest]
+    return marshal.loads(known[wanted])
 
 
 @contextlib.contextmanager
@@ -60,7 +55,7 @@ def generating(wanted: str) -> Generator[None]:
     """Generate the wanted entries in another process during the block, unless they are cached or already being
     generated.
     """
-    if wanted in _known or wanted in _begun:
+    if wanted in known or wanted in _begun:
         yield
         return
     command = interpreter("jaxrl_llm.tasks.gym", wanted)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from jaxrl_llm.errors import InputError, did_you_mean
@@ -33,17 +33,15 @@ COMMON, RARE = "aeinorst", "jqxz"
 
 
 class Kind(NamedTuple):
-    """Recipe of one kind of instruction.
+    """One kind of instruction.
 
     Attributes:
       group: a prompt has at most one kind of each group.
       sentence: text in the prompt, with places for the arguments.
-      draw: returns the arguments by name, from random numbers and the prompt's request.
     """
 
     group: str
     sentence: str
-    draw: Callable[[random.Random, str], dict[str, Any]] = lambda draws, request: {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,112 +75,100 @@ class Instructions:
             raise InputError(f"source Instructions has no kind {name!r}; {hint}")
         draws = random.Random(self.seed)
         for _ in range(self.size):
-            yield self._problem(draws)
-
-    def _problem(self, draws: random.Random) -> Problem:
-        request = draws.choice(REQUESTS).format(draws.choice(TOPICS))
-        names = _compatible(draws.sample(self.kinds or tuple(KINDS), len(self.kinds or KINDS)), draws.randint(1, MOST))
-        arguments = [KINDS[name].draw(draws, request) for name in names]
-        sentences = []
-        for name, given in zip(names, arguments, strict=True):
-            words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
-            sentences.append(KINDS[name].sentence.format(**words))
-        prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
-        return problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
-
-
-def _compatible(names: list[str], count: int) -> list[str]:
-    """Return the first of the names that can be followed together, ``count`` at most."""
-    chosen: list[str] = []
-    for name in names:
-        fits = all(
-            KINDS[name].group != KINDS[other].group and frozenset((name, other)) not in CONFLICTS for other in chosen
-        )
-        if fits and len(chosen) < count:
-            chosen.append(name)
-    return chosen
+            request = draws.choice(REQUESTS).format(draws.choice(TOPICS))
+            shuffled = draws.sample(self.kinds or tuple(KINDS), len(self.kinds or KINDS))
+            count = draws.randint(1, MOST)
+            names: list[str] = []
+            for name in shuffled:
+                groups = {KINDS[other].group for other in names}
+                conflicts = any(frozenset((name, other)) in CONFLICTS for other in names)
+                if len(names) < count and KINDS[name].group not in groups and not conflicts:
+                    names.append(name)
+            arguments = [_drawn(name, draws, request) for name in names]
+            sentences = []
+            for name, given in zip(names, arguments, strict=True):
+                words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
+                sentences.append(KINDS[name].sentence.format(**words))
+            prompt = ({"role": "user", "content": " ".join([request, *sentences])},)
+            yield problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
 
 
-def _some(name: str, words: tuple[str, ...] | str) -> Callable[[random.Random, str], dict[str, Any]]:
-    return lambda draws, request: {name: draws.choice(words)}
+def _drawn(name: str, draws: random.Random, request: str) -> dict[str, Any]:
+    """Draw the arguments, by name, of an instruction of this kind; ``request`` begins its prompt."""
+    match name:
+        case "keywords:existence":
+            return {"keywords": draws.sample(KEYWORDS, 2)}
+        case "keywords:forbidden_words":
+            return {"forbidden_words": draws.sample(KEYWORDS, 2)}
+        case "keywords:frequency":
+            keyword = draws.choice(KEYWORDS)
+            frequency, relation = _bounded(draws, (2, 5), (2, 4))
+            return {"keyword": keyword, "frequency": frequency, "relation": relation}
+        case "keywords:letter_frequency":
+            frequency, relation = _bounded(draws, (3, 12), (1, 3))
+            letter = draws.choice(COMMON if relation == "at least" else RARE)
+            return {"letter": letter, "let_frequency": frequency, "let_relation": relation}
+        case "length_constraints:number_words":
+            count, relation = _bounded(draws, (10, 60), (30, 80))
+            return {"num_words": count, "relation": relation}
+        case "length_constraints:number_paragraphs":
+            return {"num_paragraphs": draws.randint(2, 4)}
+        case "length_constraints:nth_paragraph_first_word":
+            count = draws.randint(2, 4)
+            place = draws.randint(1, count)
+            return {"num_paragraphs": count, "nth_paragraph": place, "first_word": draws.choice(OPENINGS)}
+        case "detectable_content:number_placeholders":
+            return {"num_placeholders": draws.randint(1, 4)}
+        case "detectable_content:postscript":
+            return {"postscript_marker": draws.choice(("P.S.", "P.P.S"))}
+        case "detectable_format:number_bullet_lists":
+            return {"num_bullets": draws.randint(2, 5)}
+        case "detectable_format:number_highlighted_sections":
+            return {"num_highlights": draws.randint(1, 4)}
+        case "detectable_format:multiple_sections":
+            return {"section_spliter": "Section", "num_sections": draws.randint(2, 4)}
+        case "combination:repeat_prompt":
+            return {"prompt_to_repeat": request}
+        case "startend:end_checker":
+            return {"end_phrase": draws.choice(ENDINGS)}
+        case "change_case:capital_word_frequency":
+            frequency, relation = _bounded(draws, (1, 4), (2, 4))
+            return {"capital_frequency": frequency, "capital_relation": relation}
+    return {}
 
 
-def _number(name: str, least: int, most: int) -> Callable[[random.Random, str], dict[str, Any]]:
-    return lambda draws, request: {name: draws.randint(least, most)}
-
-
-def _two(name: str) -> Callable[[random.Random, str], dict[str, Any]]:
-    return lambda draws, request: {name: draws.sample(KEYWORDS, 2)}
-
-
-def _bounded(
-    names: tuple[str, str], at_least: tuple[int, int], less_than: tuple[int, int]
-) -> Callable[[random.Random, str], dict[str, Any]]:
-    """Return a ``draw`` of a number and a relation, by their names; the number's range depends on the relation."""
-
-    def draw(draws: random.Random, request: str) -> dict[str, Any]:
-        relation = draws.choice(RELATIONS)
-        return {names[0]: draws.randint(*(at_least if relation == "at least" else less_than)), names[1]: relation}
-
-    return draw
-
-
-def _frequency(draws: random.Random, request: str) -> dict[str, Any]:
-    words = {"keyword": draws.choice(KEYWORDS)}
-    return words | _bounded(("frequency", "relation"), (2, 5), (2, 4))(draws, request)
-
-
-def _letters(draws: random.Random, request: str) -> dict[str, Any]:
-    drawn = _bounded(("let_frequency", "let_relation"), (3, 12), (1, 3))(draws, request)
-    return {"letter": draws.choice(COMMON if drawn["let_relation"] == "at least" else RARE)} | drawn
-
-
-def _first_word(draws: random.Random, request: str) -> dict[str, Any]:
-    count = draws.randint(2, 4)
-    return {
-        "num_paragraphs": count,
-        "nth_paragraph": draws.randint(1, count),
-        "first_word": draws.choice(OPENINGS),
-    }
+def _bounded(draws: random.Random, at_least: tuple[int, int], less_than: tuple[int, int]) -> tuple[int, str]:
+    """Draw a relation, and a number from the range for it."""
+    relation = draws.choice(RELATIONS)
+    return draws.randint(*(at_least if relation == "at least" else less_than)), relation
 
 
 KINDS: dict[str, Kind] = {
-    "keywords:existence": Kind("words", "Use the words {keywords}.", _two("keywords")),
-    "keywords:forbidden_words": Kind("words", "Never use the words {forbidden_words}.", _two("forbidden_words")),
-    "keywords:frequency": Kind("words", "Use the word {keyword} {relation} {frequency} times.", _frequency),
+    "keywords:existence": Kind("words", "Use the words {keywords}."),
+    "keywords:forbidden_words": Kind("words", "Never use the words {forbidden_words}."),
+    "keywords:frequency": Kind("words", "Use the word {keyword} {relation} {frequency} times."),
     "keywords:letter_frequency": Kind(
-        "letters", "The letter {letter} must occur {let_relation} {let_frequency} times.", _letters
+        "letters", "The letter {letter} must occur {let_relation} {let_frequency} times."
     ),
-    "length_constraints:number_words": Kind(
-        "length", "Write {relation} {num_words} words.", _bounded(("num_words", "relation"), (10, 60), (30, 80))
-    ),
-    "length_constraints:number_paragraphs": Kind(
-        "layout", "Write {num_paragraphs} paragraphs with *** between them.", _number("num_paragraphs", 2, 4)
-    ),
+    "length_constraints:number_words": Kind("length", "Write {relation} {num_words} words."),
+    "length_constraints:number_paragraphs": Kind("layout", "Write {num_paragraphs} paragraphs with *** between them."),
     "length_constraints:nth_paragraph_first_word": Kind(
         "layout",
         "Write {num_paragraphs} paragraphs with one empty line between them; paragraph {nth_paragraph} begins with the "
         "word {first_word}.",
-        _first_word,
     ),
     "detectable_content:number_placeholders": Kind(
-        "blanks",
-        "Leave at least {num_placeholders} places open in square brackets, like [name].",
-        _number("num_placeholders", 1, 4),
+        "blanks", "Leave at least {num_placeholders} places open in square brackets, like [name]."
     ),
-    "detectable_content:postscript": Kind(
-        "end", "Add a postscript that begins with {postscript_marker}", _some("postscript_marker", ("P.S.", "P.P.S"))
-    ),
+    "detectable_content:postscript": Kind("end", "Add a postscript that begins with {postscript_marker}"),
     "detectable_format:number_bullet_lists": Kind(
-        "layout", "Make {num_bullets} bullet points, on lines that begin with a star.", _number("num_bullets", 2, 5)
+        "layout", "Make {num_bullets} bullet points, on lines that begin with a star."
     ),
     "detectable_format:number_highlighted_sections": Kind(
-        "layout", "Put stars around at least {num_highlights} phrases, *like this*.", _number("num_highlights", 1, 4)
+        "layout", "Put stars around at least {num_highlights} phrases, *like this*."
     ),
     "detectable_format:multiple_sections": Kind(
-        "layout",
-        "Make {num_sections} parts, and begin each with {section_spliter} and its number.",
-        lambda draws, request: {"section_spliter": "Section", "num_sections": draws.randint(2, 4)},
+        "layout", "Make {num_sections} parts, and begin each with {section_spliter} and its number."
     ),
     "detectable_format:title": Kind("title", "Give it a title in double angle brackets, <<like this>>."),
     "detectable_format:json_format": Kind("layout", "Your whole answer must be JSON."),
@@ -190,19 +176,13 @@ KINDS: dict[str, Kind] = {
         "layout", 'Say "My answer is yes.", "My answer is no." or "My answer is maybe." in these words.'
     ),
     "combination:two_responses": Kind("layout", "Give two different answers with ****** between them."),
-    "combination:repeat_prompt": Kind(
-        "layout",
-        'Begin with this sentence, word for word: "{prompt_to_repeat}"',
-        lambda draws, request: {"prompt_to_repeat": request},
-    ),
-    "startend:end_checker": Kind("end", 'End with "{end_phrase}" and nothing after it.', _some("end_phrase", ENDINGS)),
+    "combination:repeat_prompt": Kind("layout", 'Begin with this sentence, word for word: "{prompt_to_repeat}"'),
+    "startend:end_checker": Kind("end", 'End with "{end_phrase}" and nothing after it.'),
     "startend:quotation": Kind("layout", "Put double quotation marks around your whole answer."),
     "change_case:english_capital": Kind("case", "Use capital letters only."),
     "change_case:english_lowercase": Kind("case", "Use no capital letters."),
     "change_case:capital_word_frequency": Kind(
-        "case",
-        "Write {capital_relation} {capital_frequency} words in capital letters.",
-        _bounded(("capital_frequency", "capital_relation"), (1, 4), (2, 4)),
+        "case", "Write {capital_relation} {capital_frequency} words in capital letters."
     ),
     "punctuation:no_comma": Kind("commas", "Do not use any commas."),
 }

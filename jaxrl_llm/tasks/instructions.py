@@ -45,22 +45,10 @@ class Argument(NamedTuple):
     name: str
 
 
-class Check(NamedTuple):
-    """Check of one kind of instruction.
-
-    Attributes:
-      follows: whether a text, its first argument, follows the instruction; the others are passed by name.
-      arguments: requirements by name; all are needed.
-    """
-
-    follows: Callable[..., bool]
-    arguments: Mapping[str, Argument]
-
-
 def followed(text: str, fields: Mapping[str, Any]) -> list[bool]:
     """Return for each instruction of a row that ``check_instructions`` accepted whether the text follows it."""
     given = zip(fields[IDS], fields[ARGUMENTS], strict=True)
-    return [CHECKS[name].follows(text, **_present(arguments)) for name, arguments in given]
+    return [_follows(text, name, _present(arguments)) for name, arguments in given]
 
 
 def check_instructions(fields: Mapping[str, Any], where: str) -> None:
@@ -81,27 +69,23 @@ def check_instructions(fields: Mapping[str, Any], where: str) -> None:
             "arguments of each; complete the row, or take another verifier"
         )
     for name, given in zip(names, arguments, strict=True):
+        if name in ELSEWHERE:
+            raise InputError(
+                f"{where}: instruction {name} takes a model or a splitter of sentences, and is not checked here; leave "
+                f"such rows out with keep={KEEP!r}"
+            )
         if not isinstance(name, str) or name not in CHECKS:
-            raise InputError(f"{where}: {_unknown(name)}")
+            hint = did_you_mean(str(name), CHECKS, f"choose of {', '.join(CHECKS)}")
+            raise InputError(f"{where}: instruction {name!r} is unknown; {hint}")
         if wrong := _wrong(name, given):
             raise InputError(f"{where}: instruction {name} {wrong}; mend the row")
-
-
-def _unknown(name: Any) -> str:
-    if name in ELSEWHERE:
-        return (
-            f"instruction {name} takes a model or a splitter of sentences, and is not checked here; leave such rows "
-            f"out with keep={KEEP!r}"
-        )
-    hint = did_you_mean(str(name), CHECKS, f"choose of {', '.join(CHECKS)}")
-    return f"instruction {name!r} is unknown; {hint}"
 
 
 def _wrong(name: str, given: Any) -> str:
     """Describe the error in an instruction's arguments; empty if they are right."""
     if not (given is None or isinstance(given, Mapping)):
         return f"has {given!r} for arguments, which are an object with names"
-    present, needed = _present(given), CHECKS[name].arguments
+    present, needed = _present(given), CHECKS[name]
     for argument in present:
         if argument not in needed:
             hint = did_you_mean(argument, needed, f"it has {', '.join(needed) or 'none'}")
@@ -120,19 +104,12 @@ def _present(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (arguments or {}).items() if value is not None}
 
 
-def _whole(least: int) -> Argument:
-    return Argument(lambda value: type(value) is int and value >= least, f"a whole number from {least} on")
-
-
-def _holds(relation: str, count: int, bound: int) -> bool:
-    return count >= bound if relation == "at least" else count < bound
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-COUNT = _whole(0)
+COUNT = Argument(lambda value: type(value) is int and value >= 0, "a whole number from 0 on")
+FROM_ONE = Argument(lambda value: type(value) is int and value >= 1, "a whole number from 1 on")
 TEXT = Argument(_is_text, "a text that is not empty")
 TEXTS = Argument(
     lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)), "a list of texts"
@@ -141,37 +118,74 @@ LETTER = Argument(lambda value: _is_text(value) and len(value) == 1, "one charac
 RELATION = Argument(lambda value: value in RELATIONS, " or ".join(map(repr, RELATIONS)))
 
 
-def _forbidden_words(text: str, forbidden_words: list[str]) -> bool:
-    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
+def _follows(text: str, name: str, given: Mapping[str, Any]) -> bool:
+    """Whether a text follows an instruction with these arguments."""
+    lower, bare = text.lower(), text.strip()
+    match name:
+        case "keywords:existence":
+            return all(word.lower() in lower for word in given["keywords"])
+        case "keywords:forbidden_words":
+            words = map(re.escape, given["forbidden_words"])
+            return not any(re.search(rf"(?<!\w){word}(?!\w)", text, re.IGNORECASE) for word in words)
+        case "keywords:frequency":
+            return _holds(lower.count(given["keyword"].strip().lower()), given["frequency"], given["relation"])
+        case "keywords:letter_frequency":
+            return _holds(lower.count(given["letter"].lower()), given["let_frequency"], given["let_relation"])
+        case "length_constraints:number_words":
+            return _holds(len(_WORD.findall(text)), given["num_words"], given["relation"])
+        case "length_constraints:number_paragraphs":
+            return len(_parts(text, "***")) == given["num_paragraphs"]
+        case "length_constraints:nth_paragraph_first_word":
+            return _nth_paragraph(text, **given)
+        case "detectable_content:number_placeholders":
+            return len(_PLACEHOLDER.findall(text)) >= given["num_placeholders"]
+        case "detectable_content:postscript":
+            marker = given["postscript_marker"].strip()
+            usual = _POSTSCRIPTS.get(marker)
+            return marker.lower() in lower if usual is None else usual.search(text) is not None
+        case "detectable_format:number_bullet_lists":
+            lines = [line.lstrip() for line in text.split("\n")]
+            bullets = [line for line in lines if line[:1] == "-" or (line[:1] == "*" and line[1:2] != "*")]
+            return len(bullets) == given["num_bullets"]
+        case "detectable_format:number_highlighted_sections":
+            marked = [bold or plain for bold, plain in _HIGHLIGHT.findall(text)]
+            return sum(bool(part.strip()) for part in marked) >= given["num_highlights"]
+        case "detectable_format:multiple_sections":
+            heading = re.escape(given["section_spliter"].strip())
+            return len(re.findall(rf"{heading}\s?\d", text)) >= given["num_sections"]
+        case "detectable_format:title":
+            return any(_has_title(line) for line in text.split("\n"))
+        case "detectable_format:json_format":
+            return _is_json(bare)
+        case "detectable_format:constrained_response":
+            return any(one in text for one in RESPONSES)
+        case "combination:two_responses":
+            parts = _parts(text, "******")
+            return len(parts) == 2 and parts[0] != parts[1]
+        case "combination:repeat_prompt":
+            return bare.lower().startswith(given["prompt_to_repeat"].strip().lower())
+        case "startend:end_checker":
+            return bare.strip('"').lower().endswith(given["end_phrase"].strip().lower())
+        case "startend:quotation":
+            return len(bare) > 1 and bare[0] == bare[-1] == '"'
+        case "change_case:english_capital":
+            return text.isupper()
+        case "change_case:english_lowercase":
+            return text.islower()
+        case "change_case:capital_word_frequency":
+            count = sum(word.isupper() for word in _JOINED_WORD.findall(text))
+            return _holds(count, given["capital_frequency"], given["capital_relation"])
+    return "," not in text  # punctuation:no_comma
 
 
-def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _holds(relation, text.lower().count(keyword.strip().lower()), frequency)
+def _holds(count: int, bound: int, relation: str) -> bool:
+    return count >= bound if relation == "at least" else count < bound
 
 
-def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _holds(let_relation, text.lower().count(letter.lower()), let_frequency)
-
-
-def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    count = sum(word.isupper() for word in _JOINED_WORD.findall(text))
-    return _holds(capital_relation, count, capital_frequency)
-
-
-def _parts(text: str, divider: str) -> list[str] | None:
-    """Return the parts between dividers, without an empty first or last one; None if another is empty."""
+def _parts(text: str, divider: str) -> list[str]:
+    """Return the parts between dividers, without an empty first or last one; none if another is empty."""
     first, *rest = (part.strip() for part in text.split(divider))
-    return None if "" in rest[:-1] else [part for part in (first, *rest) if part]
-
-
-def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    parts = _parts(text, "***")
-    return parts is not None and len(parts) == num_paragraphs
-
-
-def _two_responses(text: str) -> bool:
-    parts = _parts(text, "******")
-    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
+    return [] if "" in rest[:-1] else [part for part in (first, *rest) if part]
 
 
 def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -184,36 +198,12 @@ def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_wor
     return word[:end] == first_word.lower()
 
 
-def _postscript(text: str, postscript_marker: str) -> bool:
-    marker = postscript_marker.strip()
-    usual = _POSTSCRIPTS.get(marker)
-    return marker.lower() in text.lower() if usual is None else usual.search(text) is not None
+def _has_title(line: str) -> bool:
+    begin, end = line.find("<<"), line.rfind(">>")
+    return 0 <= begin < end and bool(line[begin:end].strip("<> \t"))
 
 
-def _bullets(text: str, num_bullets: int) -> bool:
-    lines = (line.lstrip() for line in text.split("\n"))
-    return num_bullets == sum(line[:1] == "-" or (line[:1] == "*" and line[1:2] != "*") for line in lines)
-
-
-def _highlights(text: str, num_highlights: int) -> bool:
-    return sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text)) >= num_highlights
-
-
-def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d", text)) >= num_sections
-
-
-def _title(text: str) -> bool:
-    """Whether a line has double angle brackets around something."""
-    for line in text.split("\n"):
-        begin, end = line.find("<<"), line.rfind(">>")
-        if 0 <= begin < end and line[begin:end].strip("<> \t"):
-            return True
-    return False
-
-
-def _json(text: str) -> bool:
-    text = text.strip()
+def _is_json(text: str) -> bool:
     fence = _FENCE.match(text)
     try:
         json.loads(text[fence.end() if fence else 0 :].removesuffix("```"))
@@ -222,53 +212,33 @@ def _json(text: str) -> bool:
     return True
 
 
-def _quotation(text: str) -> bool:
-    text = text.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-CHECKS: dict[str, Check] = {
-    "keywords:existence": Check(
-        lambda text, keywords: all(word.lower() in text.lower() for word in keywords), {"keywords": TEXTS}
-    ),
-    "keywords:forbidden_words": Check(_forbidden_words, {"forbidden_words": TEXTS}),
-    "keywords:frequency": Check(_frequency, {"keyword": TEXT, "frequency": COUNT, "relation": RELATION}),
-    "keywords:letter_frequency": Check(
-        _letter_frequency, {"letter": LETTER, "let_frequency": COUNT, "let_relation": RELATION}
-    ),
-    "length_constraints:number_words": Check(
-        lambda text, num_words, relation: _holds(relation, len(_WORD.findall(text)), num_words),
-        {"num_words": COUNT, "relation": RELATION},
-    ),
-    "length_constraints:number_paragraphs": Check(_number_paragraphs, {"num_paragraphs": _whole(1)}),
-    "length_constraints:nth_paragraph_first_word": Check(
-        _nth_paragraph, {"num_paragraphs": _whole(1), "nth_paragraph": _whole(1), "first_word": TEXT}
-    ),
-    "detectable_content:number_placeholders": Check(
-        lambda text, num_placeholders: len(_PLACEHOLDER.findall(text)) >= num_placeholders, {"num_placeholders": COUNT}
-    ),
-    "detectable_content:postscript": Check(_postscript, {"postscript_marker": TEXT}),
-    "detectable_format:number_bullet_lists": Check(_bullets, {"num_bullets": COUNT}),
-    "detectable_format:number_highlighted_sections": Check(_highlights, {"num_highlights": COUNT}),
-    "detectable_format:multiple_sections": Check(_sections, {"section_spliter": TEXT, "num_sections": COUNT}),
-    "detectable_format:title": Check(_title, {}),
-    "detectable_format:json_format": Check(_json, {}),
-    "detectable_format:constrained_response": Check(lambda text: any(one in text for one in RESPONSES), {}),
-    "combination:two_responses": Check(_two_responses, {}),
-    "combination:repeat_prompt": Check(
-        lambda text, prompt_to_repeat: text.strip().lower().startswith(prompt_to_repeat.strip().lower()),
-        {"prompt_to_repeat": TEXT},
-    ),
-    "startend:end_checker": Check(
-        lambda text, end_phrase: text.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
-        {"end_phrase": TEXT},
-    ),
-    "startend:quotation": Check(_quotation, {}),
-    "change_case:english_capital": Check(str.isupper, {}),
-    "change_case:english_lowercase": Check(str.islower, {}),
-    "change_case:capital_word_frequency": Check(
-        _capital_words, {"capital_frequency": COUNT, "capital_relation": RELATION}
-    ),
-    "punctuation:no_comma": Check(lambda text: "," not in text, {}),
+CHECKS: dict[str, Mapping[str, Argument]] = {
+    "keywords:existence": {"keywords": TEXTS},
+    "keywords:forbidden_words": {"forbidden_words": TEXTS},
+    "keywords:frequency": {"keyword": TEXT, "frequency": COUNT, "relation": RELATION},
+    "keywords:letter_frequency": {"letter": LETTER, "let_frequency": COUNT, "let_relation": RELATION},
+    "length_constraints:number_words": {"num_words": COUNT, "relation": RELATION},
+    "length_constraints:number_paragraphs": {"num_paragraphs": FROM_ONE},
+    "length_constraints:nth_paragraph_first_word": {
+        "num_paragraphs": FROM_ONE,
+        "nth_paragraph": FROM_ONE,
+        "first_word": TEXT,
+    },
+    "detectable_content:number_placeholders": {"num_placeholders": COUNT},
+    "detectable_content:postscript": {"postscript_marker": TEXT},
+    "detectable_format:number_bullet_lists": {"num_bullets": COUNT},
+    "detectable_format:number_highlighted_sections": {"num_highlights": COUNT},
+    "detectable_format:multiple_sections": {"section_spliter": TEXT, "num_sections": COUNT},
+    "detectable_format:title": {},
+    "detectable_format:json_format": {},
+    "detectable_format:constrained_response": {},
+    "combination:two_responses": {},
+    "combination:repeat_prompt": {"prompt_to_repeat": TEXT},
+    "startend:end_checker": {"end_phrase": TEXT},
+    "startend:quotation": {},
+    "change_case:english_capital": {},
+    "change_case:english_lowercase": {},
+    "change_case:capital_word_frequency": {"capital_frequency": COUNT, "capital_relation": RELATION},
+    "punctuation:no_comma": {},
 }
-"""Checks by IFEval's ids."""
+"""The arguments that each of IFEval's instructions takes, by its id; all are needed."""

@@ -69,7 +69,7 @@ class Shuffled(PromptStream):
         """Return the problem at that position of the stream, and the memory."""
         if self.counting is not None and COUNTED in memory:
             return self.counting.next(number, memory)
-        epoch, position = _place(self.seed, number - memory.get(OTHERS, 0), len(self.problems))
+        epoch, position = divmod(number - memory.get(OTHERS, 0), len(self.problems))
         if epoch not in self._order:
             self._order.clear()
             self._order[epoch] = permutation(self.seed, epoch, len(self.problems))
@@ -94,15 +94,10 @@ def problem_index(seed: int, cursor: int, size: int) -> int:
     Raises:
       InputError: size is 0, or seed or cursor is negative.
     """
-    epoch, position = _place(seed, cursor, size)
-    return int(permutation(seed, epoch, size)[position])
-
-
-def _place(seed: int, cursor: int, size: int) -> tuple[int, int]:
-    """Return the epoch, and the position in it."""
     if size < 1 or seed < 0 or cursor < 0:
         raise InputError(f"no problem at seed {seed}, cursor {cursor}, size {size}; size starts at 1, the others at 0")
-    return divmod(cursor, size)
+    epoch, position = divmod(cursor, size)
+    return int(permutation(seed, epoch, size)[position])
 
 
 @functools.lru_cache(maxsize=8)
@@ -111,15 +106,6 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     # Raw bits and a stable sort: NumPy promises their values across versions, and not those of its own shuffle.
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
     return np.argsort(bits, kind="stable")
-
-
-def in_epochs(seed: int, size: int, number: int) -> Memory:
-    """Return the places of so many prompts, had they been asked as ``Shuffled`` asks."""
-    begun = number - number % size
-    last = np.full(size, NONE, np.int64)
-    for place in range(begun, number):
-        last[problem_index(seed, place, size)] = place
-    return {COUNTED: last, "begun": begun, "asked": number}
 
 
 def drawn(weights: np.ndarray, seed: int, number: int) -> int:
@@ -221,14 +207,12 @@ def turn(asked: Mapping[str, int], weights: Mapping[str, float]) -> str:
     total = sum(weights.values())
     number = sum(asked.values())
     slack = 1 / (2 * len(weights) - 2)
-
-    def falls_behind(label: str) -> float:
-        """Return after how many prompts the task's share exceeds its count by too much."""
-        share = weights[label] / total
-        return (1 - slack - share * number + asked[label]) / share
-
-    due = [label for label in weights if weights[label] / total * (number + 1) - asked[label] >= slack - TOLERANCE]
-    return min(due, key=falls_behind)
+    due = {}  # after how many prompts the task's share exceeds its count by too much
+    for label, weight in weights.items():
+        share = weight / total
+        if share * (number + 1) - asked[label] >= slack - TOLERANCE:
+            due[label] = (1 - slack - share * number + asked[label]) / share
+    return min(due, key=due.__getitem__)
 
 
 def of_tasks(streams: Sequence[tuple[str, float, PromptStream]]) -> PromptStream:

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
@@ -21,6 +21,7 @@ UNANSWERED = ("reasoning_gym", "instructions", "none")
 """Verifiers that need no reference answer."""
 
 Dated = TypeVar("Dated", bound=Any)
+Item = TypeVar("Item", covariant=True)
 _NAMED = 3  # how many dropped rows a note names
 
 
@@ -68,23 +69,26 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A task's problems: each prompt occurs once, in one of the two parts.
+class Loaded(Generic[Item]):
+    """A task's problems, or the rows of data: each occurs once, and each prompt in one of the two parts.
 
     Attributes:
       train: in the source's order.
-      held_out: in the order of their hashes, so that the first n are a fair sample.
-      notes: a line for each reason for which problems were dropped, with counts.
+      held_out: in the order of the hashes of their prompts, so that the first n are a fair sample.
+      notes: a line for each reason for which some were dropped or changed, with counts.
+      left_out: the note about rows that were dropped or truncated; empty without such rows.
     """
 
-    train: tuple[Problem, ...]
-    held_out: tuple[Problem, ...]
+    train: tuple[Item, ...]
+    held_out: tuple[Item, ...]
     notes: tuple[str, ...]
+    left_out: str = ""
 
     @property
     def verified(self) -> bool:
-        """Whether answers are compared with references; else only the reward measures them."""
-        return self.train[0].verifier != "none"
+        """Whether answers to the problems are compared with references; else only the reward measures them."""
+        first: Any = self.train[0]
+        return first.verifier != "none"
 
 
 def check(task: Task) -> None:
@@ -135,7 +139,7 @@ def dated(task: Dated, day: str) -> Dated:
     return task if task.date else dataclasses.replace(task, date=day)
 
 
-def load(task: Task, answers: bool = True) -> Loaded:
+def load(task: Task, answers: bool = True) -> Loaded[Problem]:
     """Load, filter, merge duplicates by prompt, then split by a hash of the prompt; equal on every machine.
 
     ``answers``: whether reference answers are needed. If they are not, and no problem has one, nothing is verified.

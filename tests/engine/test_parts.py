@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-from jaxrl_llm.engine.blocks import SlotShape, moved_rows, moved_slots
+from jaxrl_llm.engine.blocks import SlotShape, moved_slots
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.engine.slots import empty_slots, rearranged, with_blocks
@@ -27,11 +27,10 @@ def test_no_request_leaves_its_part(parts, old, rows, places):
     running = {
         slot: Request(slot, np.zeros(1, np.int32), 0, 1) for slot in places if slot < old and slot % before < after
     }
-    order, moved = moved_slots(dict(running), old, rows, parts)
+    order, source, moved = moved_slots(dict(running), old, rows, parts)
     assert {slot: order[slot] for slot in moved} == {slot: r.handle for slot, r in moved.items()}
     assert sorted(r.handle for r in moved.values()) == sorted(running)
     assert all(slot // after == r.handle // before and r.slot == slot for slot, r in moved.items())
-    source = moved_rows(order, old, parts)
     most = SlotShape(rows, 8, 0, 8, parts, 1)
     lies = {request.handle % before + request.handle // before * 12: slot for slot, request in moved.items()}
     for old_row, slot in lies.items():  # in a cache of 12 rows for each part

@@ -12,7 +12,7 @@ from oracles import kept_tokens
 from scipy.stats import chi2, kstest
 from tiny import Compilations, equations
 
-from jaxrl_llm.engine.sampling import Computed, as_rule, asked, draw, inverse_cdf, uniforms
+from jaxrl_llm.engine.sampling import Computed, as_rules, asked, draw, uniforms
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 
@@ -25,7 +25,7 @@ RULES = {
     "plain": Sampling(), "cool": Sampling(temperature=0.7), "top-k": Sampling(top_k=5), "top-p": Sampling(top_p=0.8),
     "min-p": Sampling(min_p=0.05), "all": Sampling(1.5, top_k=60, top_p=0.95, min_p=0.03),
 }  # fmt: skip
-EVERYTHING = Computed(truncates=True, policy_logp=True, kept=True)
+EVERYTHING = Computed(truncates=True, kept=True)
 
 drawn = jax.jit(draw, static_argnums=3)
 
@@ -44,6 +44,13 @@ def distribution(logits, sampling):
     return p, np.where(kept, p, 0) / p[kept].sum()
 
 
+def chosen(p, u):
+    """The tokens that the numbers u [B] draw from weights [B, V]."""
+    with np.errstate(divide="ignore"):
+        logits = jnp.asarray(np.log(p))
+    return np.asarray(drawn(logits, jnp.asarray(u), as_rules(Sampling()), Computed()).token)
+
+
 def rows(logits, count):
     return jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
 
@@ -58,7 +65,7 @@ def batch_of_draws(logits, rule, first, wanted):
 def test_a_hundred_thousand_draws_follow_the_distribution(name):
     sampling = RULES[name]
     _, wanted = distribution(LOGITS, sampling)
-    rule, need = as_rule(sampling), asked(sampling)
+    rule, need = as_rules(sampling), asked(sampling)
     tokens = np.concatenate([
         batch_of_draws(LOGITS, rule, jnp.uint32(start), need).token for start in range(0, DRAWS, BATCH)
     ])  # fmt: skip
@@ -79,7 +86,7 @@ def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(na
     sampling = RULES[name]
     p, wanted = distribution(LOGITS, sampling)
     u = jnp.asarray(((np.arange(BATCH) + 0.5) / BATCH).astype(np.float32))
-    found = drawn(rows(LOGITS, BATCH), u, as_rule(sampling), EVERYTHING)
+    found = drawn(rows(LOGITS, BATCH), u, as_rules(sampling), EVERYTHING)
     tokens = np.asarray(found.token)
     # Each token has one interval of u, whose ends fall between two steps.
     np.testing.assert_allclose(np.bincount(tokens, minlength=VOCAB) / BATCH, wanted, atol=1.01 / BATCH)
@@ -95,7 +102,7 @@ def test_temperature_zero_takes_the_most_likely_token_with_certainty():
     logits = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
     logits[2, [20, 140]] = 9  # the first of equals, as argmax does
     sampling = Sampling(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)
-    found = drawn(jnp.asarray(logits), jnp.array([0.0, 0.3, 0.9, NEARLY_ONE]), as_rule(sampling), asked(sampling))
+    found = drawn(jnp.asarray(logits), jnp.array([0.0, 0.3, 0.9, NEARLY_ONE]), as_rules(sampling), asked(sampling))
     np.testing.assert_array_equal(found.token, np.argmax(logits, axis=-1))
     np.testing.assert_array_equal(found.logp, 0)
     policy = jax.nn.log_softmax(logits)
@@ -111,7 +118,7 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, u, nonzero):
     p = np.zeros((4, VOCAB), np.float32)
     for row in p:
         row[random.choice(VOCAB, nonzero, replace=False)] = random.exponential(1, nonzero) ** 6 + 1e-12
-    token = np.asarray(jax.jit(inverse_cdf)(jnp.asarray(p), jnp.full(4, u, jnp.float32)))
+    token = chosen(p, np.full(4, u, np.float32))
     assert np.all(p[np.arange(4), token] > 0)
     if nonzero == 1:
         np.testing.assert_array_equal(token, np.argmax(p, axis=1))
@@ -124,22 +131,21 @@ def test_the_inverse_of_the_running_sum():
         np.searchsorted(np.cumsum(np.float64(row)), x * np.float64(row).sum(), side="right")
         for row, x in zip(p, u, strict=True)
     ]
-    found = np.asarray(inverse_cdf(jnp.asarray(p), jnp.asarray(u)))
+    found = chosen(p, u)
     # Float32 sums may land on the neighbour where u falls within rounding of a border.
     assert np.mean(found == wanted) > 0.99 and np.abs(found - wanted).max() <= 1
 
 
 def test_edges_of_the_unit_interval():
-    p = jnp.asarray(np.eye(1, VOCAB, 140, dtype=np.float32) + np.eye(1, VOCAB, 3, dtype=np.float32))
-    assert int(inverse_cdf(p, jnp.array([0.0]))[0]) == 3
-    assert int(inverse_cdf(p, jnp.array([NEARLY_ONE]))[0]) == 140
+    p = np.eye(1, VOCAB, 140, dtype=np.float32) + np.eye(1, VOCAB, 3, dtype=np.float32)
+    assert chosen(p, np.zeros(1, np.float32)) == 3 and chosen(p, np.full(1, NEARLY_ONE)) == 140
 
 
 def kept_of(p, sampling):
     """The kept set bool[B, V] of a draw from probabilities [B, V], and the draw."""
     with np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(np.asarray(p, np.float32)))
-    found = drawn(logits, jnp.full(len(p), 0.5), as_rule(sampling), EVERYTHING)
+    found = drawn(logits, jnp.full(len(p), 0.5), as_rules(sampling), EVERYTHING)
     return unpacked(found.extras["kept"], len(p[0])), found
 
 
@@ -168,7 +174,7 @@ def test_top_p_stops_as_soon_as_the_mass_is_reached(top_p, kept):
 def test_a_hair_less_likely_than_the_last_one_kept_is_cut_off(sampling):
     """The two in the middle differ by a few units in the last place; the first two hold 0.62 of the mass."""
     logits = jnp.array([[1.0, 0.5, 0.5 - 3e-7, -2.0]])
-    found = drawn(logits, jnp.full(1, 0.5), as_rule(sampling), EVERYTHING)
+    found = drawn(logits, jnp.full(1, 0.5), as_rules(sampling), EVERYTHING)
     np.testing.assert_array_equal(unpacked(found.extras["kept"], 4), [[True, True, False, False]])
 
 
@@ -200,14 +206,14 @@ def test_a_tail_too_thin_to_add_anything_is_kept_where_nothing_is_cut():
 
 def test_nothing_is_sorted_and_numbers_compile_nothing():
     logits, u = rows(LOGITS, 3), jnp.full(3, 0.2)
-    jaxpr = jax.make_jaxpr(draw, static_argnums=3)(logits, u, as_rule(Sampling(top_p=0.5)), EVERYTHING)
+    jaxpr = jax.make_jaxpr(draw, static_argnums=3)(logits, u, as_rules(Sampling(top_p=0.5)), EVERYTHING)
     assert not {"sort", "top_k"} & {equation.primitive.name for equation in equations(jaxpr.jaxpr)}
     needs = [asked(s) for s in (Sampling(), Sampling(0.0), Sampling(0.7), Sampling(top_p=0.3))]
     assert needs[0] == needs[1] == needs[2] != needs[3]
-    drawn(logits, u, as_rule(Sampling()), EVERYTHING)
+    drawn(logits, u, as_rules(Sampling()), EVERYTHING)
     with Compilations() as compilations:
         for sampling in (Sampling(0.7), Sampling(1.2, 3), Sampling(top_p=0.3, min_p=0.1)):
-            drawn(logits, u, as_rule(sampling), EVERYTHING)
+            drawn(logits, u, as_rules(sampling), EVERYTHING)
     assert compilations.heard == []
 
 

@@ -11,10 +11,10 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.sampling import asked
+from jaxrl_llm.engine.sampling import as_rules, asked
 from jaxrl_llm.engine.scheduler import idle
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.engine.slots import as_rules, empty_slots, fill_slots, rearranged, run_chunk
+from jaxrl_llm.engine.slots import empty_slots, fill_slots, rearranged, run_chunk
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise

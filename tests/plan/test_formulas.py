@@ -12,8 +12,8 @@ from tiny import compiled
 
 from jaxrl_llm import learner
 from jaxrl_llm.config import Output
-from jaxrl_llm.engine.sampling import asked
-from jaxrl_llm.engine.slots import as_rules, empty_slots, run_chunk
+from jaxrl_llm.engine.sampling import as_rules, asked
+from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.plan.device_memory import resident

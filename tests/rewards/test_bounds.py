@@ -88,7 +88,7 @@ def test_what_is_watched_is_no_part_of_the_sum_and_unknown_where_it_fails():
 
 
 def test_a_gate_passes_at_its_value_and_rejects_what_cannot_be_scored():
-    np.testing.assert_array_equal(Gate(Accuracy()).shaped(np.array([0.4, 0.5, math.nan])), [1.0, 0.0, 1.0])
+    np.testing.assert_array_equal(shaped(Gate(Accuracy()), np.array([0.4, 0.5, math.nan])), [1.0, 0.0, 1.0])
 
 
 def test_a_constraint_is_called_as_it_says_or_as_its_cost():

@@ -8,12 +8,14 @@ import pytest
 from rewards import sample_steps
 from rewards.test_scorer import item
 
+from jaxrl_llm import codec
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained
-from jaxrl_llm.rewards import Accuracy, Failures, LengthPenalty, Panel, Scorer, Scores, StepFunction, calls
+from jaxrl_llm.rewards import Accuracy, Failures, LengthPenalty, Scorer, StepFunction, calls
 from jaxrl_llm.rewards.functions import Lost
-from jaxrl_llm.rewards.judge import interleaved, last_token
+from jaxrl_llm.rewards.scorer import RECORDS
+from jaxrl_llm.rewards.scores import interleaved, last_token
 from jaxrl_llm.types import Completion
 
 WORDS = StepFunction("sample_steps:words")
@@ -126,28 +128,14 @@ def test_steps_that_failed_leave_a_completion_unscorable_where_that_is_asked_for
 def test_what_a_share_says_of_steps_comes_through_bit_for_bit(tokenizer):
     whole = scored((Accuracy(), StepFunction("sample_steps:words", 0.1)), tokenizer)
     shares = [scored((Accuracy(), StepFunction("sample_steps:words", 0.1)), tokenizer, TEXTS[at::2]) for at in (0, 1)]
-    gathered = interleaved([Scores.from_plain(json.loads(json.dumps(share.to_plain()))) for share in shares], 3)
+    gathered = interleaved(
+        [codec.from_json(json.loads(json.dumps(codec.to_json(share, RECORDS))), RECORDS) for share in shares], 3
+    )
     assert [x.tobytes() for x in gathered.steps] == [x.tobytes() for x in whole.steps]
     assert {x.dtype for x in gathered.steps} == {np.dtype("float32")}
     alone = scored((StepFunction("sample_steps:words", 0.1),), tokenizer, TEXTS[:1])
     idle = scored((StepFunction("sample_steps:words", 0.1),), tokenizer, ())
     assert len(interleaved([alone, idle], 1).steps) == 1, "a process may have nothing to score"
-
-
-def test_a_panel_adds_up_steps(tokenizer):
-    class Model:
-        def score(self, items):
-            nothing = np.zeros(len(items))
-            steps = tuple(np.where(np.arange(len(c.tokens)) < 2, np.float32(1), np.float32(NAN)) for _, c in items)
-            return Scores(nothing, nothing, {"model": nothing}, Failures(), steps)
-
-    with Scorer((WORDS,)) as scorer:
-        scorer.tokenizer = tokenizer
-        items = [written("ab c", tokenizer)]
-        np.testing.assert_array_equal(Panel((scorer, Model())).score(items).steps[0], np.float32([1, 3, NAN, 1, NAN]))
-    with Scorer((Accuracy(),)) as scorer:
-        np.testing.assert_array_equal(Panel((scorer, Model())).score(items).steps[0], np.float32([1, 1, NAN, NAN, NAN]))
-        assert Panel((scorer,)).score(items).steps == ()
 
 
 def test_a_step_function_survives_config_json_or_says_that_it_is_lost():

@@ -120,10 +120,14 @@ class ToySource:
     def seeds(self, number):
         return [request_seed(1, number * self.group + g) for g in range(self.group)]
 
-    def told(self, memory, groups):
+    @property
+    def stream(self):
+        return self
+
+    def observe(self, memory, groups):
         return memory
 
-    def measured(self, before, after):
+    def metrics(self, before, after):
         return {}
 
     def score(self, whole):

@@ -297,7 +297,7 @@ class Learning(ToySource):
         group, _ = super().ask(number, memory)
         return group, memory | {"asked": memory.get("asked", 0) + 1}
 
-    def told(self, memory, groups):
+    def observe(self, memory, groups):
         return memory | {"scored": [*memory.get("scored", []), *(int(group.problem.id) for group in groups)]}
 
 

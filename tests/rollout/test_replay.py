@@ -24,7 +24,7 @@ from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.groups import RECORDS, informative, tokens_in
-from jaxrl_llm.rollout.replay import chosen, failed, place_of, replay, stored
+from jaxrl_llm.rollout.replay import chosen, failed, replay, stored
 from jaxrl_llm.types import Completion, Group, Problem
 
 SEED = 5
@@ -163,7 +163,7 @@ class Few(ToySource):
     def shaped(self, groups, version, budget):
         return {n: dataclasses.replace(g, rewards=g.rewards - g.rewards.mean()) for n, g in groups.items()}
 
-    def told(self, memory, groups):
+    def observe(self, memory, groups):
         return {"right": memory.get("right", 0) + sum(int(g.accuracy.sum()) for g in groups)}
 
 
@@ -245,7 +245,7 @@ def replaced():
     store, _ = replay(Replay(), {}, {0: Group(problem, prompt, tuple(once), right, right)}, SEED, ())
     failing = Group(problem, prompt, tuple(done[handle] for handle in handles), wrong, np.zeros(4))
     _, found = replay(Replay(), store, {1: failing}, SEED, ())
-    assert place_of(problem) in store and len(once[longest].tokens) > 2
+    assert f"{problem.task}/{problem.id}" in store and len(once[longest].tokens) > 2
     return found[1], once[longest]
 
 

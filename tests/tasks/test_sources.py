@@ -18,7 +18,7 @@ from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import columns, is_chat
 from jaxrl_llm.tasks import ReasoningGym, Rows, Table, Task, begun, load
-from jaxrl_llm.tasks.gym import forget
+from jaxrl_llm.tasks.gym import known
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tasks"
 
@@ -156,7 +156,7 @@ def test_options_that_only_a_problem_shows_to_be_wrong_are_refused():
 def test_reasoning_gym_repeats_itself_by_seed():
     found = []
     for seed in (1, 1, 2):
-        forget()
+        known.clear()
         found.append([problem.id for problem in ReasoningGym("chain_sum", size=20, seed=seed).problems()])
     first, again, other = found
     assert first == again != other
@@ -169,7 +169,7 @@ def generating():
 
 
 def test_what_is_begun_is_generated_once_and_does_not_outlive_its_block():
-    forget()
+    known.clear()
     source, other = ReasoningGym("chain_sum", size=20, seed=3), ReasoningGym("chain_sum", size=20, seed=4)
     with begun([source, other]):
         children = generating()

@@ -1,15 +1,11 @@
-"""Judges, which score completions by functions on the host or models on the devices, and their scores."""
+"""Scores of completions, and the failures to score them."""
 
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-
-from jaxrl_llm import codec
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.functions import Item
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +79,6 @@ class Scores:
     failures: Failures
     steps: tuple[np.ndarray, ...] = ()
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return exact JSON values."""
-        parts = {name: part.tolist() for name, part in self.parts.items()}
-        arrays = {"reward": self.reward.tolist(), "accuracy": self.accuracy.tolist(), "parts": parts}
-        return arrays | {"failures": vars(self.failures), "steps": [codec.pack(steps) for steps in self.steps]}
-
-    @classmethod
-    def from_plain(cls, data: dict[str, Any]) -> "Scores":
-        """Invert ``to_plain``."""
-        parts = {name: np.asarray(part, np.float64) for name, part in data["parts"].items()}
-        reward, accuracy = (np.asarray(data[name], np.float64) for name in ("reward", "accuracy"))
-        steps = tuple(codec.unpack(packed) for packed in data["steps"])
-        return cls(reward, accuracy, parts, Failures(**data["failures"]), steps)
-
 
 def interleaved(shares: Sequence[Scores], count: int) -> Scores:
     """Merge the scores of ``count`` completions; share i of s has the completions i, i + s, i + 2 s, ..."""
@@ -112,55 +94,6 @@ def interleaved(shares: Sequence[Scores], count: int) -> Scores:
         return whole
     steps = tuple(shares[at % len(shares)].steps[at // len(shares)] for at in range(count))
     return dataclasses.replace(whole, steps=steps)
-
-
-class Judge(Protocol):
-    """Protocol of a scorer of completions, in order.
-
-    Every process of a run calls it with the same items and gets the same scores. The division of the work is an
-    implementation detail: a ``Scorer`` gives each process a share and gathers; a model on the devices sees all items on
-    all of them.
-    """
-
-    def score(self, items: Sequence[Item]) -> Scores:
-        """Return the scores of these completions."""
-
-    def close(self) -> None:
-        """Release the resources that it holds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Several judges as one: rewards are added up, parts are collected.
-
-    Attributes:
-      judges: at least one; the first one's accuracy is the panel's.
-    """
-
-    judges: tuple[Judge, ...]
-
-    def score(self, items: Sequence[Item]) -> Scores:
-        """Add up all judges' rewards, NaN where one of them is, and their step rewards at each token.
-
-        Raises:
-          InputError: two judges have a part of the same name.
-        """
-        found = [judge.score(items) for judge in self.judges]
-        parts: dict[str, np.ndarray] = {}
-        for scores in found:
-            twice = sorted(parts.keys() & scores.parts.keys())
-            if twice:
-                raise InputError(f"two judges call a reward {twice[0]!r}: give one of them another name")
-            parts |= scores.parts
-        failures = sum((scores.failures for scores in found), Failures())
-        stepped = [scores.steps for scores in found if scores.steps]
-        steps = tuple(added(columns) for columns in zip(*stepped, strict=True))
-        return Scores(np.sum([scores.reward for scores in found], axis=0), found[0].accuracy, parts, failures, steps)
-
-    def close(self) -> None:
-        """Close all judges."""
-        for judge in self.judges:
-            judge.close()
 
 
 def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
@@ -180,12 +113,6 @@ def last_token(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> in
         True,
         key=lambda count: tokenizer.decode(tokens[:count], skip_special_tokens=True).startswith(text[:end]),
     )
-
-
-def added(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Add up several rewards of one completion's steps, float32[t]; NaN where none has a value."""
-    stacked = np.stack(columns)
-    return np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0))
 
 
 def at_tokens(
@@ -212,5 +139,6 @@ def at_tokens(
                     position = last_token(completion.text, tokens, position, tokenizer)
                 values[position] = np.nansum([values[position], reward.weight * value])
             columns.append(values)
-        found.append(added(columns))
+        stacked = np.stack(columns)
+        found.append(np.where(np.isnan(stacked).all(axis=0), np.float32(np.nan), np.nansum(stacked, axis=0)))
     return tuple(found)
