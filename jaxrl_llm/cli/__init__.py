@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from jaxrl_llm.cli.flags import let_go, suggest
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.cli.flags import let_go
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.system.paths import NO_ROOM
 from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
 
@@ -88,6 +88,10 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; wrong input, a full disk and too little memory are one line on stderr."""
     try:
         return dispatch(list(arguments))
+    except SystemExit as stop:  # of a command that was asked for its help
+        if stop.code:
+            raise
+        return DONE
     except InputError as error:
         return refuse(str(error))
     except BrokenPipeError:
@@ -143,7 +147,8 @@ def dispatch(arguments: list[str]) -> int:
         print(__version__)
         return DONE
     if name not in COMMANDS:
-        raise InputError(f"no command {name!r}: {suggest(name, list(COMMANDS))}")
+        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
+        raise InputError(f"no command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
     quits = answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS))
     with quits if name == "train" else nullcontext():

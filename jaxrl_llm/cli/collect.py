@@ -17,6 +17,7 @@ from jaxrl_llm.data.datasets import KINDS, Kind
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.runs.load import Trained
 from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 from jaxrl_llm.tasks import dated
 
@@ -46,8 +47,8 @@ class Options:
 
     data: Annotated[Collected, tyro.conf.arg(name="")]
     kind: Kind = "texts"
-    max_new_tokens: int = 256
-    slots: int = 64
+    max_new_tokens: Annotated[int, Count(1)] = 256
+    slots: Annotated[int, Count(1)] = 64
     seed: int = 0
     json: bool = False
 
@@ -57,8 +58,6 @@ def collect(arguments: list[str]) -> int:
     name = first(
         arguments, USAGE, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
     )
-    if name is None:
-        return 0
     prepare_libraries()
     out = take(arguments, "--out", True)
     trained, settings = find_settings(name, arguments)
@@ -97,8 +96,7 @@ def check(name: str, out: str | None, options: Options) -> Path:
     configs.require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
     check_free(path)
     check_collected(options.data, options.kind, "--")
-    for field in ("max_new_tokens", "slots"):
-        configs.require(getattr(options, field) >= 1, f"--{field} must be at least 1, got {getattr(options, field)}")
+    check_fields(options, "--", (Count,))
     configs.check_seed("--seed", options.seed)
     return path
 

@@ -63,12 +63,7 @@ FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
 
 def export(arguments: list[str]) -> int:
     """Run ``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; return the exit code."""
-    name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model")
-    if name is None:
-        return 0
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model", True)
     out = take(arguments, "--out", True)
     adapter = bool(take(arguments, "--adapter", False))
     gguf_type = take(arguments, "--gguf-type", True)

@@ -60,8 +60,6 @@ class Options:
 def generate(arguments: list[str]) -> int:
     """Run ``generate MODEL_OR_RUN [--prompt TEXT] ...``; return the exit code."""
     name = first(arguments, USAGE, 'generate needs a model or a run: jaxrl-llm generate smollm2-135m --prompt "Hello"')
-    if name is None:
-        return 0
     prepare_libraries()
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     if options.prompt is not None and not options.prompt.strip():

@@ -42,19 +42,18 @@ FLAGS = ("--search", "--quick", "--largest", "--loops")
 def plan(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
     given = first(arguments, USAGE, MISSING)
-    if given is None:
-        return 0
     prepare_libraries()
-    from jaxrl_llm.plan.machines import prepare_compilers
+    from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe, parse_topology, prepare_compilers
 
     prepare_compilers()
     asked = options(arguments)
     run = settings(given, arguments, asked["--slices"])
     from jaxrl_llm.plan.lowering import model_config
-    from jaxrl_llm.plan.machines import parse_topology
 
     machine = parse_topology(asked["--topology"], asked["--slices"])
-    devices, lacking = described(machine, asked["--quick"])
+    quick = asked["--quick"]
+    described = machine.chip.platform != "gpu" or (not quick and compiles_for_gpus())
+    devices = describe(machine) if described else None
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
     config, source = model_config(run.model)
@@ -63,14 +62,14 @@ def plan(arguments: list[str]) -> int:
     configs.validate_on_devices(run, machine.devices)
     from jaxrl_llm.plan.planning import plan as plan_one
 
-    compiling = devices is not None and not asked["--quick"]
+    compiling = described and not quick
     made = plan_one(
         run, config, machine, devices, asked["--mean_tokens"], compiling, compiling and asked["--largest"], status
     )
     status("")
     show(made, source, asked)
-    if lacking:
-        print(lacking)
+    if not described and not quick:
+        print(NO_COMPILER["gpu"])
     return 0
 
 
@@ -88,15 +87,6 @@ def chosen_phase(run: Any, number: int | None) -> Any:
     others = "" if number else "; --phase N plans another"
     print(f"phase {shown} of {len(phases)}: {phases[shown - 1].name or 'all of the run'}{others}")
     return configs.in_phase(run, shown - 1)
-
-
-def described(machine: "Machine", quick: bool) -> tuple[list[Any] | None, str]:
-    """Return the machine's devices for the compiler; None for GPUs without a compiler, and a note about that."""
-    from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe
-
-    if machine.chip.platform == "gpu" and (quick or not compiles_for_gpus()):
-        return None, "" if quick else NO_COMPILER["gpu"]
-    return describe(machine), ""
 
 
 def options(arguments: list[str]) -> dict[str, Any]:

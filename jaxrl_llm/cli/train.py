@@ -6,16 +6,18 @@ import difflib
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Generator
 from typing import Any, TextIO
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, let_go, parse, take
-from jaxrl_llm.cli.processes import take_distributed, together
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
 
@@ -40,6 +42,10 @@ HELP = (
     "of the loss's settings are understood too: docs/dialects.md."
 )
 
+DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat-s")
+MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
+"""Texts in errors of collectives and of the coordination service after the loss of a process."""
+
 OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
 """First parts of verl's overrides."""
 
@@ -47,8 +53,6 @@ OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"da
 def train(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
     given = first(arguments, USAGE, MISSING)
-    if given is None:
-        return 0
     prepare_libraries()
     found = configs.find_config(given)
     settings = found.run
@@ -151,17 +155,61 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
         elif dashed:
             rest.append(argument)
         else:
-            raise InputError(f"no translation of {name}: {_meant(name)}")
+            field, note = hint(name)
+            close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
+            meant = f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+            if field or note:
+                meant = f"here it is --{field}{f' ({note})' if note else ''}" if field else note
+            raise InputError(f"no translation of {name}: {meant}")
     arguments[:] = rest
     return found
 
 
-def _meant(name: str) -> str:
-    """Suggest a replacement for an override of verl's without a translation."""
-    field, note = hint(name)
-    if field:
-        return f"here it is --{field}{f' ({note})' if note else ''}"
-    if note:
-        return note
-    close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
-    return f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+def take_distributed(arguments: list[str]) -> Distributed:
+    """Remove ``--distributed.*``; they depend on the place of a run, not its settings, so no config.json holds them.
+
+    Raises:
+      InputError: a value is not a number, or such an option is unknown.
+    """
+    found: dict[str, str | int] = {}
+    for name in DISTRIBUTED:
+        value = take(arguments, f"--distributed.{name}", True)
+        if value is None:
+            continue
+        if name != "coordinator" and not value.isdecimal():
+            raise InputError(f"--distributed.{name.replace('-', '_')} must be a number, got {value!r}")
+        found[name.replace("-", "_")] = value if name == "coordinator" else int(value)
+    for argument in arguments:
+        if argument.startswith("--distributed"):
+            known = [f"--distributed.{name}" for name in DISTRIBUTED]
+            hint = did_you_mean(argument, known, f"there are {', '.join(known)}")
+            raise InputError(f"no option {argument}: {hint}")
+    if found.get("processes", 1) == 0 or found.get("heartbeat_s", 10) < 10:
+        raise InputError("--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
+    return Distributed(**found)
+
+
+@contextlib.contextmanager
+def together(given: Distributed) -> Generator[Peers]:
+    """Yield the link to the other processes; an early end of the block on one process ends all, with one line each."""
+    peers = join(given)
+    if peers.shutdown is None:
+        yield peers
+        return
+    try:
+        with on_exit(peers.shutdown.quit):
+            yield peers
+    except BaseException as error:
+        from jaxrl_llm import cli
+
+        shutdown = peers.shutdown
+        reason = str(error) if isinstance(error, InputError) else cli.explain(error, "train")
+        if reason is not None:
+            shutdown.stop(cli.WRONG_INPUT, reason)
+        if isinstance(error, Disagreement):
+            shutdown.stop(1, str(error))
+        if any(mark in str(error) for mark in MARKS_OF_LOSS):
+            shutdown.lost(str(error))
+        traceback.print_exception(error, file=sys.stderr)
+        shutdown.stop(1, f"{type(error).__name__}: {error}"[:500])
+    peers.close()
