@@ -54,11 +54,8 @@ def damage(step: Path) -> str:
 
     One without checksums, written by an earlier version, counts as whole if its files can be read.
     """
-    return integrity.fault(step) if integrity.written(step) else _unreadable(step)
-
-
-def _unreadable(step: Path) -> str:
-    """Explain why a checkpoint without checksums cannot be read; return an empty string if it can."""
+    if integrity.written(step):
+        return integrity.fault(step)
     import tensorstore as ts
 
     try:

@@ -4,7 +4,7 @@ It is independent of tasks and rewards.
 """
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
-from jaxrl_llm.system.lazy import attach
+from jaxrl_llm.system import attach
 
 __all__ = ["Engine", "Repetition", "Sampling", "first_tokens", "with_tokens"]
 
