@@ -1,4 +1,16 @@
-"""The command line. Slow modules are imported only after the arguments are checked."""
+"""usage: jaxrl-llm COMMAND ...
+
+  train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
+  eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
+  collect RUN      write its verified answers as data         jaxrl-llm collect runs/quickstart --out answers.jsonl
+  generate MODEL   a chat, or one answer with --prompt        jaxrl-llm generate smollm2-135m
+  export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
+  reset RUN        make its policy its reference, by hand     jaxrl-llm reset runs/quickstart
+  report RUN       one page: curves, findings, completions    jaxrl-llm report runs/quickstart
+  plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
+  list             configurations, tasks, recipes, models     jaxrl-llm list
+
+jaxrl-llm COMMAND --help tells more."""
 
 import gc
 import importlib
@@ -12,20 +24,6 @@ from jaxrl_llm.cli.flags import let_go
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.system.paths import NO_ROOM
 from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
-
-USAGE = """usage: jaxrl-llm COMMAND ...
-
-  train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
-  eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
-  collect RUN      write its verified answers as data         jaxrl-llm collect runs/quickstart --out answers.jsonl
-  generate MODEL   a chat, or one answer with --prompt        jaxrl-llm generate smollm2-135m
-  export RUN       write a run's policy for transformers      jaxrl-llm export runs/quickstart --out model
-  reset RUN        make its policy its reference, by hand     jaxrl-llm reset runs/quickstart
-  report RUN       one page: curves, findings, completions    jaxrl-llm report runs/quickstart
-  plan CONFIG      will it fit a machine, how fast is it      jaxrl-llm plan quickstart --topology v5e:2x2
-  list             configurations, tasks, recipes, models     jaxrl-llm list
-
-jaxrl-llm COMMAND --help tells more."""
 
 DONE, WRONG_INPUT = 0, 2
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -137,7 +135,7 @@ def refuse(message: str) -> int:
 def dispatch(arguments: list[str]) -> int:
     """Find the command and pass the remaining arguments to it."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE)
+        print(__doc__)
         return DONE
     name = arguments[0]
     rest = arguments[1:]

@@ -1,4 +1,10 @@
-"""``jaxrl-llm collect``: a model's own verified answers as training data."""
+"""usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
+                         [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
+
+Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
+another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
+continuations from each that come out right (steps). Stopped, the same command goes on where it was.
+jaxrl-llm collect RUN_OR_MODEL --help tells more."""
 
 import dataclasses
 import datetime
@@ -21,13 +27,6 @@ from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 from jaxrl_llm.tasks import dated
 
-USAGE = """usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
-                         [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
-
-Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
-another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
-continuations from each that come out right (steps). Stopped, the same command goes on where it was.
-jaxrl-llm collect RUN_OR_MODEL --help tells more."""
 EMPTY = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
 STOPPED = "interrupted: run the same command again to go on"
 
@@ -56,7 +55,7 @@ class Options:
 def collect(arguments: list[str]) -> int:
     """Run ``collect RUN_OR_MODEL --out FILE [--config NAME] [--field value ...]``; return the exit code."""
     name = first(
-        arguments, USAGE, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
+        arguments, __doc__, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
     )
     prepare_libraries()
     out = take(arguments, "--out", True)

@@ -1,4 +1,14 @@
-"""``jaxrl-llm eval``: avg@k, pass@k and maj@k of a run or a model; its mean reward where nothing is verified."""
+"""usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
+                      [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
+                      [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
+
+A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
+another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
+of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
+its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
+token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
+RUN@STEP is a checkpoint or a snapshot of the run.
+jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 import dataclasses
 import datetime
@@ -18,18 +28,6 @@ from jaxrl_llm.runs.load import Trained, find_run
 from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.tasks import Task
-
-USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
-                      [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
-                      [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
-
-A run is tested on its held-out problems, a model on those of a configuration (quickstart unless --config names
-another). With --rerank a reward model chooses one of the K answers: by its score of the whole answer, or by the scores
-of its steps, their product, the lowest or the last; --give_up_after ends an answer once K steps in a row have lowered
-its score. --out writes every answer to a file. --kl_to measures how far the model is from another: the mean KL of a
-token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
-RUN@STEP is a checkpoint or a snapshot of the run.
-jaxrl-llm eval RUN_OR_MODEL --help tells more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Options:
 
 def evaluate(arguments: list[str]) -> int:
     """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
-    name = first(arguments, USAGE, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
+    name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     prepare_libraries()
     own = find_run(name)
     named = any(argument.partition("=")[0] == "--config" for argument in arguments)

@@ -113,7 +113,7 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
     return None if value else False
 
 
-def first(arguments: list[str], usage: str, missing: str, whole_help: bool = False) -> str:
+def first(arguments: list[str], usage: str | None, missing: str, whole_help: bool = False) -> str:
     """Remove and return the leading argument; ``--help`` in its place prints ``usage`` and exits.
 
     ``whole_help``: ``usage`` is all the help that the command has, so it answers ``--help`` in any place.

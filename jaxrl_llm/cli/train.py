@@ -1,4 +1,14 @@
-"""``jaxrl-llm train``: settings, the run's directory, then the training itself."""
+"""usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
+                       [--quiet] [--json] [--field value ...]
+
+CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
+goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
+that are the same. --guard KIND stops the run once that trouble is found (or goes back: --rules.on_guard rollback).
+--monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet shows no progress:
+warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one
+JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help
+lists the fields with their values.
+TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 
 import contextlib
 import dataclasses
@@ -21,17 +31,6 @@ from jaxrl_llm.system.signals import on_exit
 from jaxrl_llm.telemetry import Verbosity
 from jaxrl_llm.trainer.launch import launch
 
-USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
-                       [--quiet] [--json] [--field value ...]
-
-CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
-goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
-that are the same. --guard KIND stops the run once that trouble is found (or goes back: --rules.on_guard rollback).
---monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet shows no progress:
-warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one
-JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help
-lists the fields with their values.
-TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
@@ -52,7 +51,7 @@ OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"da
 
 def train(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
-    given = first(arguments, USAGE, MISSING)
+    given = first(arguments, __doc__, MISSING)
     prepare_libraries()
     found = configs.find_config(given)
     settings = found.run
