@@ -21,7 +21,6 @@ from jaxrl_llm.collection.ledger import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, Kind
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.runs.load import Trained
 from jaxrl_llm.system.paths import prepare_libraries
 from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
@@ -79,8 +78,24 @@ def collect(arguments: list[str]) -> int:
     path = check(name, out, options)
     task = dated(options.data.task, datetime.date.today().isoformat())
     options = dataclasses.replace(options, data=dataclasses.replace(options.data, task=task))
-    with answering(lambda number: quit_now(128 + number, STOPPED)):
-        step, found = answer(name, trained, settings, options, path)
+    from jaxrl_llm.collection.collect import Asked
+    from jaxrl_llm.collection.collect import collect as collect_answers
+    from jaxrl_llm.tasks import load
+    from jaxrl_llm.telemetry.pace import Schedule
+    from jaxrl_llm.telemetry.progress import Progress
+
+    data = options.data
+    with answering(lambda number: quit_now(128 + number, STOPPED)), Progress(Schedule(1)) as progress:
+        progress.status(f"reading task {data.task.label}")
+        loaded = load(data.task)
+        problems = loaded.train[: data.limit or None]
+        model = asking(name, trained, settings, data.task, problems, options, progress.status)
+        with model as (policy, prompts, by):
+            for note in loaded.notes:
+                progress.note(note)
+            asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
+            found = collect_answers(by, asked, path, status=progress.status)
+    step = policy.step
     numbers = {"model": name, "step": step, "kind": options.kind, "out": out, **found.numbers()}
     print(json.dumps(numbers) if options.json else "\n".join(as_table(name, step, options, path, found)))
     return 0
@@ -98,32 +113,6 @@ def check(name: str, out: str | None, options: Options) -> Path:
     check_fields(options, "--", (Count,))
     configs.check_seed("--seed", options.seed)
     return path
-
-
-def answer(
-    name: str, trained: Trained | None, settings: configs.Run, options: Options, path: Path
-) -> tuple[int | None, Any]:
-    """Collect the answers; return (step of the run, results of the problems)."""
-    from jaxrl_llm.collection.collect import Asked, collect
-    from jaxrl_llm.tasks import load
-    from jaxrl_llm.telemetry.pace import Schedule
-    from jaxrl_llm.telemetry.progress import Progress
-
-    data = options.data
-    with Progress(Schedule(1)) as progress:
-        progress.status(f"reading task {data.task.label}")
-        loaded = load(data.task)
-        problems = loaded.train[: data.limit or None]
-        with asking(name, trained, settings, data.task, problems, options, progress.status) as (
-            policy,
-            prompts,
-            by,
-        ):
-            for note in loaded.notes:
-                progress.note(note)
-            asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
-            found = collect(by, asked, path, status=progress.status)
-    return policy.step, found
 
 
 def as_table(name: str, step: int | None, options: Options, path: Path, found: Any) -> list[str]:

@@ -17,8 +17,8 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator
-from typing import Any, TextIO
+from collections.abc import Generator
+from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
@@ -104,17 +104,11 @@ def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Co
 
 @contextlib.contextmanager
 def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
-    """Yield the verbosity of a run; if rows go to stdout, all other output of the block goes to stderr."""
-    if not as_json:
-        yield Verbosity(quiet)
-        return
+    """Yield the verbosity of a run; if its rows go to stdout, all other output of the block goes to stderr.
+
+    A row is one line of JSON. A closed reader of the rows is reported, and the run continues.
+    """
     out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        yield Verbosity(quiet, printing(out))
-
-
-def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
-    """Return a function that prints a row as one line of JSON; a closed reader is reported, and the run continues."""
 
     def show(row: dict[str, Any]) -> None:
         try:
@@ -123,7 +117,8 @@ def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
             let_go(out)
             print("jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl", file=sys.stderr)
 
-    return show
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield Verbosity(quiet, show if as_json else None)
 
 
 def take_spellings(arguments: list[str]) -> dict[str, str]:

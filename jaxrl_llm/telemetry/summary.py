@@ -256,18 +256,16 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     summary = dataclasses.replace(summary, task=task, measure=measure, after=last[name])
     if first is last:
         return summary
-    answers = [row for row in read_rows(run_dir / "samples.jsonl") if row["kind"] == "evaluation"]
-    before, after = ([_answered(row) for row in answers if row["step"] == at["step"]] for at in (first, last))
+    answers: dict[int, list[Answered]] = {first["step"]: [], last["step"]: []}
+    for row in read_rows(run_dir / "samples.jsonl"):
+        if row["kind"] == "evaluation" and row["step"] in answers:
+            reward = math.nan if row.get("reward") is None else row["reward"]
+            score = float(row["correct"]) if "correct" in row else reward
+            answers[row["step"]].append((row.get("task", ""), row["prompt"], row["completion"], score))
     counts = [last[count] for count in last if count.startswith("eval/") and count.endswith("/problems")]
     return dataclasses.replace(
-        summary, before=first[name], pairs=pair_samples(before, after), problems=int(sum(counts))
+        summary, before=first[name], pairs=pair_samples(*answers.values()), problems=int(sum(counts))
     )
-
-
-def _answered(row: dict[str, Any]) -> Answered:
-    reward = math.nan if row.get("reward") is None else row["reward"]
-    score = float(row["correct"]) if "correct" in row else reward
-    return row.get("task", ""), row["prompt"], row["completion"], score
 
 
 def _judgements(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float, float | None], ...]:
