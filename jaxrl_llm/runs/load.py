@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.recovery import check_whole
-from jaxrl_llm.checkpoints.snapshots import kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import check_whole, kept, phase_of
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.config.run import Configuration
 from jaxrl_llm.errors import InputError
