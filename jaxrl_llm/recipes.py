@@ -299,20 +299,8 @@ as its reward model: recipe.critic.model. Its moving average of the weights is l
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        GRPO,
-        DR_GRPO,
-        DAPO,
-        GSPO,
-        CISPO,
-        SAPO,
-        PRORL_V1,
-        PRORL_V2,
-        KIMI_K1_5,
-        DEEPSEEK_V3_2,
-        MINIRL,
-        RLOO,
-        REINFORCE_PP,
-        PPO,
+        *(GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, PRORL_V1, PRORL_V2),
+        *(KIMI_K1_5, DEEPSEEK_V3_2, MINIRL, RLOO, REINFORCE_PP, PPO),
     )
 }
 """Every recipe by name; ``--recipe NAME`` chooses one."""

@@ -1,5 +1,6 @@
 """The command line before any weight is loaded: help, lists, and what the process itself answers."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from commands import MAIN, assert_refused, command, commands, environment
 
 from jaxrl_llm.algorithms.preference import IPO
 from jaxrl_llm.cli.export import model_card
-from jaxrl_llm.cli.train import printing
+from jaxrl_llm.cli.train import speaking
 from jaxrl_llm.config import Preference, RewardModel, Supervised
 from jaxrl_llm.data import Pairs, Texts
 from jaxrl_llm.runs.load import Trained
@@ -40,13 +41,12 @@ def test_a_typo_is_answered_without_the_slow_libraries(tmp_path, line):
 
 def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
     reading, writing = os.pipe()
-    with open(writing, "w") as out:
-        show = printing(out)
-        show({"step": 1, "event/reward_failed": "mine: naïve"})
+    with open(writing, "w") as out, contextlib.redirect_stdout(out), speaking(False, True) as voice:
+        voice.rows({"step": 1, "event/reward_failed": "mine: naïve"})
         assert os.read(reading, 100) == b'{"step": 1, "event/reward_failed": "mine: na\\u00efve"}\n'
         os.close(reading)
-        show({"step": 2})
-        show({"step": 3})
+        voice.rows({"step": 2})
+        voice.rows({"step": 3})
     assert capfd.readouterr() == ("", "jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl\n")
 
 

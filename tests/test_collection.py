@@ -26,7 +26,7 @@ SEVERAL = """
 import sys
 from pathlib import Path
 from talkative import answerer, asked, task_in
-from jaxrl_llm.cli.processes import take_distributed, together
+from jaxrl_llm.cli.train import take_distributed, together
 from jaxrl_llm.collection.collect import collect
 with together(take_distributed(sys.argv[1:])) as peers:
     by = answerer()

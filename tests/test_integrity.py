@@ -11,8 +11,7 @@ from learner.rollouts import one_device
 from tiny import tiny
 
 from jaxrl_llm.checkpoints import integrity
-from jaxrl_llm.checkpoints.recovery import check_whole, check_writable, newest_whole
-from jaxrl_llm.checkpoints.snapshots import keep
+from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, keep, newest_whole
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.cli import explain
 from jaxrl_llm.config import load_config

@@ -17,8 +17,7 @@ from learner.rollouts import one_device
 from tiny import tiny
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.recovery import newest_whole
-from jaxrl_llm.checkpoints.snapshots import keep, kept
+from jaxrl_llm.checkpoints.snapshots import keep, kept, newest_whole
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, restore_policy, steps_in
 from jaxrl_llm.cli.asking import Policy
 from jaxrl_llm.cli.distance import measure

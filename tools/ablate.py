@@ -26,9 +26,9 @@ from ladder_statistics import Line, Row, lines_of, table
 from ladders import LADDERS, Rung
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli.flags import first, parse, suggest, take
+from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.config.phases import changed
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import new_file, prepare_libraries, writable
@@ -90,19 +90,18 @@ class Planned:
         return max((row["step"] for row in self.rows), default=0)
 
 
-def read(arguments: list[str]) -> Asked | None:
-    """What the command line says; None where it was help that was asked for.
+def read(arguments: list[str]) -> Asked:
+    """What the command line says.
 
     Raises:
       InputError: it cannot be done.
     """
     given = first(arguments, __doc__, MISSING)
-    if given is None:
-        return None
     prepare_libraries()
     ladder = take(arguments, "--ladder", True)
     require(ladder is not None, f"which ladder? give --ladder {', '.join(LADDERS)}")
-    require(ladder in LADDERS, f"no ladder {ladder!r}: {suggest(ladder, list(LADDERS))}")
+    hint = did_you_mean(ladder, LADDERS, f"there are {', '.join(LADDERS)}")
+    require(ladder in LADDERS, f"no ladder {ladder!r}: {hint}")
     seeds = take(arguments, "--seeds", True) or "3"
     require(seeds.isdecimal() and int(seeds) > 0, f"--seeds {seeds}: give how many, at least 1")
     folder = take(arguments, "--folder", True)
@@ -325,8 +324,6 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0, 2 for wrong use, 75 where it was asked to stop."""
     try:
         asked = read(arguments)
-        if asked is None:
-            return 0
         runs = planned(asked)
         code = 0 if asked.draw else run_all(asked, runs)
         if code:

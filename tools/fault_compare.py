@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints.recovery import ARRAY
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS
+from jaxrl_llm.checkpoints.snapshots import ARRAY, CHECKPOINTS, SNAPSHOTS
 from jaxrl_llm.checkpoints.store import read_host, steps_in
 from jaxrl_llm.system.json_lines import read_rows
 

@@ -1,16 +1,23 @@
-"""Snapshots: models that a run keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase.
+"""The steps that a run keeps: its checkpoints, the newest whole one of which it resumes from, and its snapshots.
 
-A snapshot has only the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is
-written as a checkpoint is, and read by the same functions.
+Snapshots are models that it keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase. A snapshot has only
+the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is written as a
+checkpoint is, and read by the same functions.
 """
 
 import json
+import tempfile
 from pathlib import Path
 
+from jaxrl_llm.checkpoints import integrity
 from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import TrainState
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
+DAMAGED = "damaged"
+ARRAY = "/.zarray"
+"""The end of the key under which Orbax stores the shape of an array."""
 
 
 def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
@@ -45,3 +52,91 @@ def listed(directory: Path) -> str:
     checkpoints = ", ".join(map(str, steps_in(directory / CHECKPOINTS)))
     snapshots = ", ".join(map(str, steps_in(directory / SNAPSHOTS)))
     return " and ".join([checkpoints] * bool(checkpoints) + [f"snapshots of {snapshots}"] * bool(snapshots))
+
+
+def newest_whole(directory: Path) -> tuple[int | None, str]:
+    """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones.
+
+    Damaged ones are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again. Called by one
+    process.
+
+    Raises:
+      InputError: all checkpoints are damaged: they stay where they are.
+    """
+    damaged = {}
+    whole = None
+    for step in reversed(steps_in(directory / CHECKPOINTS)):
+        why = damage(directory / CHECKPOINTS / str(step))
+        if not why:
+            whole = step
+            break
+        damaged[step] = why
+    if not damaged:
+        return whole, ""
+    told = "; ".join(f"{CHECKPOINTS}/{step} is damaged ({why})" for step, why in damaged.items())
+    if whole is None:
+        snapshots = steps_in(directory / SNAPSHOTS)
+        begin = f"--from {directory}@{snapshots[-1]} for a new run from that snapshot, or " if snapshots else ""
+        raise InputError(f"{directory} has no whole checkpoint: {told}; take {begin}--fresh to start over")
+    for step in damaged:
+        place = directory / CHECKPOINTS / str(step)
+        aside = place.with_name(f"{step}.{DAMAGED}")
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = place.with_name(f"{step}.{DAMAGED}-{number}")
+        place.rename(aside)
+    return whole, f"{told}; going on from {whole}"
+
+
+def damage(step: Path) -> str:
+    """Describe the damage of a checkpoint; return an empty string if it is whole.
+
+    One without checksums, written by an earlier version, counts as whole if its files can be read.
+    """
+    if integrity.written(step):
+        return integrity.fault(step)
+    import tensorstore as ts
+
+    try:
+        json.loads((step / "host" / "metadata").read_text())
+        place = {"driver": "ocdbt", "base": f"file://{step.absolute()}/state/"}
+        keys = [key.decode() for key in ts.KvStore.open(place).result().list().result()]
+        names = [key.removesuffix(ARRAY) for key in keys if key.endswith(ARRAY)]
+        for name in names:
+            ts.open({"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}).result().read().result()
+    except Exception as error:  # noqa: BLE001  damaged files fail in ways of their own
+        return str(error).splitlines()[0]
+    return "" if names else "it holds no arrays"
+
+
+def check_whole(step: Path) -> None:
+    """Refuse a checkpoint or snapshot that differs from its checksums.
+
+    Raises:
+      InputError: names the first bad file, and the other steps that the run keeps.
+    """
+    why = integrity.fault(step)
+    if why:
+        run = step.parents[1]
+        others = [f"{run}@{number}" for number, place in kept(run).items() if place != step]
+        remedy = f"give another: {', '.join(others)}" if others else f"{run} keeps no other"
+        raise InputError(f"{step} is damaged ({why}): {remedy}")
+
+
+def check_writable(directory: Path) -> None:
+    """Refuse a run that cannot write its checkpoints, before it computes anything.
+
+    Raises:
+      InputError: quotes the operating system's error.
+    """
+    place = directory / CHECKPOINTS
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{place} cannot be written ({error.strerror}): make it writable and run the same command again; the "
+            "checkpoints that are there stay as they are"
+        ) from error

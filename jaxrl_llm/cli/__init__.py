@@ -1,19 +1,4 @@
-"""The command line. Slow modules are imported only after the arguments are checked."""
-
-import gc
-import importlib
-import os
-import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
-
-from jaxrl_llm.cli.flags import let_go, suggest
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.paths import NO_ROOM
-from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
-
-USAGE = """usage: jaxrl-llm COMMAND ...
+"""usage: jaxrl-llm COMMAND ...
 
   train CONFIG     teach a model; run it again to go on       jaxrl-llm train quickstart
   eval RUN         test a run or a model on its task          jaxrl-llm eval runs/quickstart
@@ -26,6 +11,19 @@ USAGE = """usage: jaxrl-llm COMMAND ...
   list             configurations, tasks, recipes, models     jaxrl-llm list
 
 jaxrl-llm COMMAND --help tells more."""
+
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from jaxrl_llm.cli.flags import let_go
+from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.system.paths import NO_ROOM
+from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
 
 DONE, WRONG_INPUT = 0, 2
 MARKS_OF_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
@@ -88,6 +86,10 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; wrong input, a full disk and too little memory are one line on stderr."""
     try:
         return dispatch(list(arguments))
+    except SystemExit as stop:  # of a command that was asked for its help
+        if stop.code:
+            raise
+        return DONE
     except InputError as error:
         return refuse(str(error))
     except BrokenPipeError:
@@ -133,7 +135,7 @@ def refuse(message: str) -> int:
 def dispatch(arguments: list[str]) -> int:
     """Find the command and pass the remaining arguments to it."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE)
+        print(__doc__)
         return DONE
     name = arguments[0]
     rest = arguments[1:]
@@ -143,7 +145,8 @@ def dispatch(arguments: list[str]) -> int:
         print(__version__)
         return DONE
     if name not in COMMANDS:
-        raise InputError(f"no command {name!r}: {suggest(name, list(COMMANDS))}")
+        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
+        raise InputError(f"no command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
     quits = answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS))
     with quits if name == "train" else nullcontext():

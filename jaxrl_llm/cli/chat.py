@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxrl_llm.cli.asking import Policy
 from jaxrl_llm.cli.generate import encode, say
@@ -109,14 +109,21 @@ def fitted(
 
 def typed() -> Iterator[str]:
     """Yield the non-empty lines that a person types, up to Ctrl-D."""
+    import termios
+
     with contextlib.suppress(ImportError):
         import readline  # from here on lines can be edited, and earlier ones found again
 
         readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text is one message, line breaks and all
 
+    def put_back(*reason: object) -> None:
+        os.write(sys.stdin.fileno(), UNBRACKETED)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+
     while True:
+        mode = termios.tcgetattr(sys.stdin)  # which readline changes
         try:
-            with as_it_was():
+            with on_exit(put_back):
                 if sys.stdout.isatty():
                     line = input(PROMPT)
                 else:  # answers go elsewhere than to the terminal
@@ -128,21 +135,6 @@ def typed() -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-@contextlib.contextmanager
-def as_it_was() -> Generator[None]:
-    """Restore the terminal's mode if the process quits in the block, since readline changes it."""
-    import termios
-
-    mode = termios.tcgetattr(sys.stdin)
-
-    def put_back(*reason: object) -> None:
-        os.write(sys.stdin.fileno(), UNBRACKETED)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
-
-    with on_exit(put_back):
-        yield
 
 
 def note(text: str) -> None:

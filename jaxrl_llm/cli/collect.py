@@ -1,4 +1,10 @@
-"""``jaxrl-llm collect``: a model's own verified answers as training data."""
+"""usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
+                         [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
+
+Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
+another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
+continuations from each that come out right (steps). Stopped, the same command goes on where it was.
+jaxrl-llm collect RUN_OR_MODEL --help tells more."""
 
 import dataclasses
 import datetime
@@ -15,18 +21,11 @@ from jaxrl_llm.collection.ledger import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, Kind
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.runs.load import Trained
 from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
 from jaxrl_llm.tasks import dated
 
-USAGE = """usage: jaxrl-llm collect RUN_OR_MODEL --out FILE.jsonl [--config NAME] [--task.* ...] [--samples K]
-                         [--kind texts|pairs|steps] [--keep first|shortest|all] [--temperature T] [--limit N] [--json]
-
-Samples K answers to each problem that a run trains on, or to those of a configuration (quickstart unless --config names
-another), and writes the right ones (texts), a right and a wrong one (pairs), or answers in steps with the share of
-continuations from each that come out right (steps). Stopped, the same command goes on where it was.
-jaxrl-llm collect RUN_OR_MODEL --help tells more."""
 EMPTY = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
 STOPPED = "interrupted: run the same command again to go on"
 
@@ -46,8 +45,8 @@ class Options:
 
     data: Annotated[Collected, tyro.conf.arg(name="")]
     kind: Kind = "texts"
-    max_new_tokens: int = 256
-    slots: int = 64
+    max_new_tokens: Annotated[int, Count(1)] = 256
+    slots: Annotated[int, Count(1)] = 64
     seed: int = 0
     json: bool = False
 
@@ -55,10 +54,8 @@ class Options:
 def collect(arguments: list[str]) -> int:
     """Run ``collect RUN_OR_MODEL --out FILE [--config NAME] [--field value ...]``; return the exit code."""
     name = first(
-        arguments, USAGE, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
+        arguments, __doc__, "collect needs a run or a model: jaxrl-llm collect runs/quickstart --out answers.jsonl"
     )
-    if name is None:
-        return 0
     prepare_libraries()
     out = take(arguments, "--out", True)
     trained, settings = find_settings(name, arguments)
@@ -81,8 +78,24 @@ def collect(arguments: list[str]) -> int:
     path = check(name, out, options)
     task = dated(options.data.task, datetime.date.today().isoformat())
     options = dataclasses.replace(options, data=dataclasses.replace(options.data, task=task))
-    with answering(lambda number: quit_now(128 + number, STOPPED)):
-        step, found = answer(name, trained, settings, options, path)
+    from jaxrl_llm.collection.collect import Asked
+    from jaxrl_llm.collection.collect import collect as collect_answers
+    from jaxrl_llm.tasks import load
+    from jaxrl_llm.telemetry.pace import Schedule
+    from jaxrl_llm.telemetry.progress import Progress
+
+    data = options.data
+    with answering(lambda number: quit_now(128 + number, STOPPED)), Progress(Schedule(1)) as progress:
+        progress.status(f"reading task {data.task.label}")
+        loaded = load(data.task)
+        problems = loaded.train[: data.limit or None]
+        model = asking(name, trained, settings, data.task, problems, options, progress.status)
+        with model as (policy, prompts, by):
+            for note in loaded.notes:
+                progress.note(note)
+            asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
+            found = collect_answers(by, asked, path, status=progress.status)
+    step = policy.step
     numbers = {"model": name, "step": step, "kind": options.kind, "out": out, **found.numbers()}
     print(json.dumps(numbers) if options.json else "\n".join(as_table(name, step, options, path, found)))
     return 0
@@ -97,36 +110,9 @@ def check(name: str, out: str | None, options: Options) -> Path:
     configs.require(not path.is_dir(), f"--out {out} is a folder: give a file in it")
     check_free(path)
     check_collected(options.data, options.kind, "--")
-    for field in ("max_new_tokens", "slots"):
-        configs.require(getattr(options, field) >= 1, f"--{field} must be at least 1, got {getattr(options, field)}")
+    check_fields(options, "--", (Count,))
     configs.check_seed("--seed", options.seed)
     return path
-
-
-def answer(
-    name: str, trained: Trained | None, settings: configs.Run, options: Options, path: Path
-) -> tuple[int | None, Any]:
-    """Collect the answers; return (step of the run, results of the problems)."""
-    from jaxrl_llm.collection.collect import Asked, collect
-    from jaxrl_llm.tasks import load
-    from jaxrl_llm.telemetry.pace import Schedule
-    from jaxrl_llm.telemetry.progress import Progress
-
-    data = options.data
-    with Progress(Schedule(1)) as progress:
-        progress.status(f"reading task {data.task.label}")
-        loaded = load(data.task)
-        problems = loaded.train[: data.limit or None]
-        with asking(name, trained, settings, data.task, problems, options, progress.status) as (
-            policy,
-            prompts,
-            by,
-        ):
-            for note in loaded.notes:
-                progress.note(note)
-            asked = Asked(prompts, problems, data, options.kind, options.max_new_tokens, options.seed)
-            found = collect(by, asked, path, status=progress.status)
-    return policy.step, found
 
 
 def as_table(name: str, step: int | None, options: Options, path: Path, found: Any) -> list[str]:

@@ -117,13 +117,10 @@ def measure(
         layout = layout_for(learner, compute, length, options.max_new_tokens, policy.mesh, model.config)
         forward = Forward(layout, compute, options.temperature, policy.mesh)
         logps.append(scored(forward, model, samples, "logp", status))
-    sums = [_sums(sample.mask, own, its) for sample, own, its in zip(samples, *logps, strict=True)]
+    sums = []
+    for sample, own, its in zip(samples, *logps, strict=True):
+        away = (its.astype(np.float64) - own)[sample.mask]
+        sums.append((float(len(away)), float(-away.sum()), float((np.expm1(away) - away).sum())))
     ends = np.cumsum([len(one.problems) * options.samples for one in found])[:-1]
     of_tasks = zip(found, np.split(np.asarray(sums), ends), strict=True)
     return tuple(Distance(to, trained and trained.step, one.task, own) for one, own in of_tasks)
-
-
-def _sums(mask: np.ndarray, own: np.ndarray, its: np.ndarray) -> tuple[float, float, float]:
-    """Return the number of tokens, and the sums over them of k1 and of k3, in float64."""
-    away = (its.astype(np.float64) - own)[mask]
-    return float(mask.sum()), float(-away.sum()), float((np.expm1(away) - away).sum())

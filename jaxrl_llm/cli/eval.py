@@ -1,24 +1,4 @@
-"""``jaxrl-llm eval``: avg@k, pass@k and maj@k of a run or a model; its mean reward where nothing is verified."""
-
-import dataclasses
-import datetime
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
-
-from jaxrl_llm import config as configs
-from jaxrl_llm.cli.asking import Policy, asking, find_settings
-from jaxrl_llm.cli.distance import Distance, check_distance, measure
-from jaxrl_llm.cli.eval_data import evaluate_data
-from jaxrl_llm.cli.flags import first, parse, take
-from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
-from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.runs.load import Trained, find_run
-from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
-from jaxrl_llm.tasks import Task
-
-USAGE = """usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
+"""usage: jaxrl-llm eval RUN_OR_MODEL [--config NAME] [--task.* ...] [--samples K] [--temperature T] [--json]
                       [--out FILE.jsonl] [--kl_to RUN_OR_MODEL]
                       [--rerank REWARD_MODEL [--rerank_by score|product|minimum|last] [--give_up_after K]]
 
@@ -29,6 +9,25 @@ its score. --out writes every answer to a file. --kl_to measures how far the mod
 token on its own answers, sampled at the temperature that it was trained at unless --temperature says otherwise.
 RUN@STEP is a checkpoint or a snapshot of the run.
 jaxrl-llm eval RUN_OR_MODEL --help tells more."""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.asking import Policy, asking, find_settings
+from jaxrl_llm.cli.distance import Distance, check_distance, measure
+from jaxrl_llm.cli.eval_data import evaluate_data
+from jaxrl_llm.cli.flags import first, parse, take
+from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
+from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.runs.load import Trained, find_run
+from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
+from jaxrl_llm.system.setting import Count, Range, check_fields
+from jaxrl_llm.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +52,22 @@ class Options:
     """
 
     task: Task | configs.Mixture
-    samples: int = 1
+    samples: Annotated[int, Count(1)] = 1
     temperature: float = 0.0
     top_p: float = 1.0
-    limit: int = 0
+    limit: Annotated[int, Range("[0, inf]", "0 is all")] = 0
     max_new_tokens: int = 256
-    slots: int = 64
+    slots: Annotated[int, Count(1)] = 64
     seed: int = 0
     json: bool = False
     rerank: str | None = None
     rerank_by: Literal["score", "product", "minimum", "last"] = "score"
-    give_up_after: int = 0
+    give_up_after: Annotated[int, Count(0)] = 0
 
 
 def evaluate(arguments: list[str]) -> int:
     """Run ``eval RUN_OR_MODEL [--config NAME] [--field value ...]``; return the exit code."""
-    name = first(arguments, USAGE, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
-    if name is None:
-        return 0
+    name = first(arguments, __doc__, "eval needs a run or a model: jaxrl-llm eval runs/quickstart")
     prepare_libraries()
     own = find_run(name)
     named = any(argument.partition("=")[0] == "--config" for argument in arguments)
@@ -140,10 +137,8 @@ def check(options: Options, settings: configs.Run) -> None:
         check_task(task)
     configs.check_answers(dataclasses.replace(settings, task=options.task))
     Sampling(options.temperature, 0, options.top_p, options.max_new_tokens)
-    for name in ("samples", "slots"):
-        configs.require(getattr(options, name) >= 1, f"--{name} must be at least 1, got {getattr(options, name)}")
+    check_fields(options, "--", (Count, Range))
     configs.check_seed("--seed", options.seed)
-    configs.require(options.limit >= 0, f"--limit must be at least 0 (0 is all), got {options.limit}")
     configs.require(
         options.samples == 1 or options.temperature > 0,
         f"--samples {options.samples} at temperature 0 would all be the same: set --temperature above 0",

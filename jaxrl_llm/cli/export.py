@@ -1,4 +1,10 @@
-"""``jaxrl-llm export``: a run's policy as a directory for transformers or as a GGUF file, or only its adapter."""
+"""usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
+       jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
+
+Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
+README.md that says what was trained and what tests found. --adapter writes a run's adapter alone, as PEFT loads it. DIR
+must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
+tokenizer and chat template."""
 
 import shlex
 from collections.abc import Callable
@@ -15,13 +21,6 @@ from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
 from jaxrl_llm.system.text import shown
 from jaxrl_llm.tasks import Steps
 
-USAGE = """usage: jaxrl-llm export RUN[@STEP] --out DIR [--adapter]
-       jaxrl-llm export RUN[@STEP] --out FILE.gguf [--gguf_type f32|f16|bf16|q8_0]
-
-Writes a run's policy, the newest one unless STEP names another checkpoint: config.json, safetensors, tokenizer, and a
-README.md that says what was trained and what tests found. --adapter writes a run's adapter alone, as PEFT loads it. DIR
-must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
-tokenizer and chat template."""
 GENERATE = '  jaxrl-llm generate {} --prompt "What is 3 + 5?"'
 HEAD = """---
 base_model: {base}
@@ -63,12 +62,7 @@ FOLLOWS = "ids += tokenizer({text}, add_special_tokens=False)['input_ids']"
 
 def export(arguments: list[str]) -> int:
     """Run ``export RUN[@STEP] --out DIR [--adapter]``, or ``--out FILE.gguf [--gguf_type T]``; return the exit code."""
-    name = first(arguments, USAGE, "export needs a run: jaxrl-llm export runs/quickstart --out model")
-    if name is None:
-        return 0
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    name = first(arguments, __doc__, "export needs a run: jaxrl-llm export runs/quickstart --out model", True)
     out = take(arguments, "--out", True)
     adapter = bool(take(arguments, "--adapter", False))
     gguf_type = take(arguments, "--gguf-type", True)

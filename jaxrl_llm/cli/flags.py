@@ -7,17 +7,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.paths import local
-
-
-def suggest(name: str, known: Sequence[str], more: str = "") -> str:
-    """Suggest the nearest known name as a question, or list all of them."""
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}{more}"
 
 
 def parse(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
@@ -36,7 +29,11 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
         warnings.filterwarnings("ignore", category=UserWarning, module="tyro")
         parser = tyro.extras.get_parser(kind, **options)  # ty: ignore[deprecated]  nothing else lists the flags
         known = {flag for action in parser._actions for flag in action.option_strings}
-        _refuse_unknown(arguments, known, program)
+        fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
+        for flag in (argument.split("=", 1)[0] for argument in arguments if argument.startswith("--")):
+            name = flag[2:].replace("-", "_")
+            if name not in fields:
+                raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
         try:
             with contextlib.redirect_stderr(captured):
                 found, surplus = tyro.cli(kind, args=arguments, return_unknown_args=True, **options)
@@ -50,15 +47,6 @@ def parse(kind: type, arguments: list[str], program: str, description: str, defa
             f"{name} belongs to no option: write --option value; a switch stands alone (--x.name, --x.no-name)"
         )
     return found
-
-
-def _refuse_unknown(arguments: Sequence[str], known: set[str], program: str) -> None:
-    fields = {flag[2:].replace("-", "_") for flag in known if flag.startswith("--")}
-    for argument in arguments:
-        flag = argument.split("=", 1)[0]
-        name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and name not in fields:
-            raise InputError(f"no option {flag}: {_meant(name, fields) or f'see {program} --help'}")
 
 
 def _meant(name: str, fields: set[str]) -> str:
@@ -125,18 +113,20 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
     return None if value else False
 
 
-def first(arguments: list[str], usage: str, missing: str) -> str | None:
-    """Remove and return the leading argument; None after printing the help if that was requested.
+def first(arguments: list[str], usage: str | None, missing: str, whole_help: bool = False) -> str:
+    """Remove and return the leading argument; ``--help`` in its place prints ``usage`` and exits.
+
+    ``whole_help``: ``usage`` is all the help that the command has, so it answers ``--help`` in any place.
 
     Raises:
       InputError: the argument is missing (the message is ``missing``), or an address.
     """
-    if arguments and not arguments[0].startswith("-"):
-        return local(arguments.pop(0))
-    if arguments and arguments[0] in ("-h", "--help"):
+    if {"-h", "--help"} & set(arguments if whole_help else arguments[:1]):
         print(usage)
-        return None
-    raise InputError(missing)
+        raise SystemExit
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(missing)
+    return local(arguments.pop(0))
 
 
 def let_go(file: TextIO) -> None:

@@ -1,7 +1,8 @@
-"""``jaxrl-llm generate``: an answer to one prompt, to each line of the input, or a chat.
+"""usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
 
-An answer is sampled chunk by chunk, and printed as far as later tokens cannot change the text.
-"""
+Without --prompt it is a chat, on a terminal: each answer knows what was said before; Ctrl-C ends an answer, Ctrl-D the
+chat, /new begins another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
+jaxrl-llm generate MODEL --help tells more."""
 
 import dataclasses
 import io
@@ -22,12 +23,6 @@ from jaxrl_llm.tasks import encode as encode_problem
 from jaxrl_llm.tasks.prompts import unwritable
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.types import Completion, Message, Problem
-
-USAGE = """usage: jaxrl-llm generate MODEL_OR_RUN [--prompt TEXT] [--max_new_tokens N] [--temperature T] [--top_p P]
-
-Without --prompt it is a chat, on a terminal: each answer knows what was said before; Ctrl-C ends an answer, Ctrl-D the
-chat, /new begins another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
-jaxrl-llm generate MODEL --help tells more."""
 
 SHORTEST_CACHE = 256
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -59,9 +54,9 @@ class Options:
 
 def generate(arguments: list[str]) -> int:
     """Run ``generate MODEL_OR_RUN [--prompt TEXT] ...``; return the exit code."""
-    name = first(arguments, USAGE, 'generate needs a model or a run: jaxrl-llm generate smollm2-135m --prompt "Hello"')
-    if name is None:
-        return 0
+    name = first(
+        arguments, __doc__, 'generate needs a model or a run: jaxrl-llm generate smollm2-135m --prompt "Hello"'
+    )
     prepare_libraries()
     options = parse(Options, arguments, f"jaxrl-llm generate {name}", "Answer a prompt.")
     if options.prompt is not None and not options.prompt.strip():

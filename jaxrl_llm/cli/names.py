@@ -8,8 +8,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl_llm.cli.flags import suggest
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.system.paths import prepare_libraries
 
 LONGEST_NOTE = 110
@@ -31,9 +30,13 @@ KINDS_OF_TASK = [
 """Kinds of tasks in a configuration, each with a description."""
 
 
+Rows = list[tuple[str, str]]
+"""Names, each with a description; without a name a text of its own."""
+
+
 def list_names(arguments: list[str]) -> int:
     """Run ``list [configs|tasks|recipes|models]``; return the exit code."""
-    topics: dict[str, Callable[[bool], list[str]]] = {
+    topics: dict[str, Callable[[bool], Rows]] = {
         "configs": configs,
         "tasks": tasks,
         "recipes": recipes,
@@ -45,39 +48,54 @@ def list_names(arguments: list[str]) -> int:
     if len(arguments) > 1:
         raise InputError(f"list takes one of {', '.join(topics)}, got {' '.join(arguments)}")
     if arguments and arguments[0] not in topics:
-        raise InputError(f"list does not know {arguments[0]!r}: {suggest(arguments[0], list(topics))}")
+        hint = did_you_mean(arguments[0], topics, f"there are {', '.join(topics)}")
+        raise InputError(f"list does not know {arguments[0]!r}: {hint}")
     prepare_libraries()
-    chosen = arguments or list(topics)
-    print(
-        "\n\n".join(
-            "\n".join([name, *(f"{INDENT}{line}" for line in topics[name](bool(arguments)))]) for name in chosen
-        )
-    )
+    found = {name: topics[name](bool(arguments)) for name in arguments or topics}
+    print("\n\n".join("\n".join([name, *formatted(rows)]) for name, rows in found.items()))
     return 0
 
 
-def configs(whole: bool) -> list[str]:
+def formatted(rows: Rows) -> list[str]:
+    """Format names with their descriptions, wrapped in a second column.
+
+    The width is the terminal's, at least 60 columns, and 80 without a terminal.
+    """
+    columns = max(60, shutil.get_terminal_size((80, 24)).columns)
+    width = max(len(name) for name, _ in rows) + 2
+    lines = []
+    for name, text in rows:
+        begin = INDENT + (f"{name:<{width}}" if name else "")
+        wrapped = textwrap.wrap(
+            text,
+            columns,
+            initial_indent=begin,
+            subsequent_indent=" " * len(begin),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += wrapped or [begin.rstrip()]
+    return lines
+
+
+def configs(whole: bool) -> Rows:
     """List each shipped configuration with the first line of its docstring, without executing it."""
     from jaxrl_llm.config import config_folder, config_names
 
-    return _table([(name, first_line(config_folder() / f"{name}.py")) for name in config_names()])
+    texts = {name: (config_folder() / f"{name}.py").read_text() for name in config_names()}
+    return [(name, (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)[0]) for name, text in texts.items()]
 
 
-def first_line(path: Path) -> str:
-    """Return the first line of a Python file's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n", 1)[0]
-
-
-def tasks(whole: bool) -> list[str]:
+def tasks(whole: bool) -> Rows:
     """List the kinds of tasks; with ``whole`` every name of reasoning-gym."""
     if not whole:
-        return [*_table(KINDS_OF_TASK), "jaxrl-llm list tasks names all of reasoning-gym's"]
+        return [*KINDS_OF_TASK, ("", "jaxrl-llm list tasks names all of reasoning-gym's")]
     from reasoning_gym.factory import DATASETS
 
-    return [*_table(KINDS_OF_TASK), "", *_wrapped(" ".join(sorted(DATASETS)), _columns())]
+    return [*KINDS_OF_TASK, ("", ""), ("", " ".join(sorted(DATASETS)))]
 
 
-def recipes(whole: bool) -> list[str]:
+def recipes(whole: bool) -> Rows:
     """List each recipe with the first sentence of its docstring in recipes.py."""
     from jaxrl_llm import recipes as module
 
@@ -89,36 +107,17 @@ def recipes(whole: bool) -> list[str]:
             sentence = re.split(r"\.\s", str(note.value.value), maxsplit=1)[0].rstrip(".")
             notes[node.targets[0].id] = textwrap.shorten(sentence, LONGEST_NOTE, placeholder=" ...")
     values = {id(recipe): name for name, recipe in vars(module).items() if isinstance(recipe, module.Recipe)}
-    return _table([(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()])
+    return [(name, notes.get(values[id(recipe)], "")) for name, recipe in module.RECIPES.items()]
 
 
-def models(whole: bool) -> list[str]:
+def models(whole: bool) -> Rows:
     """List the built-in models, and the families that can be loaded from a path."""
     from jaxrl_llm.models.builtin import BUILTIN
     from jaxrl_llm.models.families import FAMILIES
 
-    paths = [
+    return [
+        *((name, builtin.description) for name, builtin in BUILTIN.items()),
         ("PATH", "a Hugging Face directory (config.json, safetensors, tokenizer) or a .gguf file"),
         ("OWNER/MODEL", "a model of the hub"),
+        ("", f"families: {' '.join(sorted(FAMILIES))}"),
     ]
-    rows = _table([(name, builtin.description) for name, builtin in BUILTIN.items()] + paths)
-    return [*rows, *_wrapped(f"families: {' '.join(sorted(FAMILIES))}", _columns())]
-
-
-def _table(rows: list[tuple[str, str]]) -> list[str]:
-    """Format names with their descriptions, wrapped in a second column."""
-    width = max(len(name) for name, _ in rows) + 2
-    lines = []
-    for name, text in rows:
-        first, *others = _wrapped(text, _columns() - width) or [""]
-        lines += [f"{name:<{width}}{first}".rstrip(), *(" " * width + line for line in others)]
-    return lines
-
-
-def _columns() -> int:
-    """Return the terminal's columns without the indent: at least 60, and 80 without a terminal."""
-    return max(60, shutil.get_terminal_size((80, 24)).columns) - len(INDENT)
-
-
-def _wrapped(text: str, columns: int) -> list[str]:
-    return textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)

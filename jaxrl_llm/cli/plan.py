@@ -1,4 +1,17 @@
-"""``jaxrl-llm plan``: whether a run fits a machine, how fast it can be, and its bottleneck, before it is rented."""
+"""usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
+                      [--loops] [--phase N] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
+
+NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
+--slices N         so many such slices
+--mean_tokens N    completions (or rows of data) have N tokens on average (times only; memory is that of the longest)
+--search           try meshes and microbatches; compile the most promising and print the best
+--quick            by formula, nothing is compiled
+--largest          also how many microbatch_rows fit, which compiles the update once more
+--loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
+--phase N          as the run is in its phase N, counted from 1, where it has several
+--json FILE        all numbers, in bytes and seconds
+--plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
+jaxrl-llm train CONFIG --help lists the fields."""
 
 import dataclasses
 from pathlib import Path
@@ -13,20 +26,6 @@ if TYPE_CHECKING:
     from jaxrl_llm.plan.machines import Machine
     from jaxrl_llm.plan.planning import Plan
 
-USAGE = """usage: jaxrl-llm plan CONFIG --topology NAME [--slices N] [--mean_tokens N] [--search] [--quick] [--largest]
-                      [--loops] [--phase N] [--json FILE] [--plot FILE] [--recipe NAME] [--field value ...]
-
-NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64; hosts x devices of each: h100:2x4).
---slices N         so many such slices
---mean_tokens N    completions (or rows of data) have N tokens on average (times only; memory is that of the longest)
---search           try meshes and microbatches; compile the most promising and print the best
---quick            by formula, nothing is compiled
---largest          also how many microbatch_rows fit, which compiles the update once more
---loops            also what the compiled programs move in memory: each loop's bytes, copies and transfers
---phase N          as the run is in its phase N, counted from 1, where it has several
---json FILE        all numbers, in bytes and seconds
---plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
-jaxrl-llm train CONFIG --help lists the fields."""
 MISSING = (
     "plan needs a configuration: jaxrl-llm plan quickstart --topology v5e:2x2 (jaxrl-llm list configs names the others)"
 )
@@ -41,20 +40,19 @@ FLAGS = ("--search", "--quick", "--largest", "--loops")
 
 def plan(arguments: list[str]) -> int:
     """Run ``plan CONFIG --topology NAME ...``; return the exit code."""
-    given = first(arguments, USAGE, MISSING)
-    if given is None:
-        return 0
+    given = first(arguments, __doc__, MISSING)
     prepare_libraries()
-    from jaxrl_llm.plan.machines import prepare_compilers
+    from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe, parse_topology, prepare_compilers
 
     prepare_compilers()
     asked = options(arguments)
     run = settings(given, arguments, asked["--slices"])
     from jaxrl_llm.plan.lowering import model_config
-    from jaxrl_llm.plan.machines import parse_topology
 
     machine = parse_topology(asked["--topology"], asked["--slices"])
-    devices, lacking = described(machine, asked["--quick"])
+    quick = asked["--quick"]
+    described = machine.chip.platform != "gpu" or (not quick and compiles_for_gpus())
+    devices = describe(machine) if described else None
     configs.validate(run)
     run = chosen_phase(run, asked["--phase"])
     config, source = model_config(run.model)
@@ -63,14 +61,14 @@ def plan(arguments: list[str]) -> int:
     configs.validate_on_devices(run, machine.devices)
     from jaxrl_llm.plan.planning import plan as plan_one
 
-    compiling = devices is not None and not asked["--quick"]
+    compiling = described and not quick
     made = plan_one(
         run, config, machine, devices, asked["--mean_tokens"], compiling, compiling and asked["--largest"], status
     )
     status("")
     show(made, source, asked)
-    if lacking:
-        print(lacking)
+    if not described and not quick:
+        print(NO_COMPILER["gpu"])
     return 0
 
 
@@ -88,15 +86,6 @@ def chosen_phase(run: Any, number: int | None) -> Any:
     others = "" if number else "; --phase N plans another"
     print(f"phase {shown} of {len(phases)}: {phases[shown - 1].name or 'all of the run'}{others}")
     return configs.in_phase(run, shown - 1)
-
-
-def described(machine: "Machine", quick: bool) -> tuple[list[Any] | None, str]:
-    """Return the machine's devices for the compiler; None for GPUs without a compiler, and a note about that."""
-    from jaxrl_llm.plan.machines import NO_COMPILER, compiles_for_gpus, describe
-
-    if machine.chip.platform == "gpu" and (quick or not compiles_for_gpus()):
-        return None, "" if quick else NO_COMPILER["gpu"]
-    return describe(machine), ""
 
 
 def options(arguments: list[str]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ def check_rerank(options: Any) -> None:
     Raises:
       InputError: names the flag, its value and the remedy.
     """
-    configs.require(options.give_up_after >= 0, f"--give_up_after must be at least 0, got {options.give_up_after}")
     if options.rerank is None:
         configs.require(
             options.rerank_by == "score",

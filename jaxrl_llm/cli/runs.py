@@ -21,11 +21,8 @@ step, whose models are kept for good as RUN@STEP."""
 
 def report(arguments: list[str]) -> int:
     """Run ``report RUN [RUN ...] [--out FILE]``; return the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(REPORT_USAGE)
-        return 0
     out = take(arguments, "--out", True)
-    runs = [first(arguments, REPORT_USAGE, "report needs a run: jaxrl-llm report runs/quickstart"), *arguments]
+    runs = [first(arguments, REPORT_USAGE, "report needs a run: jaxrl-llm report runs/quickstart", True), *arguments]
     unknown = [argument for argument in arguments if argument.startswith("-")]
     if unknown:
         raise InputError(f"report does not know {unknown[0]}: jaxrl-llm report RUN [RUN ...] [--out FILE]")
@@ -51,12 +48,7 @@ def reset(arguments: list[str]) -> int:
     Raises:
       InputError: the run does not exist, or keeps no reference in its current phase.
     """
-    name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart")
-    if name is None:
-        return 0
-    if {"-h", "--help"} & set(arguments):
-        print(RESET_USAGE)
-        return 0
+    name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart", True)
     with_optimiser = bool(take(arguments, "--with-optimiser", False))
     if arguments:
         raise InputError(f"reset does not know {arguments[0]}: jaxrl-llm reset RUN [--with_optimiser]")

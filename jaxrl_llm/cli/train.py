@@ -1,25 +1,4 @@
-"""``jaxrl-llm train``: settings, the run's directory, then the training itself."""
-
-import contextlib
-import dataclasses
-import difflib
-import json
-import re
-import sys
-from collections.abc import Callable, Generator
-from typing import Any, TextIO
-
-from jaxrl_llm import config as configs
-from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
-from jaxrl_llm.cli.flags import first, let_go, parse, take
-from jaxrl_llm.cli.processes import take_distributed, together
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.runs.load import find_run
-from jaxrl_llm.system.paths import prepare_libraries
-from jaxrl_llm.telemetry import Verbosity
-from jaxrl_llm.trainer.launch import launch
-
-USAGE = """usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
+"""usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
                        [--quiet] [--json] [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
@@ -30,6 +9,28 @@ warnings, findings and errors on stderr, the result in a few lines. --json print
 JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help
 lists the fields with their values.
 TRL's and verl's names of the loss's settings are understood too: docs/dialects.md."""
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import traceback
+from collections.abc import Generator
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
+from jaxrl_llm.cli.flags import first, let_go, parse, take
+from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
+from jaxrl_llm.system.paths import prepare_libraries
+from jaxrl_llm.system.signals import on_exit
+from jaxrl_llm.telemetry import Verbosity
+from jaxrl_llm.trainer.launch import launch
+
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
@@ -40,15 +41,17 @@ HELP = (
     "of the loss's settings are understood too: docs/dialects.md."
 )
 
+DISTRIBUTED = ("coordinator", "processes", "process", "heartbeat-s")
+MARKS_OF_LOSS = ("Gloo", "CoordinationService", "coordination service", "Connection reset", "heartbeat")
+"""Texts in errors of collectives and of the coordination service after the loss of a process."""
+
 OVERRIDES = {name.partition(".")[0] for name in SPELLINGS if "." in name} | {"data", "trainer"}
 """First parts of verl's overrides."""
 
 
 def train(arguments: list[str]) -> int:
     """Run ``train CONFIG [--fresh] [--from RUN[@STEP]] [--quiet] [--json] [--field V ...]``; return the exit code."""
-    given = first(arguments, USAGE, MISSING)
-    if given is None:
-        return 0
+    given = first(arguments, __doc__, MISSING)
     prepare_libraries()
     found = configs.find_config(given)
     settings = found.run
@@ -101,17 +104,11 @@ def guarded(settings: configs.Configuration, arguments: list[str]) -> configs.Co
 
 @contextlib.contextmanager
 def speaking(quiet: bool, as_json: bool) -> Generator[Verbosity]:
-    """Yield the verbosity of a run; if rows go to stdout, all other output of the block goes to stderr."""
-    if not as_json:
-        yield Verbosity(quiet)
-        return
+    """Yield the verbosity of a run; if its rows go to stdout, all other output of the block goes to stderr.
+
+    A row is one line of JSON. A closed reader of the rows is reported, and the run continues.
+    """
     out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        yield Verbosity(quiet, printing(out))
-
-
-def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
-    """Return a function that prints a row as one line of JSON; a closed reader is reported, and the run continues."""
 
     def show(row: dict[str, Any]) -> None:
         try:
@@ -120,7 +117,8 @@ def printing(out: TextIO) -> Callable[[dict[str, Any]], None]:
             let_go(out)
             print("jaxrl-llm: nobody reads stdout any more; the rows are in metrics.jsonl", file=sys.stderr)
 
-    return show
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield Verbosity(quiet, show if as_json else None)
 
 
 def take_spellings(arguments: list[str]) -> dict[str, str]:
@@ -151,17 +149,61 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
         elif dashed:
             rest.append(argument)
         else:
-            raise InputError(f"no translation of {name}: {_meant(name)}")
+            field, note = hint(name)
+            close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
+            meant = f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+            if field or note:
+                meant = f"here it is --{field}{f' ({note})' if note else ''}" if field else note
+            raise InputError(f"no translation of {name}: {meant}")
     arguments[:] = rest
     return found
 
 
-def _meant(name: str) -> str:
-    """Suggest a replacement for an override of verl's without a translation."""
-    field, note = hint(name)
-    if field:
-        return f"here it is --{field}{f' ({note})' if note else ''}"
-    if note:
-        return note
-    close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
-    return f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+def take_distributed(arguments: list[str]) -> Distributed:
+    """Remove ``--distributed.*``; they depend on the place of a run, not its settings, so no config.json holds them.
+
+    Raises:
+      InputError: a value is not a number, or such an option is unknown.
+    """
+    found: dict[str, str | int] = {}
+    for name in DISTRIBUTED:
+        value = take(arguments, f"--distributed.{name}", True)
+        if value is None:
+            continue
+        if name != "coordinator" and not value.isdecimal():
+            raise InputError(f"--distributed.{name.replace('-', '_')} must be a number, got {value!r}")
+        found[name.replace("-", "_")] = value if name == "coordinator" else int(value)
+    for argument in arguments:
+        if argument.startswith("--distributed"):
+            known = [f"--distributed.{name}" for name in DISTRIBUTED]
+            hint = did_you_mean(argument, known, f"there are {', '.join(known)}")
+            raise InputError(f"no option {argument}: {hint}")
+    if found.get("processes", 1) == 0 or found.get("heartbeat_s", 10) < 10:
+        raise InputError("--distributed.processes must be at least 1, and --distributed.heartbeat_s at least 10")
+    return Distributed(**found)
+
+
+@contextlib.contextmanager
+def together(given: Distributed) -> Generator[Peers]:
+    """Yield the link to the other processes; an early end of the block on one process ends all, with one line each."""
+    peers = join(given)
+    if peers.shutdown is None:
+        yield peers
+        return
+    try:
+        with on_exit(peers.shutdown.quit):
+            yield peers
+    except BaseException as error:  # noqa: BLE001  the other processes hear of whatever ends this one
+        from jaxrl_llm import cli
+
+        shutdown = peers.shutdown
+        reason = str(error) if isinstance(error, InputError) else cli.explain(error, "train")
+        if reason is not None:
+            shutdown.stop(cli.WRONG_INPUT, reason)
+        if isinstance(error, Disagreement):
+            shutdown.stop(1, str(error))
+        if any(mark in str(error) for mark in MARKS_OF_LOSS):
+            shutdown.lost(str(error))
+        traceback.print_exception(error, file=sys.stderr)
+        shutdown.stop(1, f"{type(error).__name__}: {error}"[:500])
+    peers.close()

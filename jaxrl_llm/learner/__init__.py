@@ -1,7 +1,7 @@
 """Learning from scored completions: packing, the update, epochs over a rollout."""
 
 from jaxrl_llm.learner.settings import Critic, Learner, Optimiser
-from jaxrl_llm.system.lazy import attach
+from jaxrl_llm.system import attach
 
 __getattr__ = attach(
     __name__,

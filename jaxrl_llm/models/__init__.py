@@ -4,7 +4,7 @@
 ``logits`` and ``scores`` are the forward pass.
 """
 
-from jaxrl_llm.system import lazy
+from jaxrl_llm.system import attach
 
 HOMES = {
     "load_pretrained": "pretrained",
@@ -17,4 +17,4 @@ HOMES = {
 
 __all__ = [*HOMES]
 
-__getattr__ = lazy.attach(__name__, HOMES)
+__getattr__ = attach(__name__, HOMES)

@@ -4,7 +4,7 @@ too.
 
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.rollout.settings import Collect, Ptx, Replay, Rollout
-from jaxrl_llm.system.lazy import attach
+from jaxrl_llm.system import attach
 
 __all__ = ["Collect", "Engine", "Ptx", "Repetition", "Replay", "Rollout", "Sampling", "first_tokens", "with_tokens"]
 

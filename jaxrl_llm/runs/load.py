@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.recovery import check_whole
-from jaxrl_llm.checkpoints.snapshots import kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import check_whole, kept, phase_of
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError
@@ -54,7 +53,11 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     directory, _ = configs.split_step(name)
     path = directory / "config.json"
     if not path.is_file():
-        _check_name(name, directory)
+        config = directory.name
+        # A shipped run that is not there yet would read as a hub id.
+        if directory.parent.name == SAVED_RUNS and not directory.exists() and config in configs.config_names():
+            raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it")
+        check_name(name)
         return None
     if not configs.is_run(path):
         return None
@@ -82,17 +85,6 @@ def _check_ancestors(name: str, directory: Path) -> None:
         seen.append(place.resolve())
         saved = configs.read(place / "config.json", own=False)
         name = configs.whole(configs.located(saved.run, saved.origin, place).model, f"{place}/config.json")
-
-
-def _check_name(name: str, directory: Path) -> None:
-    """Refuse a name that is not a model; for a shipped run that does not exist yet, name the command that trains it.
-
-    Without a folder of runs its name would read as a hub id.
-    """
-    config = directory.name
-    if directory.parent.name == SAVED_RUNS and not directory.exists() and config in configs.config_names():
-        raise InputError(f"{directory} is not there yet: jaxrl-llm train {config} makes it")
-    check_name(name)
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import json
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,12 @@ def decide(found: Found, directory: Path, began: bool, start: Start | None) -> d
       InputError: a model that this start reads has changed or is missing.
     """
     path = directory / "config.json"
-    known = configs.read(path, own=False).origin.models if began and path.exists() else _base_of(found.run, start)
+    known: Mapping[str, Pin] | None = {}
+    if began and path.exists():
+        known = configs.read(path, own=False).origin.models
+    elif start is not None and found.run.learner.lora.rank:  # the first weights are an adapter of that run's model
+        base = configs.read(Path(start.run) / "config.json", own=False).origin.models or {}
+        known = {name: pin for name, pin in base.items() if name == found.run.model}
     needed = _read_from_here(found.run, directory, start)
     pins = {}
     new = []
@@ -80,14 +85,6 @@ def of_shapes(run: configs.Configuration, directory: Path) -> bool:
     weights are not needed any more."""
     kept_whole = not run.learner.lora.rank and not isinstance(run, configs.Preference)
     return kept_whole and bool(steps_in(directory / CHECKPOINTS))
-
-
-def _base_of(run: configs.Configuration, start: Start | None) -> dict[str, Pin]:
-    """Return the pin of the base model of the first weights, if they are an adapter; else {}."""
-    if start is None or not run.learner.lora.rank:
-        return {}
-    pins = configs.read(Path(start.run) / "config.json", own=False).origin.models or {}
-    return {name: pin for name, pin in pins.items() if name == run.model}
 
 
 def _read_from_here(run: configs.Configuration, directory: Path, start: Start | None) -> dict[str, str]:

@@ -1,0 +1,19 @@
+"""What the package needs of the machine and of Python.
+
+Here: lazy imports of a package's names, so that ``--help`` need not load JAX's libraries.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def attach(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """Return a module-level ``__getattr__`` for ``package``; ``homes`` maps each public name to its submodule."""
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return __getattr__

@@ -114,37 +114,28 @@ def while_read(file: TextIO) -> TextIO:
 
     A run continues without a reader of its progress.
     """
-    return io.TextIOWrapper(_WhileRead(file.fileno()), file.encoding, file.errors, line_buffering=True)
+    return io.TextIOWrapper(
+        _WhileRead(file.fileno(), "w", closefd=False), file.encoding, file.errors, line_buffering=True
+    )
 
 
-class _WhileRead(io.RawIOBase):
+class _WhileRead(io.FileIO):
     """The bytes of that output. Child processes started after the reader has gone inherit an output that drops them,
     too."""
 
-    def __init__(self, number: int):
-        self._number = number
-        self._untold = False
+    _untold = False
 
-    def fileno(self) -> int:
-        return self._number
-
-    def isatty(self) -> bool:
-        return os.isatty(self._number)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         left = memoryview(data)
         count = len(left)
         try:
             while left:
-                left = left[os.write(self._number, left) :]
+                left = left[os.write(self.fileno(), left) :]
         except OSError as error:
             if error.errno not in GONE:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._number)
+            os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             self._untold = True
         if self._untold and logging.getLogger("jaxrl_llm").handlers:  # a run's log may begin only later

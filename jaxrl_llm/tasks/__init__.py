@@ -1,6 +1,6 @@
 """Tasks: prompts with checkable answers, as values."""
 
-from jaxrl_llm.system.lazy import attach
+from jaxrl_llm.system import attach
 from jaxrl_llm.tasks.curriculum import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled
 from jaxrl_llm.tasks.extract import answer_of, extract, integer
 from jaxrl_llm.tasks.instructed import Instructions

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.system.lazy import attach
+from jaxrl_llm.system import attach
 
 __getattr__ = attach("jaxrl_llm", {"Finding": "diagnosis", "diagnose": "diagnosis", "read_rows": "system.json_lines"})
 

@@ -67,31 +67,6 @@ class Example(NamedTuple):
         ]
 
 
-class Examples:
-    """Chooses examples: in turn one of the best and one of the worst of a step.
-
-    Args:
-      clock: returns seconds.
-
-    Attributes:
-      shown: the current example; None before the first.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.shown: Example | None = None
-        self._clock = clock
-        self._turn = 0
-        self._since = -math.inf
-
-    def see(self, step: int, groups: Sequence[Group]) -> None:
-        """Take a new example from the groups of ``step``, if it is time for another."""
-        if self._clock() - self._since < EVERY_S or (example := chosen(step, groups, self._turn)) is None:
-            return
-        self.shown = example
-        self._turn += 1
-        self._since = self._clock()
-
-
 def chosen(step: int, groups: Sequence[Group], turn: int) -> Example | None:
     """Choose one of the best completions, or of the worst in odd turns; None if no completion has a reward."""
     scored = [
@@ -114,17 +89,25 @@ def chosen(step: int, groups: Sequence[Group], turn: int) -> Example | None:
 class Panel:
     """The state of the live lines; unknown quantities have no line.
 
+    Args:
+      clock: returns seconds.
+
     Attributes:
       memory: returns the memory in use as text; empty until it matters.
+      finding: the newest finding; empty before the first.
+      example: the completion that is shown; None before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory: Callable[[], str] = str
+        self.finding = ""
+        self.example: Example | None = None
+        self._clock = clock
+        self._turn = 0
+        self._since = -math.inf
         self._curves: dict[str, list[float]] = {metric: [] for _, metric in CURVES}
         self._tests: dict[str, list[float]] = {}
         self._row: Mapping[str, Any] = {}
-        self._examples = Examples()
-        self._finding = ""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Take a finished step's metrics."""
@@ -142,12 +125,12 @@ class Panel:
                     values.append(measured)
 
     def learned(self, step: int, groups: Sequence[Group]) -> None:
-        """Take the groups of a finished step; now and then one of their completions is shown."""
-        self._examples.see(step, groups)
-
-    def found(self, text: str) -> None:
-        """Take the newest finding."""
-        self._finding = text
+        """Take the groups of a finished step: now and then one of the best completions is shown, or of the worst."""
+        if self._clock() - self._since < EVERY_S or (example := chosen(step, groups, self._turn)) is None:
+            return
+        self.example = example
+        self._turn += 1
+        self._since = self._clock()
 
     def lines(self, width: int, encoding: str = "utf-8") -> list[Text]:
         """Return at most six lines of ``width`` columns, in characters of the terminal's ``encoding``."""
@@ -160,11 +143,11 @@ class Panel:
         usage = [part for part in (split, self.memory()) if part]
         one = "    ".join(usage)
         lines += [(line, "dim") for line in (usage if len(one) > width else [one] * bool(usage))]
-        if self._examples.shown:
-            where, what = self._examples.shown.lines(width, mark)
+        if self.example:
+            where, what = self.example.lines(width, mark)
             lines += [(where, "dim"), (what, "")]
-        if self._finding:
-            lines.append((self._finding, "yellow"))
+        if self.finding:
+            lines.append((self.finding, "yellow"))
         # A question mark stands for each letter that the encoding does not have.
         known = [(head(line, width, mark).encode(encoding, "replace").decode(encoding), style) for line, style in lines]
         return [Text(line, style=style, no_wrap=True) for line, style in known]

@@ -13,7 +13,7 @@ from jaxrl_llm.system.text import count, seconds
 from jaxrl_llm.telemetry import table
 from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
 from jaxrl_llm.telemetry.panel import Panel, memory_now
-from jaxrl_llm.telemetry.screens import LogFile, Screen, Terminal
+from jaxrl_llm.telemetry.screens import Screen
 from jaxrl_llm.types import Group
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
@@ -105,17 +105,14 @@ class Progress:
         self.pace = Pace(lambda: self.compiling.seconds)
         self._panel = Panel()
         self._warned: set[str] = set()
-        self._screen = Screen(console)
-        if not quiet and console.is_terminal and not console.is_dumb_terminal:
-            self._screen = Terminal(console, self.now.describe, self._panel)
-        elif not quiet:
-            durations = self.pace.durations
-            self._screen = LogFile(console, self.now.describe, lambda: patience(self.now.text, durations.get(STEP, ())))
+        durations = self.pace.durations
+        self._screen = Screen(
+            console, self.now.describe, lambda: patience(self.now.text, durations.get(STEP, ())), self._panel, quiet
+        )
 
     def __enter__(self) -> "Progress":
         self._block.enter_context(self.compiling)
-        self._screen.start()
-        self._block.callback(self._screen.stop)
+        self._block.enter_context(self._screen)
         if self.now.step > 1:
             self.note(f"continuing at step {self.now.step} of {self._schedule.steps}")
         return self
@@ -159,11 +156,11 @@ class Progress:
         """
         for name, reason in table.happened(metrics):
             tell = self.warn if reason and name not in self._warned else self.note
-            tell(f"step {step}: {table.event(name, reason)}")
+            tell(f"step {step}: {f'{name}: {reason}' if reason else name}")
             self._warned.add(name)
         for found in self.tracker.new(metrics) if self.tracker else ():
             told = f"{found.kind.replace('_', ' ')} since step {found.step}: {found.what}"
-            self._panel.found(told)
+            self._panel.finding = told
             self.warn(f"step {step}: {told}")
             self.warn(f"  {found.why} Try {found.remedy}")
         self._panel.learned(step, groups)
@@ -175,7 +172,7 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Print a warning, which is shown even without progress."""
-        self._screen.warn(text)
+        self._screen.line(text, warning=True)
         log.info("%s", text)
 
 

@@ -1,6 +1,7 @@
 """Records of a step: its metrics row and sample lines."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,8 +47,12 @@ def record(
     if writer is None:
         return
     lines = training_lines(learned)
-    for answers in found.answers if found else ():
-        lines += _answers(answers, LOGGED_ANSWERS // len(found.answers))
+    for of_task in found.answers if found else ():
+        # The first answers to the first problems, each with its score.
+        first = zip(of_task.problems, of_task.completions, strict=True)
+        for i, (problem, answers) in enumerate(itertools.islice(first, LOGGED_ANSWERS // len(found.answers))):
+            asked = {"kind": "evaluation", "task": of_task.task, "prompt": problem.prompt[-1]["content"]}
+            lines.append(asked | {"completion": answers[0].text} | of_task.worth(i, 0))
     writer.samples(step, lines)
     writer.write(step, row)
     if found:
@@ -62,7 +67,17 @@ def training_lines(learned: Learned) -> list[dict[str, Any]]:
     for number, group in enumerate(learned.groups):
         for i, completion in enumerate(group.completions):
             sample = seen.get((number, i))
-            line = {"kind": "training", "group": number, **_scored(group, i)}
+            line = {
+                "kind": "training",
+                "group": number,
+                "task": group.problem.task,
+                "prompt": group.problem.prompt[-1]["content"],
+                "completion": completion.text,
+                "reward": float(group.rewards[i]),
+                "parts": {name: float(part[i]) for name, part in group.parts.items()},
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.tokens),
+            }
             if sample is not None:  # where each token has its own advantage, their mean over those that count
                 advantage = np.asarray(advantage_of(sample), np.float64)
                 counted = np.broadcast_to(sample.mask, advantage.shape) if advantage.ndim else np.ones(())
@@ -88,28 +103,6 @@ def by_token(completion: Completion, sample: Sample | None) -> dict[str, list[An
     if sample is not None and (sample.mask != completion.mask).any():
         told["counted"] = sample.mask.astype(int).tolist()
     return told
-
-
-def _scored(group: Group, i: int) -> dict[str, Any]:
-    completion = group.completions[i]
-    return {
-        "task": group.problem.task,
-        "prompt": group.problem.prompt[-1]["content"],
-        "completion": completion.text,
-        "reward": float(group.rewards[i]),
-        "parts": {name: float(part[i]) for name, part in group.parts.items()},
-        "finish_reason": completion.finish_reason,
-        "tokens": len(completion.tokens),
-    }
-
-
-def _answers(found: Evaluated, most: int) -> list[dict[str, Any]]:
-    """Return the first answers to the first problems, each with its score."""
-    lines = []
-    for i, (problem, answers) in enumerate(zip(found.problems, found.completions, strict=True)):
-        asked = {"kind": "evaluation", "task": found.task, "prompt": problem.prompt[-1]["content"]}
-        lines.append(asked | {"completion": answers[0].text} | found.worth(i, 0))
-    return lines[:most]
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:

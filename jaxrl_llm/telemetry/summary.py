@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -101,11 +102,6 @@ def pair_samples(before: Iterable[Answered], after: Iterable[Answered]) -> tuple
     return tuple(pairs)
 
 
-def worth_showing(pairs: Sequence[SamplePair], count: int = SHOWN_PAIRS) -> list[SamplePair]:
-    """Return ``count`` pairs: those that improved first, then the others, in their order."""
-    return sorted(pairs, key=lambda pair: not pair.after_score > pair.before_score)[:count]
-
-
 class Printer(Console):
     """A console that raises BrokenPipeError when its reader is gone; Rich's own ends the process, with exit code 1."""
 
@@ -182,14 +178,10 @@ def _judged(summary: RunSummary) -> list[Text]:
     least = min(score for _, score, *_ in shown)
     for step, score, accuracy, differ in shown:
         height = (score - least) / (most - least) if most > least else 0.0
-        line = f"{step:>4}  {short(score):>8} {_bar(height)}  {100 * accuracy:5.1f} % {_bar(accuracy)}"
+        reward_bar, accuracy_bar = ("#" * round(10 * share) for share in (height, accuracy))
+        line = f"{step:>4}  {short(score):>8} {reward_bar:<10}  {100 * accuracy:5.1f} % {accuracy_bar:<10}"
         lines.append(Text(line if differ is None else f"{line}  {short(differ):>8}"))
     return lines
-
-
-def _bar(share: float) -> str:
-    """Draw a share as a bar of ten characters."""
-    return f"{'#' * round(10 * share):<10}"
 
 
 def _shown(value: float | None, measure: str) -> str:
@@ -200,7 +192,8 @@ def _shown(value: float | None, measure: str) -> str:
 
 def _samples(summary: RunSummary, console: Console) -> list[Text]:
     lines = []
-    for pair in worth_showing(summary.pairs):
+    # Those that improved come first, the others in their order.
+    for pair in sorted(summary.pairs, key=lambda pair: not pair.after_score > pair.before_score)[:SHOWN_PAIRS]:
         lines += [Text(""), *_block("prompt", ("", ""), pair.prompt, console)]
         for label, text, score in (("before", pair.before, pair.before_score), ("after", pair.after, pair.after_score)):
             verdict = ("right", "green") if score else ("wrong", "red")
@@ -244,47 +237,35 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
     took = Took(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
-    summary = RunSummary(str(run_dir), "", took, others=_others(rows), judged=_judgements(rows))
-    tested = [(row, name) for row in rows if (name := _evaluated(row))]
+    others = []
+    for name, (label, share) in OTHERS.items():
+        values = [row[name] for row in rows if name in row]
+        if values:
+            others.append((label, values[0] if len(values) > 1 else None, values[-1], share))
+    summary = RunSummary(str(run_dir), "", took, others=tuple(others), judged=_judgements(rows))
+    # The main metric comes first in a row: the accuracy, or the reward where nothing is verified, of several tasks the
+    # average.
+    measures = [[name for name in row if re.fullmatch(r"eval/.*/(pass@1|reward)", name)] for row in rows]
+    tested = [(row, names[0]) for row, names in zip(rows, measures, strict=True) if names]
     if not tested:
         return summary
-    (last, name) = tested[-1]
+    last, name = tested[-1]
     first = next(row for row in rows if name in row)  # a phase may test on other tasks
     task, _, kind = name.removeprefix("eval/").rpartition("/")
     measure = "accuracy" if kind == "pass@1" else "reward"
     summary = dataclasses.replace(summary, task=task, measure=measure, after=last[name])
     if first is last:
         return summary
-    answers = [row for row in read_rows(run_dir / "samples.jsonl") if row["kind"] == "evaluation"]
-    before, after = ([_answered(row) for row in answers if row["step"] == at["step"]] for at in (first, last))
+    answers: dict[int, list[Answered]] = {first["step"]: [], last["step"]: []}
+    for row in read_rows(run_dir / "samples.jsonl"):
+        if row["kind"] == "evaluation" and row["step"] in answers:
+            reward = math.nan if row.get("reward") is None else row["reward"]
+            score = float(row["correct"]) if "correct" in row else reward
+            answers[row["step"]].append((row.get("task", ""), row["prompt"], row["completion"], score))
     counts = [last[count] for count in last if count.startswith("eval/") and count.endswith("/problems")]
     return dataclasses.replace(
-        summary, before=first[name], pairs=pair_samples(before, after), problems=int(sum(counts))
+        summary, before=first[name], pairs=pair_samples(*answers.values()), problems=int(sum(counts))
     )
-
-
-def _evaluated(row: dict[str, Any]) -> str:
-    """Return the main metric of a row's evaluation: the accuracy, or the reward where nothing is verified. With several
-    tasks it is the average, which comes first. Empty without an evaluation.
-    """
-    names = (name for name in row if name.startswith("eval/") and name.endswith(("/pass@1", "/reward")))
-    return next(names, "")
-
-
-def _answered(row: dict[str, Any]) -> Answered:
-    reward = math.nan if row.get("reward") is None else row["reward"]
-    score = float(row["correct"]) if "correct" in row else reward
-    return row.get("task", ""), row["prompt"], row["completion"], score
-
-
-def _others(rows: list[dict[str, Any]]) -> tuple[tuple[str, float | None, float, bool], ...]:
-    """Return the other measures, from the first and the last row that has them."""
-    found = []
-    for name, (called, share) in OTHERS.items():
-        values = [row[name] for row in rows if name in row]
-        if values:
-            found.append((called, values[0] if len(values) > 1 else None, values[-1], share))
-    return tuple(found)
 
 
 def _judgements(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float, float | None], ...]:

@@ -43,47 +43,30 @@ COLUMNS = (
 STEP_WIDTH, LEFT_WIDTH = 9, 7
 
 
-class Columns(NamedTuple):
-    """The columns that are shown, and the number of characters between them."""
+def columns_for(width: int, metrics: Collection[str]) -> tuple[tuple[Column, ...], int]:
+    """Return the columns within ``width`` characters, and the characters between them.
 
-    columns: tuple[Column, ...] = COLUMNS
-    gap: int = 2
-
-    @property
-    def width(self) -> int:
-        """Return the characters of one line."""
-        return STEP_WIDTH + LEFT_WIDTH + self.gap + sum(column.width + self.gap for column in self.columns)
-
-    def join(self, step: str, cells: Sequence[str], left: str) -> str:
-        """Return one line of right-aligned cells."""
-        widths = (STEP_WIDTH, *(column.width for column in self.columns), LEFT_WIDTH)
-        texts = (step, *cells, left)
-        return (" " * self.gap).join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
-
-
-def columns_for(width: int, metrics: Collection[str]) -> Columns:
-    """Return the widest layout within ``width`` characters: narrow gaps first, then without columns of high rank.
+    Gaps are narrowed first, then columns of high rank are left out.
 
     ``metrics``: names of the run's metrics; columns of others are left out.
     """
-    there = tuple(column for column in COLUMNS if column.metric in metrics)
-    layout = Columns(there)
-    if layout.width > width:
-        layout = Columns(there, gap=1)
-    while layout.width > width and layout.columns:
-        least = max(layout.columns, key=lambda column: column.rank)
-        layout = Columns(tuple(column for column in layout.columns if column is not least), gap=1)
-    return layout
+    columns = tuple(column for column in COLUMNS if column.metric in metrics)
+    gap = 2
+    while len(line(columns, gap, "step", "left")) > width and (gap > 1 or columns):
+        if gap > 1:
+            gap = 1
+        else:
+            least = max(columns, key=lambda column: column.rank)
+            columns = tuple(column for column in columns if column is not least)
+    return columns, gap
 
 
-def heading(layout: Columns) -> str:
-    """Return the titles, each over its column."""
-    return layout.join("step", [column.title for column in layout.columns], "left")
-
-
-def line(layout: Columns, step: str, left: str, metrics: dict[str, Any]) -> str:
-    """Return a step's values under ``heading``."""
-    return layout.join(step, [column.cell(metrics) for column in layout.columns], left)
+def line(columns: Sequence[Column], gap: int, step: str, left: str, metrics: dict[str, Any] | None = None) -> str:
+    """Return a step's values in right-aligned columns; without ``metrics`` the titles, each over its column."""
+    cells = [column.title if metrics is None else column.cell(metrics) for column in columns]
+    widths = (STEP_WIDTH, *(column.width for column in columns), LEFT_WIDTH)
+    texts = (step, *cells, left)
+    return (" " * gap).join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
 
 
 def plain(step: str, left: str, metrics: dict[str, Any]) -> str:
@@ -110,8 +93,3 @@ def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
         (name.removeprefix("event/").replace("_", " "), value if isinstance(value, str) else "")
         for name, value in there
     ]
-
-
-def event(name: str, text: str) -> str:
-    """Return an event as a line: ``reference reset``, ``teaches nothing: all advantages are 0``."""
-    return f"{name}: {text}" if text else name

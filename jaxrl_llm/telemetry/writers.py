@@ -60,7 +60,15 @@ class RunWriter:
         self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
         self._metrics = open_nofollow(metrics)
         self._samples = open_nofollow(samples)
-        self._curves = _tensorboard(self._run_dir, resumed_at) if tensorboard else None
+        self._curves: Any = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            after: dict[str, Any] = {}
+            if resumed_at is not None:
+                # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
+                after = {"purge_step": resumed_at + 1, "filename_suffix": f".from{resumed_at + 1:09d}"}
+            self._curves = SummaryWriter(str(self._run_dir / "tensorboard"), flush_secs=10, **after)
         self._tell = tell
         self._reporter = Reporter(self._run_dir)
 
@@ -125,16 +133,6 @@ def import_extra(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError:
         raise InputError(f"{module} is not installed: pip install -e '.[{extra}]' in the checkout") from None
-
-
-def _tensorboard(run_dir: Path, resumed_at: int | None) -> Any:
-    from tensorboardX import SummaryWriter
-
-    after: dict[str, Any] = {}
-    if resumed_at is not None:
-        # File names count whole seconds: without the suffix a quick restart would overwrite the curves so far.
-        after = {"purge_step": resumed_at + 1, "filename_suffix": f".from{resumed_at + 1:09d}"}
-    return SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10, **after)
 
 
 class WandbRun:

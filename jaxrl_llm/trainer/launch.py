@@ -14,8 +14,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import integrity
-from jaxrl_llm.checkpoints.recovery import check_whole
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.config.origin import origin_of

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
-from jaxrl_llm.checkpoints.recovery import check_writable, newest_whole
+from jaxrl_llm.checkpoints.snapshots import check_writable, newest_whole
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rules import DONE, decide

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules, tasks
-from jaxrl_llm.checkpoints.recovery import damage
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, damage, kept, phase_of
 from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of_policy, restore_parts, steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis.history import ROLLED_BACK

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from jaxrl_llm.cli.processes import take_distributed, together
+from jaxrl_llm.cli.train import take_distributed, together
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Function, Scorer
 from jaxrl_llm.sharding.distributed import Disagreement

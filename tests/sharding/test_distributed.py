@@ -10,7 +10,7 @@ import pytest
 from several import codes, launch, said
 from sharding.talking import scored
 
-from jaxrl_llm.cli.processes import take_distributed
+from jaxrl_llm.cli.train import take_distributed
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding.distributed import ALONE, Distributed, joining
 

@@ -5,7 +5,7 @@ import pytest
 from rich.cells import cell_len
 
 from jaxrl_llm.system.text import abridge, head, tail
-from jaxrl_llm.telemetry.panel import EVERY_S, Example, Examples, Panel, chosen
+from jaxrl_llm.telemetry.panel import EVERY_S, Example, Panel, chosen
 from jaxrl_llm.types import Completion, Group, Problem
 
 NONE = np.zeros(0, np.int32)
@@ -38,12 +38,12 @@ def test_where_all_are_alike_none_is_the_best():
 
 def test_each_is_shown_for_a_while_however_fast_the_steps_are():
     now = [100.0]
-    examples = Examples(lambda: now[0])
-    examples.see(0, [])
+    panel = Panel(lambda: now[0])
+    panel.learned(0, [])
     seen = []
     for step in range(1, 8):
-        examples.see(step, GROUPS)
-        seen.append((examples.shown.step, examples.shown.completion))
+        panel.learned(step, GROUPS)
+        seen.append((panel.example.step, panel.example.completion))
         now[0] += EVERY_S / 2 - (step == 3)  # the fourth comes a second too early
     assert seen == [(1, "a"), (1, "a"), (3, "d"), (3, "d"), (3, "d"), (6, "e"), (6, "e")]
 
@@ -78,7 +78,7 @@ def test_lines_are_cut_by_the_columns_of_their_letters():
 def test_an_example_stands_above_the_finding():
     panel = Panel()
     panel.learned(10, [group("1 + 1 =", **{"is [red]2[/red]": 1.0, "3": 0.0})])
-    panel.found("stalled since step 3: no")
+    panel.finding = "stalled since step 3: no"
     assert [line.plain for line in panel.lines(100)] == [
         "step 10  best reward 1.000  1 + 1 =",
         "  is [red]2[/red]",
@@ -89,7 +89,7 @@ def test_an_example_stands_above_the_finding():
 def test_a_terminal_gets_letters_that_it_knows():
     panel = Panel()
     panel.learned(10, [group("é" * 99, **{"€ 5": 1.0})])
-    panel.found("long " * 40)
+    panel.finding = "long " * 40
     where, what, found = [line.plain for line in panel.lines(80, "ascii")]
     assert (where, what) == ("step 10  reward 1.000  ..." + "?" * 54, "  ? 5")
     assert len(found) == 80 and found.endswith("long lo...")

@@ -69,7 +69,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 def test_the_time_of_the_last_step_is_split_and_the_last_finding_stays():
     timed = {"time/step_s": 10.0, "time/rollout_s": 2.5, "time/reward_s": 0.0, "time/update_s": 7.0}
     panel = panel_of([*ROWS, ROWS[0] | timed])
-    panel.found("stalled since step 3: no")
+    panel.finding = "stalled since step 3: no"
     assert drawn(panel)[1:] == ["time  sample 25 %  update 70 %  of 10.0 s", "stalled since step 3: no"]
     assert time_split({"time/step_s": 10.0, "time/update_s": 7.0}) == "update 70 %  of 10.0 s"
     assert time_split({}) == time_split({"time/step_s": None}) == ""

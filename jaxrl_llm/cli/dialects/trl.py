@@ -31,6 +31,7 @@ NO_LOSSES = {
 LEVELS = {"token": Token(), "sequence": Sequence(), "sequence_token": SequenceToken()}
 BY_GROUP = GroupZScore(eps=1e-4)
 SCALES: dict[str, Any] = {"group": BY_GROUP, "batch": BatchScaled(eps=1e-4), "none": GroupMean()}
+SCALED = (GroupZScore, BatchScaled, GroupMean)
 SCALES |= dict.fromkeys(("True", "true"), BY_GROUP) | dict.fromkeys(("False", "false"), GroupMean())
 SAMPLING = "vllm_importance_sampling_"
 MODES = {f"{level}_{rule}": (level, rule == "mask") for level in ("token", "sequence") for rule in ("truncate", "mask")}
@@ -46,7 +47,12 @@ def change(recipe: Recipe, given: Given) -> Recipe:
     fields = fields_of(recipe.algorithm)
     _loss(fields, given)
     fields["ratio"] = given.choice("importance_sampling_level", LEVELS) or fields["ratio"]
-    for part in (_bounds, _scale, _kl, _correction):
+    estimator = fields["advantage"]
+    unread = f"it scales GRPO's advantage, and this recipe has {kind(estimator)}: leave it out"
+    scaled = given.choice("scale_rewards", SCALES)
+    given.refuse("scale_rewards", unread, bool(scaled) and not isinstance(estimator, SCALED))
+    fields["advantage"] = scaled or estimator
+    for part in (_bounds, _kl, _correction):
         part(fields, given)
     if "off_policy_mask_threshold" in given:
         threshold = given.number("off_policy_mask_threshold", optional=True)
@@ -154,31 +160,16 @@ def _bounds(fields: Fields, given: Given) -> None:
             fields["surrogate"] = dataclasses.replace(fields["surrogate"], ratio_max=high)
     else:
         set_bounds(fields, given, ("epsilon", "epsilon_high"), low, low if high is None else high)
-    if "delta" in given:
-        _delta(fields, given)
+    if "delta" in given:  # TRL's clamp of r at delta, before the minimum, is the dual clip once delta >= 1 + high
+        surrogate = fields["surrogate"]
+        unread = f"only a clipped loss reads it, and the loss is {kind(surrogate)}: leave it out"
+        given.refuse("delta", unread, not isinstance(surrogate, PPOClip))
+        delta = given.number("delta", optional=True)
+        clip = 1 + surrogate.high
+        low = f"below the clip at {clip:g} it would cut what is clipped already: give at least that"
+        given.refuse("delta", low, delta is not None and delta < clip)
+        fields["surrogate"] = dataclasses.replace(surrogate, dual=delta)
     set_temperatures(fields, given, "sapo_temperature_pos", "sapo_temperature_neg")
-
-
-def _delta(fields: Fields, given: Given) -> None:
-    """Set the dual clip; TRL's clamp of r at delta, before the minimum, is equivalent once delta >= 1 + high."""
-    surrogate = fields["surrogate"]
-    unread = f"only a clipped loss reads it, and the loss is {kind(surrogate)}: leave it out"
-    given.refuse("delta", unread, not isinstance(surrogate, PPOClip))
-    delta = given.number("delta", optional=True)
-    clip = 1 + surrogate.high
-    low = f"below the clip at {clip:g} it would cut what is clipped already: give at least that"
-    given.refuse("delta", low, delta is not None and delta < clip)
-    fields["surrogate"] = dataclasses.replace(surrogate, dual=delta)
-
-
-def _scale(fields: Fields, given: Given) -> None:
-    estimator = given.choice("scale_rewards", SCALES)
-    if estimator is None:
-        return
-    now = fields["advantage"]
-    unread = f"it scales GRPO's advantage, and this recipe has {kind(now)}: leave it out"
-    given.refuse("scale_rewards", unread, not isinstance(now, (GroupZScore, BatchScaled, GroupMean)))
-    fields["advantage"] = estimator
 
 
 def _kl(fields: Fields, given: Given) -> None:
