@@ -43,7 +43,10 @@ from tiny import compiled  # noqa: E402
 
 from jaxrl_llm.plan.machines import compiles_for_gpus  # noqa: E402
 
-SOONER = ("algorithms", "engine", "learner", "models", "rollout", "sharding", "tests")
+SOONER = (
+    "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "learner", "models", "rl",
+    "rollout", "runs", "sharding", "system", "tests", "tools", "trainer",
+)  # fmt: skip
 """Folders whose programs run once or twice, and so are compiled without XLA's optimisations, but where a module is
 ``OPTIMISED``."""
 
@@ -73,4 +76,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
         left_out = [item for item in items if item.get_closest_marker("compilers")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "tools"))

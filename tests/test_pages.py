@@ -13,7 +13,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from test_resume import documented
+from end_to_end.test_resume import documented
 
 import jaxrl_llm
 from jaxrl_llm.cli import COMMANDS

@@ -1,0 +1,47 @@
+"""The command that checks a GPU, rehearsed on the CPU with shapes of a laptop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+import on_gpu  # noqa: E402
+from commands import environment  # noqa: E402
+
+
+def on_cpu(folder, *flags, **changes):
+    """The command's exit code, its results and its table."""
+    command = [sys.executable, str(TOOLS / "on_gpu.py"), "--small", "--out", str(folder), *flags]
+    # What stands for cuDNN's kernel is JAX's, which mixes types in bfloat16.
+    changes = {"JAX_NUMPY_DTYPE_PROMOTION": "standard"} | changes
+    done = subprocess.run(command, env=environment(**changes), capture_output=True, text=True, check=False)
+    results = json.loads((folder / "results.json").read_text())
+    assert (folder / "table.md").read_text() in done.stdout
+    return done.returncode, results, done.stdout
+
+
+def test_checks_are_run_recorded_and_shown(tmp_path):
+    code, results, shown = on_cpu(tmp_path / "on_gpu", "--only", "device,attention,decode_0.5b,update_1.5b")
+    assert code == 0 and [row["ok"] for row in results.values()] == [True] * 4, results
+    assert results["device"]["device"] == "cpu" and 0 < results["attention"]["logp"] < 0.1
+    assert 0 < results["decode_0.5b"]["mbu"] < 1 and 0 < results["update_1.5b"]["mfu"] < 1
+    assert "| decode_0.5b | right: " in shown and "mbu 0.5: **missed**" in shown and "mfu 0.4: **missed**" in shown
+
+
+def test_what_fails_and_what_there_is_no_time_for_is_said(tmp_path):
+    code, results, shown = on_cpu(tmp_path / "failing", "--only", "device", JAX_PLATFORMS="abacus")
+    assert code == 1 and results["device"]["failed"].startswith("exit code 1: ") and "abacus" in shown
+    code, results, _ = on_cpu(tmp_path / "late", "--minutes", "-1", "--only", "device,resume")
+    assert code == 0 and {row["missing"] for row in results.values()} == {"no time was left"}
+
+
+def test_a_run_that_learns_nothing_or_samples_otherwise_is_wrong():
+    def rows(last, gap):
+        row = {"step": 1, "reward/mean": 0.3, "sampler/logp_abs_diff_mean": gap, "time/step_s": 2.0}
+        return [{"step": 0}, row, row | {"step": 2, "reward/mean": last}]
+
+    assert on_gpu.learned(rows(0.9, 0.001))["ok"]
+    assert not on_gpu.learned(rows(0.3, 0.001))["ok"] and not on_gpu.learned(rows(0.9, 0.1))["ok"]
