@@ -1,9 +1,10 @@
-"""usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP]] [--guard KIND] [--monitor_kl]
+"""usage: jaxrl-llm train CONFIG [--recipe NAME] [--fresh] [--from RUN[@STEP] [--carry]] [--guard KIND] [--monitor_kl]
                        [--quiet] [--json] [--field value ...]
 
 CONFIG is a name (jaxrl-llm list configs), a Python file that sets config = Run(...), or the directory of a run, which
 goes on. --from RUN[@STEP] begins a new run with the weights of another, and with its optimiser where the settings of
-that are the same. --guard KIND stops the run once that trouble is found (or goes back: --rules.on_guard rollback).
+that are the same; with --carry it also goes on in that run's data, curriculum and stored successes. --guard KIND stops
+the run once that trouble is found (or goes back: --rules.on_guard rollback).
 --monitor_kl watches how far the policy is from its beginning where the recipe has no KL. --quiet shows no progress:
 warnings, findings and errors on stderr, the result in a few lines. --json prints each step's metrics on stdout, one
 JSON object a line, and all else on stderr; with --quiet the last line is the result. jaxrl-llm train CONFIG --help
@@ -23,7 +24,7 @@ from typing import Any
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, let_go, parse, take
-from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.system.paths import prepare_libraries
@@ -34,7 +35,8 @@ from jaxrl_llm.trainer.launch import launch
 MISSING = "train needs a configuration: jaxrl-llm train quickstart (jaxrl-llm list configs names the others)"
 HELP = (
     "--recipe NAME takes another method, --fresh starts over in a new folder, --from RUN[@STEP] begins a new run "
-    "with the weights of another, --run_dir is short for --output.run_dir, --monitor_kl for --output.monitor_kl. "
+    "with the weights of another, with --carry also where its data, curriculum and stored successes are, --run_dir is "
+    "short for --output.run_dir, --monitor_kl for --output.monitor_kl. "
     "--quiet shows no progress: warnings, findings and errors on stderr, the result in a few lines. --json prints each "
     "step's metrics on stdout, one JSON object a line, and all else on stderr. --distributed.coordinator HOST:PORT "
     "--distributed.processes N --distributed.process I runs it on several hosts: docs/hosts.md. TRL's and verl's names "
@@ -58,6 +60,8 @@ def train(arguments: list[str]) -> int:
     fresh = take(arguments, "--fresh", False)
     recipe = take(arguments, "--recipe", True)
     start = take(arguments, "--from", True)
+    carry = take(arguments, "--carry", False)
+    require(start is not None or not carry, "--carry goes with --from RUN: what RUN's checkpoint carries")
     quiet = take(arguments, "--quiet", False)
     as_json = take(arguments, "--json", False)
     distributed = take_distributed(arguments)
@@ -78,7 +82,7 @@ def train(arguments: list[str]) -> int:
     configs.validate(settings)
     found = dataclasses.replace(found, run=settings)
     find_run(found.located.model)
-    first_weights = None if start is None else configs.find_start(start)
+    first_weights = None if start is None else configs.find_start(start, carry)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
         return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
 

@@ -65,28 +65,38 @@ def find_config(name: str) -> Found:
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
 
 
-def find_start(name: str) -> Start:
+def find_start(name: str, carry: bool = False) -> Start:
     """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
 
+    ``carry``: as in ``Start``.
+
     Raises:
-      InputError: the run does not exist, or does not keep this step.
+      InputError: the run does not exist, does not keep this step, or has nothing to carry there.
     """
     directory, step = split_step(name)
     path = directory / "config.json"
     require(is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
-    model = read(path, own=False).run.model
+    run = read(path, own=False).run
     found = kept(directory)
     newest = max(steps_in(directory / CHECKPOINTS), default=None)
     if not found or (step is None and newest is None):
         snapshots = f", or give RUN@STEP: it keeps {listed(directory)}" if found else ""
         raise InputError(
-            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({model})"
+            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
             + snapshots
         )
     require(
         step is None or step in found, f"{directory} has no checkpoint of step {step}: it keeps {listed(directory)}"
     )
-    return Start(os.path.abspath(directory), newest if step is None else step)
+    step = newest if step is None else step
+    if carry:
+        kind = type(run).__name__
+        require(
+            isinstance(run, Run), f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out"
+        )
+        whole = step in steps_in(directory / CHECKPOINTS)
+        require(whole, f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out")
+    return Start(os.path.abspath(directory), step, carry)
 
 
 def _saved(path: Path) -> Found:

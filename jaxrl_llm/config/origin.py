@@ -33,10 +33,12 @@ class Start:
     Attributes:
       run: its directory.
       step: of a checkpoint, or of a snapshot.
+      carry: whether the run also continues the place in the data, the curriculum and the stored successes.
     """
 
     run: str
     step: int
+    carry: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,10 @@ class Origin:
             origin["models"] = {name: dataclasses.asdict(pin) for name, pin in self.models.items()}
         if self.changed:
             origin["changed"] = [list(one) for one in self.changed]
-        return {"origin": origin} | ({} if self.start is None else {"from": dataclasses.asdict(self.start)})
+        start = {} if self.start is None else {"from": dataclasses.asdict(self.start)}
+        if self.start is not None and not self.start.carry:
+            del start["from"]["carry"]
+        return {"origin": origin} | start
 
 
 def origin_of(data: Mapping[str, Any], directory: Path) -> Origin:

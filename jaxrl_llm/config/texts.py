@@ -244,12 +244,17 @@ class AtStart(NamedTuple):
     changed: tuple[str, ...] = ()
 
 
-def check_start(run: Configuration) -> None:
-    """Refuse another run's weights as the start of a run that makes its data with its own model.
+def check_start(run: Configuration, carry: bool = False) -> None:
+    """Refuse another run's weights as the start of a run that makes its data with its own model, and its place in the
+    data (``carry``) for a run that does not sample.
 
     Raises:
       InputError: names the remedy.
     """
+    kind = type(run).__name__
+    require(
+        not carry or isinstance(run, Run), f"--carry is for reinforcement learning, and this is a {kind}: leave it out"
+    )
     own = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
     require(
         not (own or isinstance(run, Preference)),

@@ -119,6 +119,10 @@ class Stage:
         """Return the carryover for a following phase with other settings."""
         return left
 
+    def takes_up(self, left: Any, before: Configuration) -> Any:
+        """Return the carryover of another run, with the settings ``before``, for the first step of this one."""
+        raise NotImplementedError
+
     def weights(self, policy: Any) -> Any:
         """Return the weights that make batches: the policy itself, or a copy laid out for sampling."""
         return policy

@@ -90,7 +90,9 @@ def launch(
     return code
 
 
-def train(run: configs.Configuration, name: str = "run", fresh: bool = False, start: str | None = None) -> int:
+def train(
+    run: configs.Configuration, name: str = "run", fresh: bool = False, start: str | None = None, carry: bool = False
+) -> int:
     """Train as ``jaxrl-llm train`` does: check the settings, start or resume the run in its directory, print a summary.
 
     Args:
@@ -98,6 +100,7 @@ def train(run: configs.Configuration, name: str = "run", fresh: bool = False, st
       name: the directory is ``runs/NAME`` below the current folder where ``run.run_dir`` is None.
       fresh: start over in a new directory.
       start: ``RUN`` or ``RUN@STEP``: begin a new run with the weights of that one's checkpoint, as ``--from`` does.
+      carry: with ``start``, also go on in its data, curriculum and stored successes, as ``--carry`` does.
 
     Returns:
       0 done, 3 stopped by a guard with state saved, 75 preempted: call it again to resume.
@@ -113,7 +116,7 @@ def train(run: configs.Configuration, name: str = "run", fresh: bool = False, st
     configs.validate(settings)
     find_run(settings.model)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
-    return launch(found, fresh, None if start is None else configs.find_start(start))
+    return launch(found, fresh, None if start is None else configs.find_start(start, carry))
 
 
 def begin(
@@ -128,7 +131,7 @@ def begin(
     text = json.dumps([configs.to_json(found.run), __version__, jax.__version__])
     peers.check_same("settings", hashlib.sha256(text.encode()).hexdigest()[:16])
     if start is not None:
-        configs.check_start(found.run)
+        configs.check_start(found.run, start.carry)
 
     def choose() -> tuple[str, configs.AtStart, dict[str, Any]] | None:
         directory, at_start = choose_directory(found.run, found.name, fresh, start)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules, tasks
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, damage, kept, phase_of
-from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of_policy, restore_parts, steps_in
+from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of_policy, read_host, restore_parts, steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
@@ -136,7 +136,17 @@ def begin(
     if weights is not None:
         state = borrowed(state, run, weights, mesh, note)
         state = with_others(state, others, kept(Path(weights.run))[weights.step], mesh, note)
-    return state, LoopState(coefficients=dict(stage.coefficients))
+    left = None if weights is None or not weights.carry else carried(weights, stage, note)
+    return state, LoopState(left, coefficients=dict(stage.coefficients))
+
+
+def carried(weights: Start, stage: Stage, note: Callable[[str], None]) -> Any:
+    """Return what the other run's checkpoint leaves to the first step of this one."""
+    host = LoopState.from_json(read_host(kept(Path(weights.run))[weights.step]), stage.records)
+    before = configs.in_phase(configs.read(Path(weights.run) / "config.json", own=False).run, host.phase)
+    left = stage.takes_up(host.carried, before)
+    note(f"goes on after {left.cursor:,} prompts of that run, with {len(left.successes):,} problems' stored successes")
+    return left
 
 
 def restored(

@@ -28,6 +28,8 @@ FROM_ELSEWHERE = {
     "from": "train {run} --from {run}@1 --steps 1",
     "from again": "train {run} --from {run}@1 --steps 1",
     "slower": f"train {{run}} --from {{run}}@1 --steps 1 {SLOWER}",
+    "carried": "train {run} --from {run}@2 --carry --steps 1 --run_dir carried",
+    "alone": "train smoke --carry",
     "structure": "train smoke --from {run} --learner.lora.rank 2",
 }
 
@@ -120,3 +122,17 @@ def test_parts_of_a_checkpoint_are_read_alone(folder, answers):
     like = parts_of_policy(None, jax.eval_shape(lambda: whole.policy.opt_state))
     found = restore_parts(directory / "checkpoints" / "1", like, one_device()).policy
     assert same(found.opt_state, whole.policy.opt_state) and found.params is None
+
+
+def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
+    assert answers["carried"].code == 0, answers["carried"].err
+    assert "goes on after " in answers["carried"].err
+    asked = {}
+    for directory in (folder / "project" / "runs" / "mine", folder / "elsewhere" / "carried"):
+        samples = map(json.loads, (directory / "samples.jsonl").read_text().splitlines())
+        asked[directory.name] = [(row["step"], row["prompt"], row["completion"]) for row in samples]
+    again = [(prompt, text) for step, prompt, text in asked["carried"] if step == 1]
+    assert again == [(prompt, text) for step, prompt, text in asked["mine"] if step == 3] != []
+    assert again != [(prompt, text) for step, prompt, text in asked["mine"] if step == 1]
+    assert configs.read(folder / "elsewhere" / "carried" / "config.json").origin.start.carry
+    assert answers["alone"].code == 2 and answers["alone"].err.startswith("--carry goes with --from RUN")

@@ -5,7 +5,10 @@
 
 import dataclasses
 import operator
+from collections.abc import Iterable
 from typing import Self
+
+import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rollout.groups import Carryover
@@ -96,6 +99,30 @@ class SuccessReplay(Ingredient):
         names = {old.label: new.label for old, new in going_together(run, following) if same_task(old, new)}
         fitting = no_longer_than(left.successes, {old: limits[new] for old, new in names.items()}, names)
         return dataclasses.replace(left, successes=fitting)
+
+
+def passed_on(left: Carryover, one: configs.Run, other: configs.Run, ingredients: Iterable[Ingredient]) -> Carryover:
+    """Return the carryover from one run or phase to the first step of another.
+
+    ``ingredients``: of the first one.
+    """
+    left = dataclasses.replace(left, stream=stream_left(left.stream, left.cursor, one, other))
+    for ingredient in ingredients:
+        left = ingredient.leaves(left, other)
+    return left
+
+
+def of_another_policy(left: Carryover) -> Carryover:
+    """Mark stored successes as sampled by no version of this run's policy, so that no update takes them as fresh."""
+    found = {}
+    for place, solved in left.successes.items():
+        successes = []
+        for success in solved.successes:
+            completion = success.completion
+            marked = dataclasses.replace(completion, version=np.full_like(completion.version, -1))
+            successes.append(dataclasses.replace(success, completion=marked))
+        found[place] = dataclasses.replace(solved, successes=tuple(successes))
+    return dataclasses.replace(left, successes=found)
 
 
 def same_rewards(one: configs.Run, other: configs.Run) -> bool:

@@ -18,8 +18,8 @@ from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.constraints import separately
 from jaxrl_llm.stages.rl.ingredient import Ingredient
-from jaxrl_llm.stages.rl.ingredients import dropped_endings
-from jaxrl_llm.stages.rl.phase_carryover import same_groups, stream_left
+from jaxrl_llm.stages.rl.ingredients import dropped_endings, ingredients_of
+from jaxrl_llm.stages.rl.phase_carryover import of_another_policy, passed_on, same_groups
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.telemetry.records import token_texts
 from jaxrl_llm.types import TrainState
@@ -103,11 +103,12 @@ class Reinforcement(Stage):
         """
         if left is None or same_groups(self.run, following):
             return left
-        stream = stream_left(left.stream, left.cursor, self.run, following)
-        left = dataclasses.replace(self.let_go(left), stream=stream)
-        for one in self.ingredients:
-            left = one.leaves(left, following)
-        return left
+        return passed_on(self.let_go(left), self.run, following, self.ingredients)
+
+    def takes_up(self, left: Carryover | None, before: configs.Run) -> Carryover:
+        """Return the place in the data, the curriculum's counts and the stored successes of another run."""
+        left = of_another_policy(self.let_go(left) or Carryover())
+        return passed_on(left, before, self.run, ingredients_of(before))
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]

@@ -93,6 +93,22 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
     assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5
 
 
+def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_of_its_own():
+    run = resolved(RUN)
+    place = f"{run.task.label}/a"
+    stage = Reinforcement(
+        training=(), forward=None, label="", run=run, sampler=None, transfer=None, evaluation=None,
+        ingredients=ingredients_of(run),
+    )  # fmt: skip
+    left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), texts=3, successes={place: solved(3)})
+    found = stage.takes_up(left, run)
+    assert found.cursor == 5 and found.texts == 3 and not found.unfinished
+    assert found.successes[place].successes[0].completion.version.tolist() == [-1, -1, -1]
+    assert stage.takes_up(None, run) == Carryover()
+    boxed = dataclasses.replace(run, task=dataclasses.replace(run.task, extractor="boxed"))
+    assert not stage.takes_up(left, boxed).successes, "answers were judged in another way there"
+
+
 def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
     digits, letters = (dataclasses.replace(RUN.task, name=name) for name in ("digits", "letters"))
     new = dataclasses.replace(RUN.task, name="new", holdout=0.5)
