@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints import integrity
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.decoder import fingerprint
+from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.sharding import abstract, replicated, shardings
 from jaxrl_llm.types import Role, TrainState
 

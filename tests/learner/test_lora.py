@@ -29,7 +29,8 @@ from jaxrl_llm.learner.forward import on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Lora, ModelConfig
-from jaxrl_llm.models.decoder import Decoder, fingerprint, initialise, logits, to_parameters
+from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
+from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.models.lora import attached, create, merge, model_of, policy_model
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings

@@ -23,7 +23,8 @@ from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import scores
 from jaxrl_llm.models.config import ComputeOptions, Lora
-from jaxrl_llm.models.decoder import Decoder, causal_rows, fingerprint, forward, to_parameters
+from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters
+from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
 from jaxrl_llm.models.lora import attached, create, merge, model_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings

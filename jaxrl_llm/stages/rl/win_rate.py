@@ -8,7 +8,8 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_llm.config import JUDGED, Run
-from jaxrl_llm.models.decoder import Decoder, digest
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.fingerprint import digest
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
