@@ -143,8 +143,9 @@ def begin(
 def carried(weights: Start, stage: Stage, note: Callable[[str], None]) -> Any:
     """Return what the other run's checkpoint leaves to the first step of this one."""
     host = LoopState.from_json(read_host(kept(Path(weights.run))[weights.step]), stage.records)
-    before = configs.in_phase(configs.read(Path(weights.run) / "config.json", own=False).run, host.phase)
-    left = stage.takes_up(host.carried, before)
+    found = configs.read(Path(weights.run) / "config.json", own=False)
+    before = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
+    left = stage.takes_up(host.carried, configs.in_phase(before, host.phase))
     note(f"goes on after {left.cursor:,} prompts of that run, with {len(left.successes):,} problems' stored successes")
     return left
 

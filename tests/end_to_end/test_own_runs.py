@@ -24,11 +24,11 @@ FROM_ELSEWHERE = {
     "eval 1": "eval {run}@1 --json",
     "export": "export {run}@1 --out model",
     "eval export": "eval model --config {project}/mine.py --json",
-    "go on": "train {run} --steps 3",
+    "go on": "train {run} --steps 3 --output.samples 8",
     "from": "train {run} --from {run}@1 --steps 1",
     "from again": "train {run} --from {run}@1 --steps 1",
     "slower": f"train {{run}} --from {{run}}@1 --steps 1 {SLOWER}",
-    "carried": "train {run} --from {run}@2 --carry --steps 1 --run_dir carried",
+    "carried": "train {run} --from {run}@2 --carry --steps 1 --output.samples 8 --run_dir carried",
     "alone": "train smoke --carry",
     "structure": "train smoke --from {run} --learner.lora.rank 2",
 }
@@ -131,8 +131,8 @@ def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
     for directory in (folder / "project" / "runs" / "mine", folder / "elsewhere" / "carried"):
         samples = map(json.loads, (directory / "samples.jsonl").read_text().splitlines())
         asked[directory.name] = [(row["step"], row["prompt"], row["completion"]) for row in samples]
-    again = [(prompt, text) for step, prompt, text in asked["carried"] if step == 1]
-    assert again == [(prompt, text) for step, prompt, text in asked["mine"] if step == 3] != []
-    assert again != [(prompt, text) for step, prompt, text in asked["mine"] if step == 1]
+    again = sorted((prompt, text) for step, prompt, text in asked["carried"] if step == 1)
+    assert again == sorted((prompt, text) for step, prompt, text in asked["mine"] if step == 3)
+    assert len({prompt for prompt, _ in again}) == 8 + 5, "of the step, and of the evaluation"
     assert configs.read(folder / "elsewhere" / "carried" / "config.json").origin.start.carry
     assert answers["alone"].code == 2 and answers["alone"].err.startswith("--carry goes with --from RUN")
