@@ -61,7 +61,7 @@ def train(arguments: list[str]) -> int:
     recipe = take(arguments, "--recipe", True)
     start = take(arguments, "--from", True)
     carry = take(arguments, "--carry", False)
-    require(start is not None or not carry, "--carry goes with --from RUN: what RUN's checkpoint carries")
+    require(start is not None or not carry, "--carry goes on where another run was: give that one with --from RUN")
     quiet = take(arguments, "--quiet", False)
     as_json = take(arguments, "--json", False)
     distributed = take_distributed(arguments)
