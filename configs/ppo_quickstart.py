@@ -10,10 +10,10 @@ Measured on 2 CPU cores without an accelerator: accuracy on the held-out problem
 with seeds 0, 1 and 2; 7 minutes 30 seconds in all, compilation and both evaluations included; 7.3 GB of memory. The
 critic is the weak part. It begins as the judge, whose scores are far from the returns: for the first steps it is worse
 than their mean, and of the last five steps together it explains 0.10, 0.14 and 0.03 of the variance
-(``critic/explained_variance_pooled``). Begun as the policy, with ``epochs`` 2 and a rate of 2e-4, it explained 0.14 with
-seed 0, at an accuracy of 0.96; with the judge's layers and a head of zeros 0.23, but accuracy ended at 0.82. Not much more
-can be had from so few tokens: a critic that knew the mean reward until the answer's last digit, and the outcome from
-there on, would have explained about 0.26.
+(``critic/explained_variance_pooled``). Begun as the policy, with ``epochs`` 2 and a rate of 2e-4, it explained 0.14
+with seed 0, at an accuracy of 0.96; with the judge's layers and a head of zeros 0.23, but accuracy ended at 0.82. Not
+much more can be had from so few tokens: a critic that knew the mean reward until the answer's last digit, and the
+outcome from there on, would have explained about 0.26.
 """
 
 import dataclasses

@@ -125,6 +125,15 @@ def test_every_model_is_asked_through_one_driver():
     assert not built, f"use engine.backend.backend_for: {built}"
 
 
+def test_tests_lie_where_the_package_has_what_they_test():
+    files = [path.relative_to(ROOT / "tests") for path in TESTS if path.name.startswith("test_")]
+    folders = {path.parts[0] for path in files if len(path.parts) > 1}
+    own = {"end_to_end", "tools"}  # whole runs, and what tools/ has
+    assert folders - own <= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    loose = {path.stem.removeprefix("test_") for path in files if len(path.parts) == 1}
+    assert loose - {"house", "contributing", "notebooks", "pages"} <= {path.stem for path in PACKAGE.glob("*.py")}
+
+
 def test_tests_use_the_real_thing():
     # Names that no test may use: this test looks for them, it patches and skips nothing itself.
     banned = {"mock", "unittest.mock", "pytest_mock", "monkeypatch", "mocker", "skip", "skipif", "importorskip"}
