@@ -4,5 +4,8 @@ It is independent of tasks and rewards.
 """
 
 from jaxrl_llm.engine.settings import Sampling
+from jaxrl_llm.system import attach
 
-__all__ = ["Sampling"]
+__all__ = ["Engine", "Sampling"]
+
+__getattr__ = attach(__name__, {"Engine": "engine"})

@@ -52,6 +52,12 @@ class Training:
         """Return the number of passes over each rollout."""
         return self.epochs or settings.epochs
 
+    def reads(self, packed: Packed) -> Packed:
+        """Return the data without the arrays that only other roles need."""
+        return packed._replace(
+            by_token={name: x for name, x in packed.by_token.items() if name in self.needs or name not in BEFORE}
+        )
+
 
 def learn(
     state: TrainState,
@@ -134,9 +140,7 @@ def _update_each(
         own = coefficients
         if settings.target_kl is not None and one.role == "policy":
             own = own | {"target_kl": settings.target_kl if any(map(_applied, seen)) else math.inf}
-        # Without the arrays that only other roles need.
-        read = {name: x for name, x in packed.by_token.items() if name in one.needs or name not in BEFORE}
-        state, metrics = one.update(state, packed._replace(by_token=read), own)
+        state, metrics = one.update(state, one.reads(packed), own)
         seen.append({name: float(value) for name, value in jax.device_get(metrics).items()})
         if seen[-1]["refused/not_finite"] or seen[-1].get("refused/far"):
             return state._replace(frozen=frozen), True
