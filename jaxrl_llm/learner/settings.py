@@ -20,6 +20,10 @@ Most weights of large models are smaller (their deviation is about 0.02), most o
 class Usual(float):
     """A default learning rate, which a run replaces by the usual one for its kind."""
 
+    def __hash__(self) -> int:
+        """Return another hash than the number's: tyro keeps types by default value, and would mix them up."""
+        return hash((Usual, float(self)))
+
 
 RL_RATE = Usual(1e-6)
 """The usual rate for reinforcement learning, and the default outside a run."""
