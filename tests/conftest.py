@@ -32,8 +32,15 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 # Tests compile many small programs; jax would keep only those that took a second.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
-# Tests lose terminals; under nohup the processes that they start would not hear of it.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+def _hang_up(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+# Tests lose terminals. The processes that they start would not hear of it if this one ignored the signal, as it does
+# under nohup, and from when libtpu is loaded unless there is a handler.
+signal.signal(signal.SIGHUP, _hang_up)
 
 # What JAX has traced stays for the whole session: looking through all of it for garbage is in vain.
 gc.set_threshold(100_000, 20, 100)
