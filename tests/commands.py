@@ -84,3 +84,10 @@ def assert_refused(answer: Answer, *words: str) -> None:
     assert len(lines) == 1 and lines[0].startswith("jaxrl-llm: "), answer.err
     for word in words:
         assert word in lines[0], f"{word!r} is not in {answer.err!r}"
+
+
+def rows_but_for_the_clock(run_dir: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what the clock and the machine decide."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    clock = ("time/", "throughput/", "memory", "event/resumed")
+    return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]

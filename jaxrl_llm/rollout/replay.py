@@ -135,6 +135,19 @@ def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, 
     return kept
 
 
+def of_another_policy(store: Store) -> Store:
+    """Return the store for a run whose policy has sampled none of it: tokens get version -1, of no policy."""
+    marked = {}
+    for place, solved in store.items():
+        successes = []
+        for one in solved.successes:
+            version = np.full_like(one.completion.version, -1)
+            completion = dataclasses.replace(one.completion, version=version)
+            successes.append(dataclasses.replace(one, completion=completion))
+        marked[place] = dataclasses.replace(solved, successes=tuple(successes))
+    return marked
+
+
 def _updated(known: Solved | None, number: int, group: Group, most: int, left_out: Collection[str]) -> Solved | None:
     """Return the stored successes of a problem after one more group; None if it was never solved."""
     new = []

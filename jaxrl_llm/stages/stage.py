@@ -115,13 +115,12 @@ class Stage:
         """Return the carryover for the next step after a rollback of the policy."""
         return left
 
-    def leaves(self, left: Any, following: Configuration) -> Any:
-        """Return the carryover for a following phase with other settings."""
-        return left
+    def carried_over(self, left: Any, before: Configuration, after: Configuration, anew: bool = False) -> Any:
+        """Return the carryover from a phase with the settings ``before`` to one with those of ``after``.
 
-    def takes_up(self, left: Any, before: Configuration) -> Any:
-        """Return the carryover of another run, with the settings ``before``, for the first step of this one."""
-        raise NotImplementedError
+        ``anew``: the latter is another run, whose policy counts its versions from 0.
+        """
+        return left
 
     def weights(self, policy: Any) -> Any:
         """Return the weights that make batches: the policy itself, or a copy laid out for sampling."""

@@ -136,18 +136,30 @@ def begin(
     if weights is not None:
         state = borrowed(state, run, weights, mesh, note)
         state = with_others(state, others, kept(Path(weights.run))[weights.step], mesh, note)
-    left = None if weights is None or not weights.carry else carried(weights, stage, note)
+    left = None if weights is None or not weights.carry else carried(run, stage, weights, note)
     return state, LoopState(left, coefficients=dict(stage.coefficients))
 
 
-def carried(weights: Start, stage: Stage, note: Callable[[str], None]) -> Any:
-    """Return what the other run's checkpoint leaves to the first step of this one."""
+def carried(run: Configuration, stage: Stage, weights: Start, note: Callable[[str], None]) -> Any:
+    """Return what the other run's checkpoint leaves to the first step of this one.
+
+    Raises:
+      InputError: the same task has other problems than it had there.
+    """
     host = LoopState.from_json(read_host(kept(Path(weights.run))[weights.step]), stage.records)
     found = configs.read(Path(weights.run) / "config.json", own=False)
-    before = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
-    left = stage.takes_up(host.carried, configs.in_phase(before, host.phase))
-    note(f"goes on after {left.cursor:,} prompts of that run, with {len(left.successes):,} problems' stored successes")
-    return left
+    before: Any = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
+    before = configs.in_phase(before, host.phase)
+    shown = f"step {weights.step} of {weights.run}"
+    if "training" in host.problems and before.task == getattr(run, "task", None):
+        changed = tasks.difference(host.problems["training"], stage.problems["training"])
+        configs.require(
+            not changed,
+            f"the problems of {stage.label} are not those of {shown} ({changed}), so no place in them can be carried: "
+            "put the old ones back, or leave --carry out",
+        )
+    note(f"goes on from {shown} in its data, curriculum and stored successes too")
+    return stage.carried_over(host.carried, before, run, anew=True)
 
 
 def restored(

@@ -168,7 +168,7 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
     host.phase += 1
     after: Any = configs.in_phase(run, host.phase)
     phase = configs.phases_of(run)[host.phase]
-    host.left = stage.leaves(host.carried, after)
+    host.left = stage.carried_over(host.carried, before, after)
     host.ready = None
     host.problems = {}  # the next phase may have others
     same = (before.recipe, before.scoring.constraints) == (after.recipe, after.scoring.constraints)

@@ -39,6 +39,13 @@ def test_a_typo_is_answered_without_the_slow_libraries(tmp_path, line):
     assert done.stdout.splitlines()[-1] == "loaded"
 
 
+def test_types_that_tyro_keeps_are_not_mixed_up(tmp_path):
+    # Where pytest is loaded, tyro compares a tenth of what it keeps with what it would find anew; here all of it.
+    checks = "import random, pytest; random.random = lambda: 0.0"
+    done = command("train", "smoke", "--steps", "x", folder=tmp_path, before=checks)
+    assert_refused(done, "--steps")
+
+
 def test_a_run_goes_on_when_nobody_reads_its_rows_any_more(capfd):
     reading, writing = os.pipe()
     with open(writing, "w") as out, contextlib.redirect_stdout(out), speaking(False, True) as voice:

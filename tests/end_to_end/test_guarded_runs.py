@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from commands import assert_refused, commands
+from commands import rows_but_for_the_clock as rows
 from histories import rows as made_up
 from histories import sick
 from learner.rollouts import one_device
@@ -68,12 +69,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(folder):
     return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
-
-
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    clock = ("time/", "throughput/", "memory", "event/resumed")
-    return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]
 
 
 def saved(folder, step):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import commands
+from commands import rows_but_for_the_clock as rows
 
 from jaxrl_llm.config import (
     Evaluation,
@@ -48,12 +49,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(folder):
     return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
-
-
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    clock = ("time/", "throughput/", "memory", "event/resumed")
-    return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]
 
 
 def host(folder, step):

@@ -126,7 +126,7 @@ def test_parts_of_a_checkpoint_are_read_alone(folder, answers):
 
 def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
     assert answers["carried"].code == 0, answers["carried"].err
-    assert "goes on after " in answers["carried"].err
+    assert "in its data, curriculum and stored successes too" in answers["carried"].err
     asked = {}
     for directory in (folder / "project" / "runs" / "mine", folder / "elsewhere" / "carried"):
         samples = map(json.loads, (directory / "samples.jsonl").read_text().splitlines())
@@ -136,3 +136,16 @@ def test_a_run_that_carries_goes_on_where_the_other_one_was(folder, answers):
     assert len({prompt for prompt, _ in again}) == 8 + 5, "of the step, and of the evaluation"
     assert configs.read(folder / "elsewhere" / "carried" / "config.json").origin.start.carry
     assert answers["alone"].code == 2 and "give that one with --from RUN" in answers["alone"].err
+
+
+def test_a_place_in_other_problems_is_not_carried(folder, answers):
+    sums = folder / "project" / "sums.jsonl"
+    text = sums.read_text()
+    sums.write_text("".join(text.splitlines(True)[1:]))
+    try:
+        line = f"train {folder / 'project/runs/mine'} --from {folder / 'project/runs/mine'}@2 --carry --run_dir changed"
+        (answer,) = commands([line], folder / "elsewhere")
+    finally:
+        sums.write_text(text)
+    assert answer.code == 2 and "there were 16 and there are 15" in answer.err and "leave --carry out" in answer.err
+    assert not (folder / "elsewhere" / "changed").exists()

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from commands import commands
+from commands import rows_but_for_the_clock as rows
 from learner.rollouts import one_device
 
 from jaxrl_llm import codec
@@ -72,12 +73,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(folder):
     return dict(zip(LINES, commands(list(LINES.values()), folder), strict=True))
-
-
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    clock = ("time/", "throughput/", "memory", "event/resumed")
-    return [{name: x for name, x in json.loads(line).items() if not name.startswith(clock)} for line in lines]
 
 
 def saved(folder, step, number, reference):

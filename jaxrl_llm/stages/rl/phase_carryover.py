@@ -5,14 +5,11 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterable
 from typing import Self
-
-import numpy as np
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.rollout.groups import Carryover
-from jaxrl_llm.rollout.replay import no_longer_than
+from jaxrl_llm.rollout.replay import no_longer_than, of_another_policy
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.curriculum import PLACES
@@ -101,28 +98,11 @@ class SuccessReplay(Ingredient):
         return dataclasses.replace(left, successes=fitting)
 
 
-def passed_on(left: Carryover, one: configs.Run, other: configs.Run, ingredients: Iterable[Ingredient]) -> Carryover:
-    """Return the carryover from one run or phase to the first step of another.
-
-    ``ingredients``: of the first one.
-    """
-    left = dataclasses.replace(left, stream=stream_left(left.stream, left.cursor, one, other))
-    for ingredient in ingredients:
-        left = ingredient.leaves(left, other)
-    return left
-
-
-def of_another_policy(left: Carryover) -> Carryover:
-    """Mark stored successes as sampled by no version of this run's policy, so that no update takes them as fresh."""
-    found = {}
-    for place, solved in left.successes.items():
-        successes = []
-        for success in solved.successes:
-            completion = success.completion
-            marked = dataclasses.replace(completion, version=np.full_like(completion.version, -1))
-            successes.append(dataclasses.replace(success, completion=marked))
-        found[place] = dataclasses.replace(solved, successes=tuple(successes))
-    return dataclasses.replace(left, successes=found)
+def continued(left: Carryover, before: configs.Run, after: configs.Run, anew: bool) -> Carryover:
+    """Return the carryover with the prompt stream of ``after``; if ``anew``, with successes of another run's policy."""
+    stream = stream_left(left.stream, left.cursor, before, after)
+    successes = of_another_policy(left.successes) if anew else left.successes
+    return dataclasses.replace(left, stream=stream, successes=successes)
 
 
 def same_rewards(one: configs.Run, other: configs.Run) -> bool:

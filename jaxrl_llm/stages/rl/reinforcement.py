@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.constraints import separately
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.ingredients import dropped_endings, ingredients_of
-from jaxrl_llm.stages.rl.phase_carryover import of_another_policy, passed_on, same_groups
+from jaxrl_llm.stages.rl.phase_carryover import continued, same_groups
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.telemetry.records import token_texts
 from jaxrl_llm.types import TrainState
@@ -96,19 +96,19 @@ class Reinforcement(Stage):
         """Return the carryover after a rollback of the policy: without groups of the policy that is undone."""
         return None if left is None else dataclasses.replace(left, carried=(), unfinished=(), good=0.0, seen=0.0)
 
-    def leaves(self, left: Carryover | None, following: configs.Run) -> Carryover | None:
-        """Return the whole carryover if groups are sampled and scored as before.
+    def carried_over(
+        self, left: Carryover | None, before: configs.Run, after: configs.Run, anew: bool = False
+    ) -> Carryover | None:
+        """Return the whole carryover if groups are sampled and scored as before, in the same run.
 
-        Otherwise groups that were not learned from are dropped, and so is the memory of tasks that the phase lacks.
+        Otherwise groups that were not learned from are dropped, and so is the memory of tasks that ``after`` lacks.
         """
-        if left is None or same_groups(self.run, following):
+        if left is None or (same_groups(before, after) and not anew):
             return left
-        return passed_on(self.let_go(left), self.run, following, self.ingredients)
-
-    def takes_up(self, left: Carryover | None, before: configs.Run) -> Carryover:
-        """Return the place in the data, the curriculum's counts and the stored successes of another run."""
-        left = of_another_policy(self.let_go(left) or Carryover())
-        return passed_on(left, before, self.run, ingredients_of(before))
+        left = continued(self.let_go(left), before, after, anew)
+        for one in ingredients_of(before):
+            left = one.leaves(left, after)
+        return left
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]

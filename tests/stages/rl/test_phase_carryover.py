@@ -87,9 +87,9 @@ def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_
         ingredients=ingredients_of(run),
     )  # fmt: skip
     left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), successes=store)
-    assert stage.leaves(left, run) is left
+    assert stage.carried_over(left, run, run) is left
     shorter = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_new_tokens=3))
-    after = stage.leaves(left, shorter)
+    after = stage.carried_over(left, run, shorter)
     assert set(after.successes) == {f"{run.task.label}/a"} and not after.unfinished and after.cursor == 5
 
 
@@ -101,12 +101,12 @@ def test_another_run_takes_up_the_place_and_the_successes_as_those_of_no_policy_
         ingredients=ingredients_of(run),
     )  # fmt: skip
     left = Carryover(cursor=5, unfinished=(PartialGroup(4, (None,)),), texts=3, successes={place: solved(3)})
-    found = stage.takes_up(left, run)
+    found = stage.carried_over(left, run, run, anew=True)
     assert found.cursor == 5 and found.texts == 3 and not found.unfinished
     assert found.successes[place].successes[0].completion.version.tolist() == [-1, -1, -1]
-    assert stage.takes_up(None, run) == Carryover()
+    assert stage.carried_over(None, run, run, anew=True) is None
     boxed = dataclasses.replace(run, task=dataclasses.replace(run.task, extractor="boxed"))
-    assert not stage.takes_up(left, boxed).successes, "answers were judged in another way there"
+    assert not stage.carried_over(left, run, boxed, anew=True).successes, "answers were judged in another way there"
 
 
 def test_streams_of_tasks_that_stay_go_on_and_shares_count_anew():
