@@ -27,8 +27,7 @@ from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.rl.problems import read_parts
-from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, state_of
+from jaxrl_llm.stages.stage import Batch, Groups, Outline, Stage, check_positions, read_parts, state_of
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem, TrainState
@@ -101,40 +100,38 @@ def answers_of(
     return exam, collected(run.data, problems, lambda: by(model), answering.max_new_tokens, run.seed, *place)
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """The rows of one step.
+@dataclasses.dataclass
+class Drawn(Batch):
+    """The data of one step.
 
     Attributes:
-      rows: as ``data.load_texts`` returns them.
-      places: the index of each among the training rows.
+      groups: the samples of each row.
       left: rows drawn so far in the run.
       metrics: ``epoch``, how often all rows have been drawn; in the first step also a line about rows left out.
     """
 
-    rows: Sequence[Any]
-    places: Sequence[int]
+    groups: list[list[Sample]]
     left: int
     metrics: Mapping[str, Any]
-    examples: Sequence[Any] = ()
-    common: Iterable[np.ndarray] = ()
 
     def __len__(self) -> int:
         """Return the number of rows of the step."""
-        return len(self.rows)
+        return len(self.groups)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetStage(Stage):
-    """A stage that learns from rows of data; a kind of it defines the samples of a row.
+    """A stage that learns from rows of data.
 
     Attributes:
       rows: training rows.
       held_out: evaluation rows.
       count: rows of a step.
       seed: of their order: each epoch is a fresh permutation.
+      samples_of: maps a row, its index among all training rows, and its index in the step to the row's samples.
+      numbers: returns the metrics ``eval/...`` of a model on at least one row.
       exam: evaluates answers to a task's problems; None without a task.
-      status: receives progress messages.
+      learned: returns the number of tokens of a sample that the step reports as learned.
       left_out: a line about rows that were dropped or truncated; empty without any.
     """
 
@@ -142,39 +139,21 @@ class DatasetStage(Stage):
     held_out: Sequence[Any]
     count: int
     seed: int
+    samples_of: Callable[[Any, int, int], list[Sample]]
+    numbers: Callable[[Any, Sequence[Any]], dict[str, float]]
     exam: Exam | None
-    status: Callable[[str], None]
+    learned: Callable[[Sample], int] = lambda sample: int(sample.mask.sum())
     left_out: str = ""
-
-    def samples_of(self, row: Any, place: int, number: int) -> list[Sample]:
-        """Return the learner's samples of a row.
-
-        Args:
-          row: to learn from.
-          place: its index among all training rows.
-          number: its index in the step, shared by its samples.
-        """
-        raise NotImplementedError
-
-    def numbers(self, policy: Any) -> dict[str, float]:
-        """Return the metrics ``eval/...`` on the held-out rows, at least one."""
-        raise NotImplementedError
-
-    def learned(self, sample: Sample) -> int:
-        """Return the number of tokens of a sample that the step reports as learned."""
-        return int(sample.mask.sum())
 
     def samples(
         self, state: TrainState, batch: Drawn, coefficients: Mapping[str, float]
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Return the samples of each row, which stay together."""
-        rows = enumerate(zip(batch.rows, batch.places, strict=True))
-        groups = [self.samples_of(row, place, number) for number, (row, place) in rows]
-        return groups, {"tokens": float(sum(self.learned(sample) for group in groups for sample in group))}
+        return batch.groups, {"tokens": float(sum(self.learned(sample) for group in batch.groups for sample in group))}
 
     def test(self, policy: Any, first: bool = False) -> Tested | None:
         """Evaluate the model on the held-out rows and on a task's problems."""
-        numbers = self.numbers(policy) if self.held_out else {}
+        numbers = self.numbers(policy, self.held_out) if self.held_out else {}
         answers = () if self.exam is None else self.exam(policy)
         return Tested(numbers, answers) if numbers or answers else None
 
@@ -184,7 +163,8 @@ class DatasetStage(Stage):
         end = begin + self.count
         places = [tasks.problem_index(self.seed, number, len(self.rows)) for number in range(begin, end)]
         told = {LEFT_OUT: self.left_out} if self.left_out and left is None else {}
-        return Drawn([self.rows[place] for place in places], places, end, told | {"epoch": end / len(self.rows)})
+        groups = [self.samples_of(self.rows[place], place, number) for number, place in enumerate(places)]
+        return Drawn(groups, end, told | {"epoch": end / len(self.rows)})
 
 
 def read(
@@ -226,7 +206,6 @@ def read(
         "count": run.batch.rows,
         "seed": run.seed,
         "exam": exam,
-        "status": progress.status,
         "left_out": loaded.left_out,
     }
 

@@ -64,33 +64,16 @@ def at_start(path: Path, key: str, peers: Peers, compute: Callable[[], Sums]) ->
     return known
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceStage(DatasetStage):
-    """A run that learns from pairs, once its files are read.
-
-    Attributes:
-      loss: of each pair.
-      known: the reference's log-probabilities of the pairs, ``train`` and ``held_out``.
-    """
-
-    loss: Any
-    known: Sums
-
-    def samples_of(self, row: Ranked, place: int, number: int) -> list[Sample]:
-        """Return both answers of a pair."""
-        return pair_samples(row, self.known["train"][place], number)
-
-    def numbers(self, policy: Decoder) -> dict[str, float]:
-        """Return accuracy and margin on the held-out pairs."""
-        gap = sums(self.forward, policy, self.held_out, self.status)
-        gap -= self.known["held_out"][: len(self.held_out)]
-        if self.loss.average:
-            gap /= np.asarray([[len(tokens) for tokens in pair.completions] for pair in self.held_out])
-        margin = gap[:, 0] - gap[:, 1]
-        return {
-            "eval/pairs/accuracy": float(np.mean((np.sign(margin) + 1) / 2)),
-            "eval/pairs/margin": float(self.loss.beta * np.mean(margin)),
-        }
+def pair_numbers(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    """Return accuracy and margin of pairs from the summed log-probabilities of policy and reference, float64[n, 2]."""
+    gap = logp - reference
+    if loss.average:
+        gap /= np.asarray([[len(tokens) for tokens in pair.completions] for pair in pairs])
+    margin = gap[:, 0] - gap[:, 1]
+    return {
+        "eval/pairs/accuracy": float(np.mean((np.sign(margin) + 1) / 2)),
+        "eval/pairs/margin": float(loss.beta * np.mean(margin)),
+    }
 
 
 def sums(forward: Forward, model: Decoder, pairs: Sequence[Ranked], status: Callable[[str], None]) -> np.ndarray:
@@ -130,7 +113,7 @@ def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
 
 def prepare(
     run: Preference, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
-) -> PreferenceStage:
+) -> DatasetStage:
     """Read or collect the pairs; build training and evaluation.
 
     Raises:
@@ -155,4 +138,15 @@ def prepare(
     made_from = {"weights": weights_digest(model), "compute": forward.compute.dtype, "pairs": fields["problems"]}
     key = json.dumps(made_from, sort_keys=True)  # the pairs are tokens: template and tokenizer are in them
     known = at_start(scorer.folder / REFERENCE, key, peers, compute)
-    return PreferenceStage(forward=forward, training=training, loss=run.loss, known=known, **fields)
+
+    def numbers(policy: Decoder, pairs: Sequence[Ranked]) -> dict[str, float]:
+        logp = sums(forward, policy, pairs, progress.status)
+        return pair_numbers(run.loss, pairs, logp, known["held_out"][: len(pairs)])
+
+    return DatasetStage(
+        forward=forward,
+        training=training,
+        samples_of=lambda pair, place, number: pair_samples(pair, known["train"][place], number),
+        numbers=numbers,
+        **fields,
+    )

@@ -1,6 +1,5 @@
 """Reward models: a decoder with a scalar head learns to score answers, or the steps of solutions."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,28 +21,6 @@ from jaxrl_llm.stages.stage import AFTER, Groups, Outline, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
 
 __all__ = ["groups", "outline", "prepare", "resources"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardStage(DatasetStage):
-    """A run that trains a reward model, once its files are read."""
-
-    def samples_of(self, row: Ranked | Stepped, place: int, number: int) -> list[Sample]:
-        """Return the samples of a ranking, which stay together, or of a solution."""
-        return samples_of(row, number)
-
-    def learned(self, sample: Sample) -> int:
-        """Return the number of all tokens: the score is read after the last one."""
-        return len(sample.tokens) - 1
-
-    def numbers(self, policy: ScalarModel) -> dict[str, float]:
-        """Return accuracy and margin of pairs, or cross-entropy and accuracy of steps, on the held-out rows."""
-        samples = [sample for number, row in enumerate(self.held_out) for sample in samples_of(row, number)]
-        found = scored(self.forward, policy, samples, "values", lambda text: self.status(f"evaluating: {text}"))
-        if isinstance(self.held_out[0], Stepped):
-            return step_numbers(self.held_out, found)
-        scores = iter([float(values[-1]) for values in found])
-        return pair_numbers([[next(scores) for _ in row.completions] for row in self.held_out])
 
 
 def samples_of(row: Ranked | Stepped, number: int) -> list[Sample]:
@@ -117,7 +94,7 @@ def prepare(
     scorer: Scorer,
     progress: Progress,
     peers: Peers,
-) -> RewardStage:
+) -> DatasetStage:
     """Read or collect the rows; build training and evaluation.
 
     Raises:
@@ -135,4 +112,20 @@ def prepare(
     forward, training = programs_of(run, model, mesh, objective_of(run))
     rankings = ((row.where, samples_of(row, 0)) for row in (*fields["rows"], *loaded.held_out))
     forward = with_room(forward, rankings, run.learner.microbatch_rows)
-    return RewardStage(forward=forward, training=training, **fields)
+
+    def numbers(policy: ScalarModel, rows: Sequence[Any]) -> dict[str, float]:
+        samples = [sample for number, row in enumerate(rows) for sample in samples_of(row, number)]
+        found = scored(forward, policy, samples, "values", lambda text: progress.status(f"evaluating: {text}"))
+        if isinstance(run.data, Steps):
+            return step_numbers(rows, found)
+        scores = iter([float(values[-1]) for values in found])
+        return pair_numbers([[next(scores) for _ in row.completions] for row in rows])
+
+    return DatasetStage(
+        forward=forward,
+        training=training,
+        samples_of=lambda row, place, number: samples_of(row, number),
+        numbers=numbers,
+        learned=lambda sample: len(sample.tokens) - 1,  # all tokens: the score is read after the last one
+        **fields,
+    )

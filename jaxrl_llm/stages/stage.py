@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import config as configs
+from jaxrl_llm import tasks
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import require
@@ -152,6 +154,17 @@ def check_positions(length: int, config: ModelConfig, field: str) -> None:
         length <= positions,
         f"{field} needs {length} positions, and the model was made for {positions}: lower it by {length - positions}",
     )
+
+
+def read_parts(
+    parts: Sequence[configs.Part], verifies: Callable[[configs.Part], bool], status: Callable[[str], None]
+) -> list[tasks.Loaded]:
+    """Read the problems of each part; ``verifies``: whether the run reads which answers to it are right."""
+    found = []
+    for part in parts:
+        status(f"reading task {part.task.label}")
+        found.append(tasks.load(part.task, verifies(part)))
+    return found
 
 
 def scored(

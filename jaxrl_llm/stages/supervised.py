@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the model learns to continue prompts as texts do."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,19 +39,6 @@ def outline(run: Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:
     return outline_of(run, model, mesh, NextToken(), groups(run), samples)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SupervisedStage(DatasetStage):
-    """A run of supervised fine-tuning, once its files are read."""
-
-    def samples_of(self, row: Text, place: int, number: int) -> list[Sample]:
-        """Return one sample: each text is independent."""
-        return [sample_of(row)]
-
-    def numbers(self, policy: Decoder) -> dict[str, float]:
-        """Return loss and perplexity on the held-out texts."""
-        return text_numbers(self.forward, policy, self.held_out, self.status)
-
-
 def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str], None]) -> dict[str, float]:
     """Return ``eval/text/loss``, nats per token, and ``eval/text/perplexity``."""
     samples = [sample_of(text) for text in texts]
@@ -65,7 +51,7 @@ def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str
 
 def prepare(
     run: Supervised, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
-) -> SupervisedStage:
+) -> DatasetStage:
     """Read or collect the texts; build training and evaluation.
 
     Raises:
@@ -73,4 +59,10 @@ def prepare(
     """
     _, fields = read(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
     forward, training = programs_of(run, model, mesh, NextToken())
-    return SupervisedStage(forward=forward, training=training, **fields)
+    return DatasetStage(
+        forward=forward,
+        training=training,
+        samples_of=lambda text, place, number: [sample_of(text)],
+        numbers=lambda policy, texts: text_numbers(forward, policy, texts, progress.status),
+        **fields,
+    )

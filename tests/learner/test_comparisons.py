@@ -42,8 +42,9 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.lora import create
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.stages import preference
 from jaxrl_llm.stages.dataset import with_room
-from jaxrl_llm.stages.preference import PreferenceStage, pair_samples, sums
+from jaxrl_llm.stages.preference import pair_samples, sums
 from jaxrl_llm.stages.reward_model import pair_numbers, samples_of, step_numbers
 from jaxrl_llm.stages.supervised import text_numbers
 from jaxrl_llm.types import Role
@@ -180,11 +181,9 @@ def test_numbers_of_pairs_are_of_their_order_and_implicit_rewards_in_a_step_and_
     loss = case(name).objective.loss
     margins = by_hand_margins(loss.average)
     assert 0 < np.mean(margins > 0) < 1
-    stage = PreferenceStage(
-        training=(), forward=forwards(), label="", rows=(), held_out=rankings(2), count=1, seed=0, exam=None,
-        status=silent, loss=loss, known={"held_out": known()},
-    )  # fmt: skip
-    for prefix, found in (("", alone(name)[1]), ("eval/", stage.test(MODEL).numbers)):
+    pairs = rankings(2)
+    tested = preference.pair_numbers(loss, pairs, sums(forwards(), MODEL, pairs, silent), known())
+    for prefix, found in (("", alone(name)[1]), ("eval/", tested)):
         np.testing.assert_allclose(found[f"{prefix}pairs/accuracy"], np.mean(margins > 0), rtol=1e-6)
         np.testing.assert_allclose(found[f"{prefix}pairs/margin"], loss.beta * np.mean(margins), rtol=1e-4)
 

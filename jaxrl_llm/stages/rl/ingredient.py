@@ -148,7 +148,3 @@ class Ingredient:
     def tested(self, found: Tested, policy: Any, first: bool) -> Tested:
         """Add to an evaluation; ``first``: whether it is the one before the first step of the run."""
         return found
-
-    def leaves(self, left: Carryover, following: Run) -> Carryover:
-        """Change the carryover to a following phase that samples or scores groups in another way."""
-        return left

@@ -20,11 +20,10 @@ from jaxrl_llm.stages.rl.constraints import Constraints, Gated
 from jaxrl_llm.stages.rl.critic import CriticRole
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.judges import Judges
-from jaxrl_llm.stages.rl.phase_carryover import SuccessReplay
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
 from jaxrl_llm.stages.rl.win_rate import WinRate
 
-INGREDIENTS: list[type[Ingredient]] = [Judges, CriticRole, Constraints, Gated, SuccessReplay, PretrainingMix, WinRate]
+INGREDIENTS: list[type[Ingredient]] = [Judges, CriticRole, Constraints, Gated, PretrainingMix, WinRate]
 """All ingredients, in the order of their hooks' calls."""
 
 

@@ -5,12 +5,9 @@
 
 import dataclasses
 import operator
-from typing import Self
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rollout.groups import Carryover
-from jaxrl_llm.rollout.replay import no_longer_than, of_another_policy
-from jaxrl_llm.stages.rl.ingredient import Ingredient
+from jaxrl_llm.rollout.replay import Solved, no_longer_than
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.curriculum import PLACES
 from jaxrl_llm.tasks.stream import NONE, Memory, going_on, places_in
@@ -74,35 +71,16 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
     return going_on(left, new_labels, prompts)
 
 
-@dataclasses.dataclass(frozen=True)
-class SuccessReplay(Ingredient):
-    """The stored successes of a run; a run without replay keeps those of an earlier phase for a later one."""
+def successes_left(known: dict[str, Solved], one: configs.Run, other: configs.Run) -> dict[str, Solved]:
+    """Return the stored successes that are also right in the next phase, and fit into its limits.
 
-    run: configs.Run
-    name = "replay"
-
-    @classmethod
-    def of(cls, run: configs.Run) -> Self:
-        """See ``Ingredient``."""
-        return cls(run)
-
-    def leaves(self, left: Carryover, following: configs.Run) -> Carryover:
-        """Keep the successes that are also right in the next phase and fit into its limits."""
-        run = self.run
-        masks = run.learner.keep_sampling_mask == following.learner.keep_sampling_mask
-        if not masks or not same_rewards(run, following):
-            return dataclasses.replace(left, successes={})
-        limits = configs.limits_of(configs.parts_of_task(following.task), following.rollout.max_new_tokens)
-        names = {old.label: new.label for old, new in going_together(run, following) if same_task(old, new)}
-        fitting = no_longer_than(left.successes, {old: limits[new] for old, new in names.items()}, names)
-        return dataclasses.replace(left, successes=fitting)
-
-
-def continued(left: Carryover, before: configs.Run, after: configs.Run, anew: bool) -> Carryover:
-    """Return the carryover with the prompt stream of ``after``; if ``anew``, with successes of another run's policy."""
-    stream = stream_left(left.stream, left.cursor, before, after)
-    successes = of_another_policy(left.successes) if anew else left.successes
-    return dataclasses.replace(left, stream=stream, successes=successes)
+    A run without replay keeps those of an earlier phase for a later one.
+    """
+    if one.learner.keep_sampling_mask != other.learner.keep_sampling_mask or not same_rewards(one, other):
+        return {}
+    limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
+    names = {old.label: new.label for old, new in going_together(one, other) if same_task(old, new)}
+    return no_longer_than(known, {old: limits[new] for old, new in names.items()}, names)
 
 
 def same_rewards(one: configs.Run, other: configs.Run) -> bool:

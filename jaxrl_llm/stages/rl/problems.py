@@ -14,7 +14,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import kept
 from jaxrl_llm.checkpoints.store import read_host
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.stages.stage import Fingerprints
+from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
 from jaxrl_llm.tasks.stream import Memory, PromptStream, digest
@@ -140,17 +140,6 @@ def streams_of(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.Pr
             for part, problems in zip(parts, train, strict=True)
         ]
     )
-
-
-def read_parts(
-    parts: Sequence[configs.Part], verifies: Callable[[configs.Part], bool], status: Callable[[str], None]
-) -> list[tasks.Loaded]:
-    """Read the problems of each part; ``verifies``: whether the run reads which answers to it are right."""
-    found = []
-    for part in parts:
-        status(f"reading task {part.task.label}")
-        found.append(tasks.load(part.task, verifies(part)))
-    return found
 
 
 def stream_of(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:

@@ -16,10 +16,11 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
+from jaxrl_llm.rollout.replay import of_another_policy
 from jaxrl_llm.stages.rl.constraints import separately
 from jaxrl_llm.stages.rl.ingredient import Ingredient
-from jaxrl_llm.stages.rl.ingredients import dropped_endings, ingredients_of
-from jaxrl_llm.stages.rl.phase_carryover import continued, same_groups
+from jaxrl_llm.stages.rl.ingredients import dropped_endings
+from jaxrl_llm.stages.rl.phase_carryover import same_groups, stream_left, successes_left
 from jaxrl_llm.stages.stage import Stage
 from jaxrl_llm.telemetry.records import token_texts
 from jaxrl_llm.types import TrainState
@@ -105,10 +106,10 @@ class Reinforcement(Stage):
         """
         if left is None or (same_groups(before, after) and not anew):
             return left
-        left = continued(self.let_go(left), before, after, anew)
-        for one in ingredients_of(before):
-            left = one.leaves(left, after)
-        return left
+        stream = stream_left(left.stream, left.cursor, before, after)
+        successes = of_another_policy(left.successes) if anew else left.successes
+        successes = successes_left(successes, before, after)
+        return dataclasses.replace(self.let_go(left), stream=stream, successes=successes)
 
     def samples(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float]

@@ -54,7 +54,7 @@ def test_a_bare_ingredient_changes_nothing():
     batch, left, found = RolloutBatch([], [], Carryover(), 0, 0, {}), Carryover(cursor=3), evaluate.Tested({"a": 1.0})
     assert bare.prepared(None) is bare and bare.role(None, None, None, None) is None
     assert bare.planned_samples([sample], 1) == [sample] and not bare.passes([sample], {}, None, None)
-    assert bare.batch(batch, left) is batch and bare.leaves(left, SMOKE) is left and not bare.models(TrainState({}, {}))
+    assert bare.batch(batch, left) is batch and not bare.models(TrainState({}, {}))
     assert bare.samples([[sample]], batch) == [[sample]] and bare.tested(found, None, True) is found
     assert bare.rewards(np.ones((1, 2)), [], {}).tolist() == [[1.0, 1.0]]
     assert stage_with(bare).learning(1) == ("policy",) and stage_with(bare).test(None) is None

@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.groups import Carryover, PartialGroup
 from jaxrl_llm.rollout.replay import Solved, Success
 from jaxrl_llm.rules import DONE, Phase, Rules, decide, guards_of
 from jaxrl_llm.stages.rl.ingredients import ingredients_of
-from jaxrl_llm.stages.rl.phase_carryover import SuccessReplay, same_rewards, stream_left
+from jaxrl_llm.stages.rl.phase_carryover import same_rewards, stream_left, successes_left
 from jaxrl_llm.stages.rl.problems import streams_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.stages.stage import Stage
@@ -64,7 +64,7 @@ def test_stored_successes_stay_where_they_are_right_and_fit():
 
     def left(**changes):
         after = dataclasses.replace(before, **changes)
-        return set(SuccessReplay(before).leaves(Carryover(successes=store), after).successes)
+        return set(successes_left(store, before, after))
 
     assert left() == set(store)
     assert left(rollout=dataclasses.replace(RUN.rollout, max_new_tokens=3)) == {"digits/a", "letters/c"}
@@ -75,8 +75,7 @@ def test_stored_successes_stay_where_they_are_right_and_fit():
     assert left(learner=dataclasses.replace(RUN.learner, keep_sampling_mask=True)) == set()
     alone = dataclasses.replace(RUN, task=letters)
     called = dataclasses.replace(RUN, task=Mixture((dataclasses.replace(letters, name="abc"), boxed)))
-    kept = SuccessReplay(alone).leaves(Carryover(successes=store), called).successes
-    assert set(kept) == {"abc/c"}, "whatever it is called"
+    assert set(successes_left(store, alone, called)) == {"abc/c"}, "whatever it is called"
 
 
 def test_a_phase_leaves_the_successes_that_fit_the_next_one_and_no_group_of_its_own():
