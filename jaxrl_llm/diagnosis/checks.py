@@ -123,7 +123,9 @@ def above(least: float, times: float = 1.0, more: float = 0.0, always: float = n
 
 def entropy_collapse(run: History) -> Finding | None:
     """Find an entropy near 0, far below its own past, while neither reward nor evaluation rises."""
-    found = change_point(run["entropy"], _near_zero, False)
+    # 0.2 of the past up to 0.25 nats, or 0.5 of it up to 0.03 nats.
+    near_zero = lambda past: np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.5 * past, 0.03))  # noqa: E731
+    found = change_point(run["entropy"], near_zero, False)
     if found is None or learned(run):
         return None
     step = found.step
@@ -163,23 +165,19 @@ def grown(kind: str, run: History) -> Finding | None:
     return of_change(kind, found.steep, found, run) if found else None
 
 
-def length_collapse(run: History) -> Finding | None:
-    """Find completions that shrank to 55 % of their length or less, while nothing is learned."""
+def lengths_off(kind: str, run: History) -> Finding | None:
+    """Find completions that shrank to 55 % of their length or less, or grew to 1.8 times of it or more, while nothing is
+    learned: three times as short or long, or for long in a run with rewards or evaluations."""
+    up = kind == "length_explosion"
     lengths = run["completions/mean_length"]
-    found = change_point(lengths, lambda past: 0.55 * past, False)
-    if found is None or not _tells(run, found, found.after < found.before / 3):
+    found = change_point(lengths, above(0.0, 1.8) if up else lambda past: 0.55 * past, up, relative=up)
+    if found is None:
         return None
-    return None if _excused(run, found) else of_change("length_collapse", found.step, found, run)
-
-
-def length_explosion(run: History) -> Finding | None:
-    """Find completions that grew to 1.8 times their length or more, while nothing is learned."""
-    lengths = run["completions/mean_length"]
-    found = change_point(lengths, above(0.0, 1.8), True, relative=True)
-    if found is None or not _tells(run, found, found.after > 3 * found.before):
+    gross = found.after > 3 * found.before if up else found.after < found.before / 3
+    excused = improved(run, found.step) or (learned(run) and not (up and found.after >= 4 * found.before))
+    if excused or not (gross or (_scored(run) and _lasts(found, lengths))):
         return None
-    excused = improved(run, found.step) or (learned(run) and found.after < 4 * found.before)
-    return None if excused else of_change("length_explosion", found.steep, found, run)
+    return of_change(kind, found.steep, found, run)
 
 
 def no_signal(run: History) -> Finding | None:
@@ -260,8 +258,8 @@ def stalled(run: History) -> Finding | None:
 RULES: dict[str, Callable[[History], Finding | None]] = {
     "entropy_collapse": entropy_collapse,
     "entropy_explosion": functools.partial(grown, "entropy_explosion"),
-    "length_collapse": length_collapse,
-    "length_explosion": length_explosion,
+    "length_collapse": functools.partial(lengths_off, "length_collapse"),
+    "length_explosion": functools.partial(lengths_off, "length_explosion"),
     "truncation": functools.partial(grown, "truncation"),
     "reward_hacking": reward_hacking,
     "no_signal": no_signal,
@@ -274,16 +272,6 @@ RULES: dict[str, Callable[[History], Finding | None]] = {
     "overfitting": overfitting,
 }
 """The check of each kind of trouble."""
-
-
-def _near_zero(past: np.ndarray) -> np.ndarray:
-    """Return the limit of a collapsed entropy: 0.2 of the past up to 0.25 nats, or 0.5 of it up to 0.03 nats."""
-    return np.maximum(np.minimum(0.2 * past, 0.25), np.minimum(0.5 * past, 0.03))
-
-
-def _tells(run: History, found: ChangePoint, gross: bool) -> bool:
-    """Whether a change of lengths is gross, or has lasted in a run with rewards or evaluations."""
-    return gross or (_scored(run) and _lasts(found, run["completions/mean_length"]))
 
 
 def _apart(heights: np.ndarray, spikes: np.ndarray, fewest: int) -> np.ndarray:

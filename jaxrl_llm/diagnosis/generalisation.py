@@ -118,11 +118,8 @@ def _watched(run: History) -> Iterator[tuple[Series, Mapping[str, Series]]]:
         yield run[f"{name}/accuracy"], {f"held-out {name}": run[f"eval/{name}/accuracy"]}
     texts = run["eval/text/loss"]
     if len(texts):
-        yield _likelihood(run["loss"]), {"a token of the held-out texts": _likelihood(texts)}
-
-
-def _likelihood(losses: Series) -> Series:
-    return Series(losses.steps, np.exp(-np.clip(losses.values, 0.0, 50.0)))
+        training, tested = (Series(of.steps, np.exp(-np.clip(of.values, 0.0, 50.0))) for of in (run["loss"], texts))
+        yield training, {"a token of the held-out texts": tested}
 
 
 def _gap(training: Series, tests: Mapping[str, Series]) -> Finding | None:

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.respond import Answerer
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.stage import Batch, Groups, Outline, Stage, check_positions, read_parts, state_of
+from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, read_parts, state_of
 from jaxrl_llm.tasks.template import check_tokenizer
 from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.types import Problem, TrainState
@@ -100,8 +100,8 @@ def answers_of(
     return exam, collected(run.data, problems, lambda: by(model), answering.max_new_tokens, run.seed, *place)
 
 
-@dataclasses.dataclass
-class Drawn(Batch):
+@dataclasses.dataclass(frozen=True)
+class Drawn:
     """The data of one step.
 
     Attributes:
@@ -113,6 +113,8 @@ class Drawn(Batch):
     groups: list[list[Sample]]
     left: int
     metrics: Mapping[str, Any]
+    examples: Sequence[Any] = ()
+    common: Iterable[np.ndarray] = ()
 
     def __len__(self) -> int:
         """Return the number of rows of the step."""

@@ -35,17 +35,21 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps at which a run evaluates, saves and ends.
+    """The steps at which a run evaluates, saves and ends, regardless of interruptions.
+
+    Rollbacks use only the checkpoints of these steps, and no other checkpoint is kept for long.
 
     Attributes:
       steps: number of the last step.
       evaluate_every: steps between evaluations; 0 evaluates after the last one only.
       save_every: steps between checkpoints.
+      moved: the steps so far after which the run went back or into another phase, which are saved too; added to.
     """
 
     steps: int
     evaluate_every: int = 0
     save_every: int = 0
+    moved: set[int] = dataclasses.field(default_factory=set)
 
     def evaluates(self, step: int) -> bool:
         """Whether the policy is evaluated after ``step``; the last step always is."""
@@ -53,21 +57,15 @@ class Schedule:
 
     def saves(self, step: int) -> bool:
         """Whether ``step`` has a checkpoint; the last one always has."""
-        return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+        return step == self.steps or step in self.moved or (self.save_every > 0 and step % self.save_every == 0)
 
     def ahead(self, step: int) -> dict[str, int]:
         """Return the remaining amount of each kind after the update of ``step``, including its evaluation and save."""
+        every = {EVALUATION: self.evaluate_every, SAVE: self.save_every}
         return {
             STEP: self.steps - step,
-            EVALUATION: self._due(step, self.evaluate_every),
-            SAVE: self._due(step, self.save_every),
+            **{kind: self.steps // n - (step - 1) // n + (self.steps % n > 0) if n else 1 for kind, n in every.items()},
         }
-
-    def _due(self, step: int, every: int) -> int:
-        """Return the number of multiples of ``every`` from ``step`` on; the last step always counts."""
-        if not every:
-            return 1
-        return self.steps // every - (step - 1) // every + (self.steps % every > 0)
 
 
 def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]) -> float | None:

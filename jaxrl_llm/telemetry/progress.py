@@ -10,10 +10,10 @@ from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.system.text import count, seconds
-from jaxrl_llm.telemetry import table
 from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
 from jaxrl_llm.telemetry.panel import Panel, memory_now
-from jaxrl_llm.telemetry.screens import Screen
+from jaxrl_llm.telemetry.report.contents import happened
+from jaxrl_llm.telemetry.screens import Screen, evaluation, plain
 from jaxrl_llm.types import Group
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
@@ -22,41 +22,6 @@ QUIET_SECONDS = 5.0
 """Longest silence of a log file in seconds, unless an ordinary step takes longer."""
 
 log = logging.getLogger(__name__)
-
-
-class Status:
-    """The current step, the current activity, and its start.
-
-    Args:
-      step: the first one.
-      steps: of the run.
-      compiling: reports compilations.
-
-    Attributes:
-      step: the current one.
-      text: the latest status: ``sampling 120/400 tokens``.
-    """
-
-    def __init__(self, step: int, steps: int, compiling: Compiling):
-        self.step = step
-        self.text = "starting"
-        self._steps = steps
-        self._compiling = compiling
-        self._since = time.monotonic()
-
-    def say(self, text: str) -> None:
-        """Set the status; the clock starts again when the first word changes."""
-        if _phase(text) != _phase(self.text):
-            self._since = time.monotonic()
-        self.text = text
-
-    def describe(self) -> str:
-        """Return one line: the current step, the activity and its duration."""
-        where = f"step {self.step}/{self._steps}  " if _phase(self.text) in WITHIN_A_STEP else ""
-        if (compiling := self._compiling.now()) is not None:
-            name, since = compiling
-            return f"{where}compiling {name}  {seconds(since)}"
-        return f"{where}{self.text}  {seconds(time.monotonic() - self._since)}"
 
 
 def patience(status: str, durations: Sequence[float]) -> float:
@@ -84,7 +49,7 @@ class Progress:
     Attributes:
       pace: durations of each kind of work; the loop adds those of checkpoints.
       compiling: JAX's current compilation.
-      now: the current status.
+      at: the current step.
       tracker: as given.
     """
 
@@ -101,20 +66,20 @@ class Progress:
         self.tracker = tracker
         self._block = contextlib.ExitStack()
         self.compiling = Compiling()
-        self.now = Status(first_step, schedule.steps, self.compiling)
+        self.at = first_step
         self.pace = Pace(lambda: self.compiling.seconds)
+        self._status = "starting"
+        self._since = time.monotonic()
         self._panel = Panel()
         self._warned: set[str] = set()
-        durations = self.pace.durations
-        self._screen = Screen(
-            console, self.now.describe, lambda: patience(self.now.text, durations.get(STEP, ())), self._panel, quiet
-        )
+        allowed = lambda: patience(self._status, self.pace.durations.get(STEP, ()))  # noqa: E731
+        self._screen = Screen(console, self.describe, allowed, self._panel, quiet)
 
     def __enter__(self) -> "Progress":
         self._block.enter_context(self.compiling)
         self._block.enter_context(self._screen)
-        if self.now.step > 1:
-            self.note(f"continuing at step {self.now.step} of {self._schedule.steps}")
+        if self.at > 1:
+            self.note(f"continuing at step {self.at} of {self._schedule.steps}")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -126,8 +91,18 @@ class Progress:
         self._panel.memory = memory_now
 
     def status(self, text: str) -> None:
-        """Set the current status: ``sampling 120/400 tokens``, ``loading smollm2-135m``."""
-        self.now.say(text)
+        """Set the current status, such as ``sampling 120/400 tokens``; another first word starts its clock again."""
+        if _phase(text) != _phase(self._status):
+            self._since = time.monotonic()
+        self._status = text
+
+    def describe(self) -> str:
+        """Return one line: the current step, the activity and its duration."""
+        where = f"step {self.at}/{self._schedule.steps}  " if _phase(self._status) in WITHIN_A_STEP else ""
+        if (compiling := self.compiling.now()) is not None:
+            name, since = compiling
+            return f"{where}compiling {name}  {seconds(since)}"
+        return f"{where}{self._status}  {seconds(time.monotonic() - self._since)}"
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Print a line for the step ``metrics["step"]`` after its update; its evaluation is still to come."""
@@ -137,15 +112,15 @@ class Progress:
         shown = f"{step}/{self._schedule.steps}", seconds(left or 0.0), metrics
         self._panel.step(metrics)
         self._screen.row(*shown)
-        log.info("%s", table.plain(*shown))
-        self.now.step = step + 1
+        log.info("%s", plain(*shown))
+        self.at = step + 1
         self.status("writing down")
 
     def tested(self, step: int, metrics: dict[str, Any]) -> None:
         """Print a line with the metrics of the evaluation after ``step``."""
         self.pace.took(EVALUATION)
         self._panel.tested(metrics)
-        if found := table.evaluation(metrics):
+        if found := evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")
 
     def happened(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
@@ -154,7 +129,7 @@ class Progress:
         An event that has a reason is a warning when it first happens. ``groups``: the data of the step; a terminal
         shows one of its completions now and then.
         """
-        for name, reason in table.happened(metrics):
+        for name, reason in happened(metrics):
             tell = self.warn if reason and name not in self._warned else self.note
             tell(f"step {step}: {f'{name}: {reason}' if reason else name}")
             self._warned.add(name)
@@ -189,18 +164,3 @@ def model_line(model: str, parameters: int, trained: int, devices: int, device: 
     adapter = "" if trained == parameters else f", an adapter of {count(trained)} is trained"
     on = "one device" if devices == 1 else f"{devices} devices"
     return f"{model}: {count(parameters)} parameters{adapter}, on {on} ({device})"
-
-
-def steps_line(task: str, problems: int, held_out: int, prompts: int, group: int, updates: int) -> str:
-    """Return the line about the task and the size of a step.
-
-    Args:
-      task: its label.
-      problems: number of training problems.
-      held_out: number of evaluation problems.
-      prompts: of one step.
-      group: completions of each.
-      updates: optimiser steps from one step's completions.
-    """
-    often = "one update" if updates == 1 else f"{updates} updates"
-    return f"{task}: {problems:,} problems, {held_out:,} to test on; each step {prompts} x {group} completions, {often}"

@@ -6,15 +6,16 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl_llm.diagnosis import Finding
+from jaxrl_llm.diagnosis import Finding, diagnose
 from jaxrl_llm.rewards.models import DISAGREEMENT
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.text import abridge, seconds, short
+from jaxrl_llm.telemetry.report.contents import happened
 
 OTHERS = {
     "eval/pairs/accuracy": ("pairs", True),
@@ -71,6 +72,8 @@ class RunSummary:
       writes: whether it trains a model that answers; a reward model does not.
       judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
         disagreement of several models.
+      phases: the steps after which another phase began, and the text of each one's row about it.
+      findings: the run's.
     """
 
     run_dir: str
@@ -85,6 +88,8 @@ class RunSummary:
     others: tuple[tuple[str, float | None, float, bool], ...] = ()
     writes: bool = True
     judged: tuple[tuple[int, float, float, float | None], ...] = ()
+    phases: tuple[tuple[int, str], ...] = ()
+    findings: Sequence[Finding] = ()
 
 
 Answered = tuple[str, str, str, float]
@@ -110,29 +115,21 @@ class Printer(Console):
         raise BrokenPipeError
 
 
-def print_summary(
-    summary: RunSummary,
-    console: Console | None = None,
-    findings: Sequence[Finding] = (),
-    brief: bool = False,
-    phases: Sequence[tuple[int, str]] = (),
-) -> None:
+def print_summary(summary: RunSummary, console: Console | None = None, brief: bool = False) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
     Args:
       summary: of the run.
       console: where to print; stdout if None.
-      findings: the run's findings.
       brief: leave out samples and commands.
-      phases: the steps after which another phase began, and the text of each one's row about it.
     """
     console = console or Printer(highlight=False)
-    begun = [_field(f"after step {step}", text) for step, text in phases]
+    begun = [_field(f"after step {step}", text) for step, text in summary.phases]
     lines = [*_results(summary), *begun, _field("the run lies in", summary.run_dir)]
     if not brief:
         lines = [Text(""), *_results(summary), *begun, *_judged(summary), *_samples(summary, console)]
         lines += [Text(""), *_next(summary)]
-    for found in findings:
+    for found in summary.findings:
         lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
         lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
     for line in lines:
@@ -149,13 +146,12 @@ def _results(summary: RunSummary) -> list[Text]:
     later = f"step {took.last}" if took.first == took.last else f"steps {took.first} to {took.last}"
     steps = f"{took.last} steps" if took.first <= 1 else later
     lines = [_field("finished", f"{steps} in {seconds(took.seconds)}")]
+    measured = [(*other, "") for other in summary.others]
     if summary.after is not None:
-        lines.append(_field(f"{measure} before", _shown(summary.before, measure)))
-        lines.append(_field(f"{measure} after", f"{_shown(summary.after, measure)}  on {summary.task}", "bold"))
-    for name, before, after, share in summary.others:
-        kind = "accuracy" if share else "reward"
-        lines.append(_field(f"{name} before", _shown(before, kind)))
-        lines.append(_field(f"{name} after", _shown(after, kind), "bold"))
+        measured.insert(0, (measure, summary.before, summary.after, measure == "accuracy", f"  on {summary.task}"))
+    for name, before, after, share, where in measured:
+        lines.append(_field(f"{name} before", "not evaluated" if before is None else _shown(before, share)))
+        lines.append(_field(f"{name} after", f"{_shown(after, share)}{where}", "bold"))
     if summary.pairs:
         gained = sum(pair.after_score > pair.before_score for pair in summary.pairs)
         lost = sum(pair.after_score < pair.before_score for pair in summary.pairs)
@@ -184,10 +180,8 @@ def _judged(summary: RunSummary) -> list[Text]:
     return lines
 
 
-def _shown(value: float | None, measure: str) -> str:
-    if value is None:
-        return "not evaluated"
-    return f"{100 * value:.1f} %" if measure == "accuracy" else short(value)
+def _shown(value: float, share: bool) -> str:
+    return f"{100 * value:.1f} %" if share else short(value)
 
 
 def _samples(summary: RunSummary, console: Console) -> list[Text]:
@@ -233,7 +227,8 @@ def _next(summary: RunSummary) -> list[Text]:
 
 
 def summarise(run_dir: Path, seconds: float) -> RunSummary:
-    """Summarise the first and the last evaluation from ``metrics.jsonl`` and ``samples.jsonl``."""
+    """Summarise a run by its ``metrics.jsonl`` and ``samples.jsonl``: the first and the last evaluation, reward models,
+    phases and findings."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
     took = Took(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)
@@ -242,7 +237,16 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
         values = [row[name] for row in rows if name in row]
         if values:
             others.append((label, values[0] if len(values) > 1 else None, values[-1], share))
-    summary = RunSummary(str(run_dir), "", took, others=tuple(others), judged=_judgements(rows))
+    judged = []
+    for row in rows:
+        score, right = row.get("reward_model/mean"), row.get("reward/accuracy")
+        if score is not None and right is not None:
+            names = (name for name in row if name.startswith("reward/") and name.endswith(f"/{DISAGREEMENT}"))
+            judged.append((row["step"], score, right, row.get(next(names, ""))))
+    summary = RunSummary(
+        str(run_dir), "", took, others=tuple(others), judged=tuple(judged), findings=diagnose(rows),
+        phases=tuple((row["step"], text) for row in rows for name, text in happened(row) if name == "phase"),
+    )  # fmt: skip
     # The main metric comes first in a row: the accuracy, or the reward where nothing is verified, of several tasks the
     # average.
     measures = [[name for name in row if re.fullmatch(r"eval/.*/(pass@1|reward)", name)] for row in rows]
@@ -266,16 +270,3 @@ def summarise(run_dir: Path, seconds: float) -> RunSummary:
     return dataclasses.replace(
         summary, before=first[name], pairs=pair_samples(*answers.values()), problems=int(sum(counts))
     )
-
-
-def _judgements(rows: list[dict[str, Any]]) -> tuple[tuple[int, float, float, float | None], ...]:
-    """Return step, mean score and accuracy of every row that has both, and the disagreement of an ensemble: the first
-    of the row's disagreements between reward models.
-    """
-    found = []
-    for row in rows:
-        score, right = row.get("reward_model/mean"), row.get("reward/accuracy")
-        if score is not None and right is not None:
-            names = (name for name in row if name.startswith("reward/") and name.endswith(f"/{DISAGREEMENT}"))
-            found.append((row["step"], score, right, row.get(next(names, ""))))
-    return tuple(found)

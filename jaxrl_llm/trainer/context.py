@@ -81,24 +81,6 @@ class LoopState:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointSchedule:
-    """The steps that have a checkpoint regardless of interruptions: those of the schedule, and those followed by a
-    rollback or a new phase. Rollbacks use only these, and no other checkpoint is kept for long.
-
-    Attributes:
-      schedule: the run's.
-      moved: the steps so far after which the run went back or into another phase; added to.
-    """
-
-    schedule: Schedule
-    moved: set[int]
-
-    def __call__(self, step: int) -> bool:
-        """Whether this step has one."""
-        return self.schedule.saves(step) or step in self.moved
-
-
-@dataclasses.dataclass(frozen=True)
 class RunContext:
     """The parts of a run that stay the same through its segments.
 
@@ -109,7 +91,7 @@ class RunContext:
       weights: the checkpoint that a new run takes its first weights from; None for those of its model.
       peers: its processes.
       mesh: of its devices.
-      due: which steps have a checkpoint, and its schedule.
+      schedule: of evaluations and checkpoints.
       store: of checkpoints.
       progress: the display for people.
       writer: of the files; None on all processes but the first.
@@ -123,7 +105,7 @@ class RunContext:
     weights: Start | None
     peers: Peers
     mesh: Any
-    due: CheckpointSchedule
+    schedule: Schedule
     store: Checkpoints
     progress: Progress
     writer: RunWriter | None
@@ -160,11 +142,10 @@ def rows_until(directory: Path, step: int | None, having: tuple[str, ...] = ()) 
     return (row for row in rows if row["step"] <= step)
 
 
-def checkpoint_schedule(schedule: Schedule, directory: Path, start: int | None, peers: Peers) -> CheckpointSchedule:
-    """Return the schedule of a run that resumes from the checkpoint of step ``start``, or is new (None)."""
-    rows = rows_until(directory, start, (PHASE, ROLLED_BACK))
-    moved = peers.first(lambda: [row["step"] for row in rows if PHASE in row or ROLLED_BACK in row])
-    return CheckpointSchedule(schedule, set(moved))
+def moved_until(directory: Path, step: int | None, peers: Peers) -> set[int]:
+    """Return the run's steps up to this one after which it went back or into another phase; none if it is None."""
+    rows = rows_until(directory, step, (PHASE, ROLLED_BACK))
+    return set(peers.first(lambda: [row["step"] for row in rows if PHASE in row or ROLLED_BACK in row]))
 
 
 @contextlib.contextmanager
@@ -182,11 +163,11 @@ def opened(
     The arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one.
     """
     mesh = make_mesh(run.mesh)
-    schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every)
-    due = checkpoint_schedule(schedule, directory, start, peers)
+    moved = moved_until(directory, start, peers)
+    schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every, moved)
     first_step = (start or 0) + 1
     with (
-        Checkpoints(directory / CHECKPOINTS, run.output.keep, due) as store,
+        Checkpoints(directory / CHECKPOINTS, run.output.keep, schedule.saves) as store,
         jax.set_mesh(mesh),
         contextlib.ExitStack() as stack,
     ):
@@ -205,7 +186,7 @@ def opened(
         guarded = bool(configs.rules_of_run(run).guards)
         sight = progress.tracker if guarded else None
         stop = Preemption(progress.warn)
-        yield RunContext(run, directory, start, weights, peers, mesh, due, store, progress, writer, sight, stop)
+        yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)
 
 
 REQUEST = "reset.json"

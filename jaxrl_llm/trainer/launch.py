@@ -20,7 +20,6 @@ from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.config.origin import origin_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.scorer import REWARD_ERROR
-from jaxrl_llm.rules import PHASE
 from jaxrl_llm.runs import pins
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.system.paths import InUse, alone, new_file, prepare_libraries, writable
@@ -76,17 +75,12 @@ def launch(
         settings = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
         code = run_training(settings, directory, say, peers, found.origin.start, voice)
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
-        from jaxrl_llm.diagnosis import diagnose
-        from jaxrl_llm.system.json_lines import read_rows
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
         summary = summarise(directory, time.monotonic() - began)
         writes = not isinstance(found.run, configs.RewardModel)
-        rows = list(read_rows(directory / "metrics.jsonl"))
-        findings = diagnose(rows)
-        phases = [(row["step"], str(row[PHASE])) for row in rows if PHASE in row]
         summary = dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes)
-        print_summary(summary, None, findings, voice.quiet, phases)
+        print_summary(summary, brief=voice.quiet)
     return code
 
 

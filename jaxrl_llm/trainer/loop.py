@@ -131,13 +131,13 @@ def before_steps(context: RunContext, cursor: Cursor) -> None:
         _, host.memory = decide(stage.rules, row, host.memory)
         progress.happened(0, row)
         record(context.writer, 0, found, row)
-    if line := progress.compiling.slower(progress.now.step):
+    if line := progress.compiling.slower(progress.at):
         progress.note(line)
 
 
 def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
     """Make and save a phase's steps, moving ``cursor``; return the run's ending, or None if its next phase begins."""
-    run, directory, store, due = context.run, context.directory, context.store, context.due
+    run, directory, store, schedule = context.run, context.directory, context.store, context.schedule
     for step in range(cursor.step + 1, run.steps + 1):
         row, batch, decision = make_step(context, cursor, step)
         asked = agreed_to_stop(context.peers, context.stop, step, batch.common, row)
@@ -150,8 +150,8 @@ def make_steps(context: RunContext, cursor: Cursor) -> Ending | None:
         if context.peers.leads:
             forget_reset(directory, cursor.host.memory)
         if decision.next_phase or decision.rollback is not None:
-            due.moved.add(step)
-        if due(step) or decision.stop is not None or asked:
+            schedule.moved.add(step)
+        if schedule.saves(step) or decision.stop is not None or asked:
             context.progress.status("saving")
             store.save(step, cursor.state, cursor.host.to_json(records, packed=False))
             context.progress.pace.took(SAVE)

@@ -79,7 +79,7 @@ def finish(
       began: start of the step, by the performance counter.
     """
     stage, step, progress = cursor.stage, row["step"], context.progress
-    found = stage.test(policy_model(cursor.state)) if context.due.schedule.evaluates(step) else None
+    found = stage.test(policy_model(cursor.state)) if context.schedule.evaluates(step) else None
     if found is not None:
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         progress.tested(step, row)

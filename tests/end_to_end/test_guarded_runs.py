@@ -41,7 +41,7 @@ from jaxrl_llm.rules import (
 )
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.pace import Schedule
-from jaxrl_llm.trainer.context import CheckpointSchedule, checkpoint_schedule
+from jaxrl_llm.trainer.context import moved_until
 from jaxrl_llm.trainer.segment import newest_before, remembered, why_not_back
 
 CONFIG = Path(__file__).parents[1] / "fixtures" / "runs" / "guarded.py"
@@ -137,11 +137,9 @@ def test_what_was_sampled_ahead_is_let_go_with_its_phase_and_its_policy_and_data
 
 def test_no_run_goes_back_into_an_earlier_phase(folder, answers):
     run = load_config(str(CONFIG.with_name("guarded_phases.py")))[1]
-    due = checkpoint_schedule(Schedule(13, 0, 2), folder / "phases", 13, ALONE)
-    assert due.moved == {2, 10, 11}
-    assert checkpoint_schedule(due.schedule, folder / "phases", 10, ALONE).moved == {2, 10}
-    assert checkpoint_schedule(due.schedule, folder / "phases", None, ALONE).moved == set()
     directory = folder / "phases"
+    assert moved_until(directory, 13, ALONE) == {2, 10, 11}
+    assert moved_until(directory, 10, ALONE) == {2, 10} and moved_until(directory, None, ALONE) == set()
     assert (
         why_not_back(run, directory, 2, 1) == "this phase began after step 2, and no run goes back into an earlier one"
     )
@@ -216,13 +214,11 @@ def test_what_guards_see_after_a_rollback_does_not_depend_on_when_the_run_was_in
 def test_a_damaged_checkpoint_is_not_gone_back_to(folder, answers, tmp_path):
     assert answers["back"].code == 0
     kept = shutil.copytree(folder / "back" / "checkpoints", tmp_path / "checkpoints")
-    due = CheckpointSchedule(Schedule(13, 0, 2), set())
+    due = Schedule(13, 0, 2).saves
     assert newest_before(kept, 7, 0, due) == 6 and newest_before(kept, 6, 0, due) == 4
     assert newest_before(kept, 7, 1, due) is None and newest_before(kept, 2, 0, due) is None
-    assert newest_before(kept, 7, 0, CheckpointSchedule(Schedule(13, 0, 4), set())) == 4, (
-        "6 is one at which the run was stopped"
-    )
-    assert newest_before(kept, 7, 0, CheckpointSchedule(Schedule(13, 0, 4), {6})) == 6, "or at which it went back"
+    assert newest_before(kept, 7, 0, Schedule(13, 0, 4).saves) == 4, "6 is one at which the run was stopped"
+    assert newest_before(kept, 7, 0, Schedule(13, 0, 4, {6}).saves) == 6, "or at which it went back"
     next(path for path in (kept / "6").rglob("*") if path.parent.name == "d").write_bytes(b"")
     assert newest_before(kept, 7, 0, due) == 4
 

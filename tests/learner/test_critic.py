@@ -45,6 +45,7 @@ from jaxrl_llm.learner.state import NewRole, abstract_state
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import model_of
+from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
 from jaxrl_llm.types import Completion, Group, Problem
@@ -134,7 +135,8 @@ def test_a_critic_does_not_learn_from_what_could_not_be_scored():
     assert counts["policy"].tokens - counts["values"].tokens == samples[2].mask.sum() > 0
     text = Text("1", samples[0].prompt, samples[0].tokens, np.ones(len(samples[0].tokens), bool), "rows.jsonl:1")
     beside = PretrainingMix([text], (), 1, 0, ("policy", "values"), forward_on(one_device(), LAYOUT), print)
-    mixed = [s for group in beside.mixed(groups(samples), 1) for s in group]
+    batch = RolloutBatch([], [], Carryover(texts=1), 0, 0, {})
+    mixed = [s for group in beside.samples(groups(samples), batch) for s in group]
     again = pack(mixed, LAYOUT, ("policy", "values", "text")).totals.counts
     assert {name: again[name] for name in counts} == counts, "nor where texts stand beside it"
     assert again["text"].tokens == len(text.tokens)

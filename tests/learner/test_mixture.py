@@ -24,6 +24,8 @@ from jaxrl_llm.data import Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.objectives import NextToken
+from jaxrl_llm.rollout.evaluate import Tested
+from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix, pieces, room
 
 MODEL = tiny("windows")
@@ -45,7 +47,7 @@ MIXTURE = PretrainingMix(TEXTS, (), 3, 0, ("policy",), forward_on(one_device(), 
 
 
 def mixed(drawn=3):
-    return MIXTURE.mixed(groups(rollout()), drawn)
+    return MIXTURE.samples(groups(rollout()), RolloutBatch([], [], Carryover(texts=drawn), 0, 0, {}))
 
 
 def test_the_gradient_is_that_of_the_policy_and_of_the_texts_likelihood():
@@ -98,7 +100,9 @@ def test_a_long_plain_text_is_cut_and_every_token_learned_once():
 
 def test_held_out_texts_are_tested_at_temperature_one():
     plain = dataclasses.replace(MIXTURE.forward, temperature=1.0)
-    found = dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=plain).numbers(MODEL)
-    other = dataclasses.replace(MIXTURE, held_out=TEXTS[:2]).numbers(MODEL)
+    found, other = (
+        dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=forward).tested(Tested({}, ()), MODEL, False).numbers
+        for forward in (plain, MIXTURE.forward)
+    )
     assert TEMPERATURE != 1 and abs(found["eval/text/loss"] - other["eval/text/loss"]) > 1e-3
     np.testing.assert_allclose(np.log(found["eval/text/perplexity"]), found["eval/text/loss"], rtol=1e-6)

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxrl_llm.system.text import count, seconds, short
-from jaxrl_llm.telemetry import table
+from jaxrl_llm.telemetry import screens
+from jaxrl_llm.telemetry.report.contents import happened
 
 ROW = {
     "reward/mean": -0.0769,
@@ -49,13 +50,13 @@ def test_numbers(value, text):
 
 
 def titles(width, row=ROW):
-    return [column.title for column in table.columns_for(width, row)[0]]
+    return [column.title for column in screens.columns_for(width, row)[0]]
 
 
 def test_eighty_characters_hold_what_a_step_of_reinforcement_learning_has():
     everything = ["reward", "accuracy", "length", "entropy", "grad norm", "tokens/s", "seconds"]
     assert titles(80) == titles(80, ROW | {"loss": 0.5}) == everything
-    assert [table.columns_for(width, ROW)[1] for width in (80, 120)] == [1, 2]
+    assert [screens.columns_for(width, ROW)[1] for width in (80, 120)] == [1, 2]
     assert "loss" in titles(120, ROW | {"loss": 0.5})
 
 
@@ -65,8 +66,8 @@ def test_a_run_has_the_columns_of_what_it_measures():
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 100])
 def test_a_line_is_no_wider_than_the_terminal_and_ends_under_its_heading(width):
-    layout = table.columns_for(width, ROW)
-    line, heading = table.line(*layout, "12/400", "2h07", ROW), table.line(*layout, "step", "left")
+    layout = screens.columns_for(width, ROW)
+    line, heading = screens.in_columns(*layout, "12/400", "2h07", ROW), screens.in_columns(*layout, "step", "left")
     assert len(line) == len(heading) <= width
     for column in layout[0]:
         end = heading.index(column.title) + len(column.title)
@@ -78,10 +79,10 @@ def test_the_reward_is_the_last_column_to_go():
 
 
 def test_what_is_missing_or_not_finite_is_shown_as_such():
-    cells = {column.title: column.cell(ROW) for column in table.COLUMNS}
+    cells = {column.title: column.cell(ROW) for column in screens.COLUMNS}
     assert cells["grad norm"] == "-" and cells["accuracy"] == "100.0 %"
-    assert [table.COLUMNS[0].cell(row) for row in ({}, {"reward/mean": None})] == ["-", "-"]
-    assert table.COLUMNS[0].cell({"reward/mean": float("inf")}) == "inf"
+    assert [screens.COLUMNS[0].cell(row) for row in ({}, {"reward/mean": None})] == ["-", "-"]
+    assert screens.COLUMNS[0].cell({"reward/mean": float("inf")}) == "inf"
 
 
 def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
@@ -91,15 +92,15 @@ def test_an_evaluation_is_told_by_task_and_what_happened_by_name():
         "eval/a/b/problems": 26.0,
         "eval/c/reward": float("nan"),
     }
-    assert table.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
-    assert table.evaluation({"entropy": 1.0}) == ""
+    assert screens.evaluation(found) == "a/b  pass@1 0.500  mean length 8.000  c  reward -"
+    assert screens.evaluation({"entropy": 1.0}) == ""
     row = {
         "event/reference_reset": True,
         "event/resumed": False,
         "event/teaches_nothing": "no token is in the loss",
         "kl": 0.0,
     }
-    assert table.happened(row) == [("reference reset", ""), ("teaches nothing", "no token is in the loss")]
+    assert happened(row) == [("reference reset", ""), ("teaches nothing", "no token is in the loss")]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from terminals import Terminal
 
 from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.pace import Compiling, Schedule
-from jaxrl_llm.telemetry.progress import Progress, model_line, patience, steps_line
+from jaxrl_llm.telemetry.progress import Progress, model_line, patience
 from jaxrl_llm.telemetry.writers import logged
 
 RUN = """
@@ -117,11 +117,11 @@ def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():
         progress.pace.begin()
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
         deadline = time.monotonic() + 20
-        while "compiling" not in progress.now.describe() and time.monotonic() < deadline:
+        while "compiling" not in progress.describe() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert progress.now.describe().startswith("step 1/3  compiling the update  0.")
+        assert progress.describe().startswith("step 1/3  compiling the update  0.")
         jax.monitoring.record_event_duration_secs(COMPILE, 1000.0, fun_name="jit(update)")
-        assert progress.now.describe().startswith("step 1/3  updating  ")
+        assert progress.describe().startswith("step 1/3  updating  ")
         progress.step({"step": 1})
     assert console.file.getvalue() == "step 1/3  left 0.0 s\n"
 
@@ -196,7 +196,7 @@ class Found:
 
 
 def shown_clock(progress):
-    text, elapsed = progress.now.describe().rsplit("  ", 1)
+    text, elapsed = progress.describe().rsplit("  ", 1)
     return text, float(elapsed.removesuffix(" s"))
 
 
@@ -240,7 +240,3 @@ def test_a_run_says_how_large_it_is():
     assert model_line("tiny", 90_600, 90_600, 1, "cpu") == "tiny: 90.6 k parameters, on one device (cpu)"
     large = model_line("large", 8_030_000_000, 41_900_000, 64, "TPU v5p")
     assert large == "large: 8.0 B parameters, an adapter of 41.9 M is trained, on 64 devices (TPU v5p)"
-    one = steps_line("sums", 1_000, 26, 8, 4, 1)
-    assert one == "sums: 1,000 problems, 26 to test on; each step 8 x 4 completions, one update"
-    several = steps_line("sums", 7, 0, 512, 16, 4)
-    assert several == "sums: 7 problems, 0 to test on; each step 512 x 16 completions, 4 updates"

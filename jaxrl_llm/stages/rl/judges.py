@@ -72,17 +72,12 @@ class Judges(Ingredient):
         return passes
 
     def batch(self, batch: RolloutBatch, left: Carryover) -> RolloutBatch:
-        """Add ``reward_model/mean`` to the metrics of the batch; see ``modelled``."""
-        return dataclasses.replace(batch, metrics=batch.metrics | modelled(self.run, batch.metrics))
-
-
-def modelled(run: configs.Run, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return ``reward_model/mean``, the mean reward of the first model reward; empty without one.
-
-    NaN for a step in which nothing was scored.
-    """
-    models = [name for name, reward in named(configs.rewards(run)).items() if isinstance(reward, ModelReward)]
-    return {"reward_model/mean": metrics.get(f"reward/{models[0]}", math.nan)} if models else {}
+        """Add ``reward_model/mean``, the mean of the first model reward, if there is one: NaN if nothing was scored."""
+        models = [name for name, reward in named(configs.rewards(self.run)).items() if isinstance(reward, ModelReward)]
+        if not models:
+            return batch
+        mean = batch.metrics.get(f"reward/{models[0]}", math.nan)
+        return dataclasses.replace(batch, metrics=batch.metrics | {"reward_model/mean": mean})
 
 
 def judges_of(

@@ -16,7 +16,7 @@ from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.rl.ingredient import Around
 from jaxrl_llm.stages.rl.ingredients import ingredients_of, moved_by_rules, rules_for
 from jaxrl_llm.stages.rl.phase_carryover import same_groups
-from jaxrl_llm.stages.rl.problems import about, check_prompts, problems_of, read_problems, streams_of, thoughts_judged
+from jaxrl_llm.stages.rl.problems import about, check_prompts, problems_of, read_problems, streams_of
 from jaxrl_llm.stages.rl.programs import answering, groups, learning_of, outline, sampler_of, sampling_of
 from jaxrl_llm.stages.rl.reinforcement import Reinforcement
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -88,7 +88,7 @@ def prepare(
         reference=configs.keeps_reference(run),
         coefficients=moved_by_rules(run),
         rules=rules_for(run),
-        notes=[*read.notes, *told, *thoughts_judged(prompts, read), *about(run, read)],
+        notes=[*read.notes, *told, *about(run, read, prompts)],
         ahead=run.rollout.collect.staleness > 0,
         apart=run.mesh.rollout > 0 or mesh.size == 1,
         measures_kl=run.recipe.of_kl is not None,

@@ -90,16 +90,9 @@ class PretrainingMix(Ingredient):
         return dataclasses.replace(batch, left=dataclasses.replace(batch.left, texts=left.texts + self.count))
 
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
-        """Distribute the step's texts between the groups; see ``mixed``."""
-        return self.mixed(samples, batch.left.texts)
-
-    def mixed(self, groups: Sequence[Sequence[Sample]], drawn: int) -> list[list[Sample]]:
-        """Distribute the step's texts evenly between the groups, so that every minibatch gets its share.
-
-        ``drawn``: texts that the run has drawn up to this step, its own included.
-        """
-        counted = [[sample.counting(self.others) for sample in group] for group in groups]
-        numbers = range(drawn - self.count, drawn)
+        """Distribute the step's texts evenly between the groups, so that every minibatch gets its share."""
+        counted = [[sample.counting(self.others) for sample in group] for group in samples]
+        numbers = range(batch.left.texts - self.count, batch.left.texts)
         places = [tasks.problem_index(self.seed, number, len(self.texts)) for number in numbers]
         texts = [[sample_of(self.texts[place]).counting((TEXT,))] for place in places]
         # Of equal parts of a line the middles: a group's before a text's where they meet.
@@ -109,11 +102,8 @@ class PretrainingMix(Ingredient):
 
     def tested(self, found: Tested, policy: Decoder, first: bool) -> Tested:
         """Add ``eval/text/loss`` and its perplexity on the held-out texts to an evaluation."""
-        return Tested({**found.numbers, **self.numbers(policy)}, found.answers)
-
-    def numbers(self, model: Decoder) -> dict[str, float]:
-        """Return ``eval/text/loss`` and its perplexity on the held-out texts."""
-        return text_numbers(self.forward, model, self.held_out, self.status) if self.held_out else {}
+        numbers = text_numbers(self.forward, policy, self.held_out, self.status) if self.held_out else {}
+        return Tested({**found.numbers, **numbers}, found.answers)
 
 
 def room(text: Text, row_tokens: int, tokens: int) -> float:

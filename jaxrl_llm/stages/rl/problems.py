@@ -18,7 +18,6 @@ from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
 from jaxrl_llm.tasks.stream import Memory, PromptStream, digest
-from jaxrl_llm.telemetry.progress import steps_line
 from jaxrl_llm.types import Problem
 
 FIELD = "rollout.collect.curriculum"
@@ -99,8 +98,10 @@ def check_prompts(run: configs.Run, prompts: tasks.Prompts, problems: Sequence[P
     configs.require(longest <= limit, f"the longest prompt of {label} has {longest} tokens: {remedy}")
 
 
-def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
-    """Return a line for each task with completions that begin within a thought and are judged with it."""
+def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]:
+    """Return lines for people: tasks with completions that begin within a thought and are judged with it, the amount of
+    training data, with each task's share in a mixture, models without a recorded training format, and notes on the
+    settings."""
     lines = []
     for task, problems in zip(prompts.tasks, read.train, strict=True):
         opened = _OPENS_A_THOUGHT.search(prompts.end_of(problems[0]))
@@ -110,15 +111,11 @@ def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
                 f"what is thought too: extractor after:{opened[1]} (--task.extractor) reads what follows "
                 f"</{opened[1]}>, and without one there is no answer"
             )
-    return lines
-
-
-def about(run: configs.Run, read: Problems) -> list[str]:
-    """Return lines for people: the amount of training data, with each task's share in a mixture, models without a
-    recorded training format, and notes on the settings."""
-    rollout, label = run.rollout, run.task.label
-    count = len(read.all_train)
-    lines = [steps_line(label, count, len(read.asked), rollout.prompts, rollout.group, run.learner.updates)]
+    updates = "one update" if run.learner.updates == 1 else f"{run.learner.updates} updates"
+    lines.append(
+        f"{run.task.label}: {len(read.all_train):,} problems, {len(read.asked):,} to test on; each step "
+        f"{run.rollout.prompts} x {run.rollout.group} completions, {updates}"
+    )
     if isinstance(run.task, configs.Mixture):
         parts = run.task.parts
         total = sum(part.weight for part in parts)

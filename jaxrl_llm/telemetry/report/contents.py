@@ -13,7 +13,6 @@ from jaxrl_llm.codec import flat
 from jaxrl_llm.diagnosis import diagnose
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.json_lines import number, read_rows
-from jaxrl_llm.telemetry.table import happened
 
 MOST_POINTS = 90_000
 """Most points of all curves of a report together: about 600 KB of it."""
@@ -88,6 +87,15 @@ def curves_of(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[flo
                 steps.append(row["step"])
                 values.append(measured)
     return curves
+
+
+def happened(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the events of a step, each with its explanation, which may be empty: ``("reference reset", "")``."""
+    there = [(name, value) for name, value in metrics.items() if name.startswith("event/") and value]
+    return [
+        (name.removeprefix("event/").replace("_", " "), value if isinstance(value, str) else "")
+        for name, value in there
+    ]
 
 
 def described(runs: list[RunFiles], chosen: list[SampleLines]) -> dict[str, Any]:

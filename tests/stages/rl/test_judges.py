@@ -24,8 +24,9 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
 from jaxrl_llm.rewards.bounds import TaskReward
+from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh
-from jaxrl_llm.stages.rl.judges import judges_of, modelled
+from jaxrl_llm.stages.rl.judges import Judges, judges_of
 from jaxrl_llm.stages.rl.step_rewards import step_ends
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE
 from jaxrl_llm.stages.taught import Taught, check_readers, taught, untold
@@ -251,8 +252,12 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
 def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
     run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
     found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
-    assert modelled(run, found) == {"reward_model/mean": 3.0}
-    assert np.isnan(modelled(run, {})["reward_model/mean"]) and modelled(run_with(Accuracy()), found) == {}
+
+    def measured(run, metrics):
+        return Judges.of(run).batch(RolloutBatch([], [], Carryover(), 0, 0, metrics), Carryover()).metrics
+
+    assert measured(run, found) == found | {"reward_model/mean": 3.0}
+    assert np.isnan(measured(run, {})["reward_model/mean"]) and measured(run_with(Accuracy()), found) == found
 
 
 def test_a_model_for_just_as_many_positions_is_taken(folder, tokenizer):
