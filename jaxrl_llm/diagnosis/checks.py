@@ -166,8 +166,8 @@ def grown(kind: str, run: History) -> Finding | None:
 
 
 def lengths_off(kind: str, run: History) -> Finding | None:
-    """Find completions that shrank to 55 % of their length or less, or grew to 1.8 times of it or more, while nothing is
-    learned: three times as short or long, or for long in a run with rewards or evaluations."""
+    """Find completions that shrank to 55 % of their length or less, or grew to 1.8 times of it or more, while nothing
+    is learned: to a third or to three times, or for long in a run with rewards or evaluations."""
     up = kind == "length_explosion"
     lengths = run["completions/mean_length"]
     found = change_point(lengths, above(0.0, 1.8) if up else lambda past: 0.55 * past, up, relative=up)

@@ -17,7 +17,6 @@ from jaxrl_llm.telemetry.report import Reporter
 SAMPLE_COLUMNS = ("step", "kind", "prompt", "completion", "reward")
 TABLE_ROWS, TABLE_TEXT = 16, 1000
 """Limits of a table: rows of each kind, and characters of a prompt or a completion."""
-Scalar = float | int | bool | str | None
 
 
 class RunWriter:
@@ -28,7 +27,7 @@ class RunWriter:
       resumed_at: the step of the checkpoint that the run resumes from: rows of later steps are cut off, so that each
         step appears once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
       tensorboard: also write curves under ``run_dir/tensorboard``.
-      wandb: the project to log to, or None; see ``WandbRun``.
+      wandb: the project of Weights & Biases to log to, or None.
       config: the run's configuration as plain values, shown next to the curves in wandb.
       tell: called with each row once it is on the disk, as it is written there.
 
@@ -47,7 +46,7 @@ class RunWriter:
         tell: Callable[[dict[str, Any]], None] | None = None,
     ):
         self._run_dir = Path(run_dir)
-        wandb_module = import_extra("wandb", "wandb") if wandb else None
+        self._wandb_module = import_extra("wandb", "wandb") if wandb else None
         metrics = self._run_dir / "metrics.jsonl"
         samples = self._run_dir / "samples.jsonl"
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -57,7 +56,7 @@ class RunWriter:
             elif path.exists() and path.stat().st_size:
                 raise InputError(f"{self._run_dir} already holds a run: choose another --run_dir, or remove it")
         self._last_step = (last_row(metrics) or {"step": -1})["step"]
-        self._wandb = WandbRun(wandb_module, self._run_dir, wandb, config or {}) if wandb_module else None
+        self._wandb = wandb_run(self._wandb_module, self._run_dir, wandb, config or {}) if wandb else None
         self._metrics = open_nofollow(metrics)
         self._samples = open_nofollow(samples)
         self._curves: Any = None
@@ -72,7 +71,7 @@ class RunWriter:
         self._tell = tell
         self._reporter = Reporter(self._run_dir)
 
-    def write(self, step: int, metrics: dict[str, Scalar]) -> None:
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
 
         Raises:
@@ -91,13 +90,17 @@ class RunWriter:
             elif value is not None:
                 self._curves.add_scalar(name, float(value), step)
         if self._wandb is not None:
-            self._wandb.metrics(step, values)
+            self._wandb.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row."""
+        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row.
+
+        Weights & Biases gets a table of them if an evaluation's answers are among them.
+        """
         append_rows(self._samples, [{"step": step, **row} for row in rows])
-        if self._wandb is not None:
-            self._wandb.samples(step, rows)
+        if self._wandb is not None and (data := table(step, rows)):
+            shown = self._wandb_module.Table(columns=list(SAMPLE_COLUMNS), data=data)
+            self._wandb.log({"step": step, "samples": shown})
 
     def report(self) -> None:
         """Start to rewrite ``report.html``, in a separate process; see ``Reporter``."""
@@ -110,7 +113,7 @@ class RunWriter:
         if self._curves is not None:
             self._curves.close()
         if self._wandb is not None:
-            self._wandb.close()
+            self._wandb.finish()
         self._curves = self._wandb = None
         self._reporter.close()
 
@@ -135,8 +138,8 @@ def import_extra(module: str, extra: str) -> ModuleType:
         raise InputError(f"{module} is not installed: pip install -e '.[{extra}]' in the checkout") from None
 
 
-class WandbRun:
-    """Owner of a run in Weights & Biases; a resumed run continues under the same id.
+def wandb_run(wandb: ModuleType, run_dir: Path, project: str, config: dict[str, Any]) -> Any:
+    """Start a run in Weights & Biases; a resumed run continues under the same id.
 
     Args:
       wandb: the package.
@@ -147,37 +150,21 @@ class WandbRun:
     Raises:
       InputError: wandb refuses to start the run (without an account, for example).
     """
-
-    def __init__(self, wandb: ModuleType, run_dir: Path, project: str, config: dict[str, Any]):
-        self._table = wandb.Table
-        run_id = run_dir / "wandb_id.txt"
-        if not run_id.exists():
-            with new_file(run_id) as part:
-                part.write_text(uuid.uuid4().hex)
-        try:
-            self._run = wandb.init(
-                project=project, name=run_dir.name, dir=str(run_dir), config=jsonable(config),
-                id=run_id.read_text().strip(), resume="allow", settings=wandb.Settings(console="off"),
-            )  # fmt: skip
-        except wandb.Error as error:
-            raise InputError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from error
-        # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Log a step's row, without null values."""
-        self._run.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
-
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Log a table of a step's samples, if an evaluation's answers are among them."""
-        data = table(step, rows)
-        if data:
-            self._run.log({"step": step, "samples": self._table(columns=list(SAMPLE_COLUMNS), data=data)})
-
-    def close(self) -> None:
-        """Send the remaining data."""
-        self._run.finish()
+    run_id = run_dir / "wandb_id.txt"
+    if not run_id.exists():
+        with new_file(run_id) as part:
+            part.write_text(uuid.uuid4().hex)
+    try:
+        run = wandb.init(
+            project=project, name=run_dir.name, dir=str(run_dir), config=jsonable(config),
+            id=run_id.read_text().strip(), resume="allow", settings=wandb.Settings(console="off"),
+        )  # fmt: skip
+    except wandb.Error as error:
+        raise InputError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from error
+    # wandb drops rows whose own counter goes back, as it does after a resume: our step is the axis instead.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def table(step: int, rows: list[dict[str, Any]]) -> list[list[Any]]:

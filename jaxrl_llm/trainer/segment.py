@@ -249,10 +249,8 @@ def go_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> ru
     updates = {name: role.updates for name, role in cursor.state.roles.items()}
     base = cursor.state.policy.base
     like = jax.eval_shape(lambda x: x, cursor.state)
-    left = cursor.state.with_role("policy", base=None)
-    for name in updates:
-        left = left.with_role(name, updates=None)
-    for array in jax.tree.leaves(left):
+    trained = [(role.params, role.opt_state) for role in cursor.state.roles.values()]
+    for array in jax.tree.leaves((trained, cursor.state.frozen)):
         array.delete()  # there need not be room for both
     state, then = restored(context.store, step, like, context.mesh, base, cursor.stage)
     for name, count in updates.items():

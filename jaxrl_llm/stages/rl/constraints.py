@@ -21,9 +21,12 @@ from jaxrl_llm.types import Group
 
 @dataclasses.dataclass(frozen=True)
 class Constraints(Ingredient):
-    """Limits on a run's mean costs, each with a multiplier that a rule updates."""
+    """Limits on a run's mean costs, each with a multiplier that a rule updates, and its gate: a completion that it
+    rejects is never made more likely.
+    """
 
     constraints: tuple[Constraint, ...]
+    gated: bool = False
     name = "constraints"
 
     @classmethod
@@ -32,7 +35,8 @@ class Constraints(Ingredient):
         limits = run.scoring.constraints
         moves = {one.coefficient: Multiplier(one.part, one.coefficient, one.limit, one.rate) for one in limits}
         begins = {one.coefficient: float(one.multiplier) for one in limits}
-        return cls(limits, coefficients=begins, rules=moves) if limits else None
+        gated = run.scoring.gate is not None
+        return cls(limits, gated, coefficients=begins, rules=moves) if limits or gated else None
 
     def rewards(self, rewards: np.ndarray, groups: Sequence[Group], coefficients: Mapping[str, float]) -> np.ndarray:
         """Return ``r - sum of lam * (cost - limit)``, NaN where a cost is NaN."""
@@ -41,20 +45,10 @@ class Constraints(Ingredient):
             rewards = rewards - coefficients[one.coefficient] * (cost - one.limit)
         return rewards
 
-
-@dataclasses.dataclass(frozen=True)
-class Gated(Ingredient):
-    """The gate of a run: a completion that it rejects is never made more likely."""
-
-    name = "gate"
-
-    @classmethod
-    def of(cls, run: Run) -> Self | None:
-        """See ``Ingredient``."""
-        return None if run.scoring.gate is None else cls()
-
     def samples(self, samples: list[list[Sample]], batch: RolloutBatch) -> list[list[Sample]]:
         """Return the samples, with advantages ``min(A, 0)`` for completions that the gate rejects."""
+        if not self.gated:
+            return samples
         return [
             [without_gain(one) if out else one for one, out in zip(members, group.parts[REJECTED], strict=True)]
             for members, group in zip(samples, batch.groups, strict=True)

@@ -16,14 +16,14 @@ from jaxrl_llm.rules import (
     guards_of,
     rules_of,
 )
-from jaxrl_llm.stages.rl.constraints import Constraints, Gated
+from jaxrl_llm.stages.rl.constraints import Constraints
 from jaxrl_llm.stages.rl.critic import CriticRole
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.judges import Judges
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix
 from jaxrl_llm.stages.rl.win_rate import WinRate
 
-INGREDIENTS: list[type[Ingredient]] = [Judges, CriticRole, Constraints, Gated, PretrainingMix, WinRate]
+INGREDIENTS: list[type[Ingredient]] = [Judges, CriticRole, Constraints, PretrainingMix, WinRate]
 """All ingredients, in the order of their hooks' calls."""
 
 
