@@ -12,10 +12,21 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.diagnosis import findings, trends
-from jaxrl_llm.diagnosis.change_point import ChangePoint, Limit, change_point, lasting, smoothed
 from jaxrl_llm.diagnosis.findings import Finding, of_change
 from jaxrl_llm.diagnosis.generalisation import overfitting, reward_hacking
-from jaxrl_llm.diagnosis.history import MEASURED, ROLLED_BACK, TESTED, History, Series, history, total
+from jaxrl_llm.diagnosis.history import (
+    MEASURED,
+    ROLLED_BACK,
+    TESTED,
+    ChangePoint,
+    History,
+    Limit,
+    Series,
+    change_point,
+    history,
+    lasting,
+    smoothed,
+)
 from jaxrl_llm.diagnosis.trends import fallen, improved, learned, recent, risen
 from jaxrl_llm.system.json_lines import jsonable
 from jaxrl_llm.system.text import short
@@ -197,8 +208,12 @@ def no_signal(run: History) -> Finding | None:
 
 def clip_saturation(run: History) -> Finding | None:
     """Find many tokens with a cut gradient; a clip on whole sequences cuts about one in seven in good runs."""
-    clipped = total(run["clip_fraction/low"], run["clip_fraction/high"])
-    found = change_point(clipped, above(0.2, 4.0, 0.1, always=0.3), True)
+    low, high = run["clip_fraction/low"], run["clip_fraction/high"]
+    steps = np.union1d(low.steps, high.steps)
+    clipped = np.zeros(len(steps))
+    for series in (low, high):  # an unmeasured value counts as 0
+        clipped[np.searchsorted(steps, series.steps)] += series.values
+    found = change_point(Series(steps, clipped), above(0.2, 4.0, 0.1, always=0.3), True)
     return of_change("clip_saturation", found.step, found, run) if found else None
 
 

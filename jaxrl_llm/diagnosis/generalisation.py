@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jaxrl_llm.diagnosis.change_point import noise
 from jaxrl_llm.diagnosis.findings import Finding, finding
-from jaxrl_llm.diagnosis.history import History, Series
+from jaxrl_llm.diagnosis.history import History, Series, noise
 from jaxrl_llm.diagnosis.trends import FEW, fallen, level, line, recent, risen
 from jaxrl_llm.system.text import percent, short
 from jaxrl_llm.types import MEAN_OF_TASKS

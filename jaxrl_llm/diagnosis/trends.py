@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.diagnosis.change_point import lasting, noise, smoothed, window
-from jaxrl_llm.diagnosis.history import History, Series
+from jaxrl_llm.diagnosis.history import History, Series, lasting, noise, smoothed, window
 from jaxrl_llm.types import MEAN_OF_TASKS
 
 SURE = 2.5

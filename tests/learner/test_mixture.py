@@ -24,7 +24,7 @@ from jaxrl_llm.data import Text
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, PolicyGradient, pack
 from jaxrl_llm.learner.objectives import NextToken
-from jaxrl_llm.rollout.evaluate import Tested
+from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.pretraining_mix import PretrainingMix, pieces, room
 
@@ -101,7 +101,9 @@ def test_a_long_plain_text_is_cut_and_every_token_learned_once():
 def test_held_out_texts_are_tested_at_temperature_one():
     plain = dataclasses.replace(MIXTURE.forward, temperature=1.0)
     found, other = (
-        dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=forward).tested(Tested({}, ()), MODEL, False).numbers
+        dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=forward)
+        .tested(evaluate.Tested({}), MODEL, False)
+        .numbers
         for forward in (plain, MIXTURE.forward)
     )
     assert TEMPERATURE != 1 and abs(found["eval/text/loss"] - other["eval/text/loss"]) > 1e-3

@@ -13,7 +13,7 @@ from commands import MAIN, ROOT, environment
 from terminals import CTRL_C, Terminal
 
 from jaxrl_llm.system.signals import BETWEEN_STEPS, QUIT, SIGNALS, STOPPING, UNHEARD, Preemption, while_read
-from jaxrl_llm.telemetry.writers import logged
+from jaxrl_llm.telemetry.records import logged
 
 PARENT = """
 import sys

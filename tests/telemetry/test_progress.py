@@ -12,7 +12,7 @@ from terminals import Terminal
 from jaxrl_llm.telemetry import Finding
 from jaxrl_llm.telemetry.pace import Compiling, Schedule
 from jaxrl_llm.telemetry.progress import Progress, model_line, patience
-from jaxrl_llm.telemetry.writers import logged
+from jaxrl_llm.telemetry.records import logged
 
 RUN = """
 import numpy as np

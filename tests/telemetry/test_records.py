@@ -12,8 +12,15 @@ from tokenizers import Tokenizer, decoders, models
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.models.builtin import tiny_tokenizer
 from jaxrl_llm.rollout import evaluate
-from jaxrl_llm.telemetry.records import LOGGED_ANSWERS, LOGGED_TOKENS, Learned, record, token_texts, training_lines
-from jaxrl_llm.telemetry.writers import RunWriter
+from jaxrl_llm.telemetry.records import (
+    LOGGED_ANSWERS,
+    LOGGED_TOKENS,
+    Learned,
+    RunWriter,
+    record,
+    token_texts,
+    training_lines,
+)
 from jaxrl_llm.types import Completion, Group, Problem
 
 PROBLEM = Problem("1", ({"role": "user", "content": "1 + 1 ="},), "2", "sums")

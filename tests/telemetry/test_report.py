@@ -13,6 +13,7 @@ from commands import command
 
 from jaxrl_llm.codec import flat
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.telemetry.records import RunWriter
 from jaxrl_llm.telemetry.report import Reporter, page, write_report
 from jaxrl_llm.telemetry.report.contents import (
     MOST_BYTES,
@@ -22,7 +23,6 @@ from jaxrl_llm.telemetry.report.contents import (
     curves_of,
     thinned,
 )
-from jaxrl_llm.telemetry.writers import RunWriter
 
 NASTY = '</script><script>alert(1)</script><img src="x"> & [[data]] \\u2028 \u2028 日'
 CONFIG = {

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.json_lines import read_rows
-from jaxrl_llm.telemetry.writers import RunWriter, import_extra, table
+from jaxrl_llm.telemetry.records import RunWriter, import_extra, table
 
 
 def lines(path):

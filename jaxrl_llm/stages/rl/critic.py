@@ -11,13 +11,15 @@ import numpy as np
 from jaxrl_llm.config import Run
 from jaxrl_llm.learner import Critic, Forward, Sample, Training, ValueLoss, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
+from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.learner.samples import pooled, to_value
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
-from jaxrl_llm.models.lora import model_of
+from jaxrl_llm.models.lora import create, model_of
 from jaxrl_llm.rules import NotANumber
-from jaxrl_llm.stages.rl.critic_model import adapter_of, compute_beside, loaded, readable, scored
+from jaxrl_llm.sharding import platform_of
+from jaxrl_llm.stages.rl.critic_model import loaded, readable, scored
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.stage import Architectures, Pass
 from jaxrl_llm.types import TrainState
@@ -64,11 +66,16 @@ class CriticRole(Ingredient):
         """
         run, name = self.run, self.critic.model
         optimiser = build(self.critic.optimiser)
-        begins = NewRole(ROLE, adapter_of(run) if self.critic.adapter else scored, optimiser)
+        key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
+        adapter = lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
+        begins = NewRole(ROLE, adapter if self.critic.adapter else scored, optimiser)
         compute = forward.compute
         if name is not None:
             config = readable(name, run, policy, find)
-            compute = compute_beside(run.learner, config, forward)
+            # Another architecture, in rows laid out for the policy's attention.
+            attention = "auto" if compute.attention == "cudnn" else compute.attention
+            settings = dataclasses.replace(run.learner, attention=attention, row_tokens=forward.layout.row_tokens)
+            compute = compute_for(settings, config, platform_of(forward.mesh))
             dtype = jnp.dtype(run.learner.dtype)
             begins = begins._replace(
                 load=lambda: loaded(name, run, tokenizer, forward.mesh),

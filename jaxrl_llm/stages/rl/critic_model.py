@@ -1,23 +1,15 @@
-"""The initial model of a critic: the policy, an adapter on it, or another model with the same tokens."""
+"""The initial model of a critic: the policy, or another model with the same tokens."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Run, require, tasks_in
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Forward, Learner
-from jaxrl_llm.learner.platform import compute_for
-from jaxrl_llm.models.config import ComputeOptions, ModelConfig
-from jaxrl_llm.models.decoder import Adapter, Decoder
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
-from jaxrl_llm.models.lora import create
 from jaxrl_llm.runs.load import load_model
-from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.stages.stage import Architectures
 from jaxrl_llm.stages.taught import check_template, taught
 from jaxrl_llm.tasks import Prompts
@@ -26,12 +18,6 @@ from jaxrl_llm.tasks import Prompts
 def scored(model: Decoder | ScalarModel) -> ScalarModel:
     """Return the model with its scalar head; a decoder gets one of zeros."""
     return model if isinstance(model, ScalarModel) else with_scalar_head(model)
-
-
-def adapter_of(run: Run) -> Callable[[Decoder], Adapter]:
-    """Return a function that makes an adapter on the policy's frozen model, with values of 0 at first."""
-    key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
-    return lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))
 
 
 def readable(name: str, run: Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
@@ -73,10 +59,3 @@ def loaded(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
     prompts = {task.label: Prompts(task, tokenizer) for task in tasks_in(run.task)}
     check_template(taught(name, own or tokenizer), f"recipe.critic.model {name}", prompts, tokenizer)
     return scored(model)
-
-
-def compute_beside(learner: Learner, config: ModelConfig, forward: Forward) -> ComputeOptions:
-    """Return compute options for a critic of another architecture, in rows laid out for the policy's attention."""
-    attention = "auto" if forward.compute.attention == "cudnn" else forward.compute.attention
-    settings = dataclasses.replace(learner, attention=attention, row_tokens=forward.layout.row_tokens)
-    return compute_for(settings, config, platform_of(forward.mesh))
