@@ -82,12 +82,9 @@ def measure(
     Raises:
       InputError: the other is not a language model, has other tokens, or was made for shorter texts.
     """
-    from jaxrl_llm.learner import Forward, Sample
-    from jaxrl_llm.learner.platform import compute_for, layout_for
+    from jaxrl_llm.learner import Sample
     from jaxrl_llm.models.heads import ScalarModel
-    from jaxrl_llm.sharding import platform_of
-    from jaxrl_llm.sharding.mesh import batch_parts
-    from jaxrl_llm.stages.stage import scored
+    from jaxrl_llm.stages.stage import run_by, scored
 
     status(f"loading {to}")
     other, tokenizer = load_model(to, settings.learner.dtype, policy.mesh)
@@ -108,14 +105,10 @@ def measure(
     length = max(len(sample.prompt) for sample in samples) + options.max_new_tokens
     positions = other.config.attention.max_positions
     configs.require(length <= positions, f"--kl_to {to} was made for {positions} positions, and {length} are needed")
-    parts = batch_parts(policy.mesh)
-    rows = -(-settings.learner.microbatch_rows // parts) * parts
-    learner = dataclasses.replace(settings.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
+    shape = policy.mesh, length, options.max_new_tokens, options.temperature
     logps = []
     for model in (policy.model, other):
-        compute = compute_for(learner, model.config, platform_of(policy.mesh))
-        layout = layout_for(learner, compute, length, options.max_new_tokens, policy.mesh, model.config)
-        forward = Forward(layout, compute, options.temperature, policy.mesh)
+        forward = run_by(settings.learner, model.config, *shape)
         logps.append(scored(forward, model, samples, "logp", status))
     sums = []
     for sample, own, its in zip(samples, *logps, strict=True):

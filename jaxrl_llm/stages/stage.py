@@ -21,14 +21,16 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.errors import require
-from jaxrl_llm.learner import Forward, Sample, Training
+from jaxrl_llm.learner import Forward, Learner, Sample, Training
 from jaxrl_llm.learner.optimiser import build
+from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import Memory, Rule
+from jaxrl_llm.sharding import batch_parts, platform_of
 from jaxrl_llm.types import Group, TrainState
 
 Fingerprints = dict[str, Any]
@@ -165,6 +167,26 @@ def read_parts(
         status(f"reading task {part.task.label}")
         found.append(tasks.load(part.task, verifies(part)))
     return found
+
+
+def run_by(
+    learner: Learner, config: ModelConfig, mesh: Any, longest: int, completion: int, temperature: float = 1.0
+) -> Forward:
+    """Return how a model that does not learn is run on a mesh, such as the one that samples.
+
+    Args:
+      learner: how the learner computes.
+      config: the model's architecture.
+      mesh: of its devices; may be abstract.
+      longest: tokens of a prompt with its completion.
+      completion: tokens of a completion.
+      temperature: of its log-probabilities.
+    """
+    parts = batch_parts(mesh)
+    rows = -(-learner.microbatch_rows // parts) * parts
+    settings = dataclasses.replace(learner, microbatch_rows=rows, attention="auto", row_tokens=0)
+    compute = compute_for(settings, config, platform_of(mesh))
+    return Forward(layout_for(settings, compute, longest, completion, mesh, config), compute, temperature, mesh)
 
 
 def scored(

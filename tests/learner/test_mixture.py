@@ -100,11 +100,7 @@ def test_a_long_plain_text_is_cut_and_every_token_learned_once():
 
 def test_held_out_texts_are_tested_at_temperature_one():
     plain = dataclasses.replace(MIXTURE.forward, temperature=1.0)
-    found, other = (
-        dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=forward)
-        .tested(evaluate.Tested({}), MODEL, False)
-        .numbers
-        for forward in (plain, MIXTURE.forward)
-    )
+    mixtures = [dataclasses.replace(MIXTURE, held_out=TEXTS[:2], forward=x) for x in (plain, MIXTURE.forward)]
+    found, other = (one.tested(evaluate.Tested({}), MODEL, False).numbers for one in mixtures)
     assert TEMPERATURE != 1 and abs(found["eval/text/loss"] - other["eval/text/loss"]) > 1e-3
     np.testing.assert_allclose(np.log(found["eval/text/perplexity"]), found["eval/text/loss"], rtol=1e-6)

@@ -12,12 +12,9 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.data.chats import closed, closing_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
-from jaxrl_llm.learner.platform import compute_for, layout_for
-from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.runs.load import load_model
-from jaxrl_llm.sharding import batch_parts, platform_of
-from jaxrl_llm.stages.stage import scored, scored_sample
+from jaxrl_llm.stages.stage import run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, taught
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -102,18 +99,5 @@ def load_judge(
         f"{field}: {path} was made for {positions} positions, and prompts with completions have up to {longest}: lower "
         "max_new_tokens or max_prompt_tokens, or give another reward model",
     )
-    return DeviceModel(model, forward_of(run, model.config, where, more), prompts, status, ends)
-
-
-def forward_of(run: configs.Run, config: ModelConfig, where: Any, more: int = 0) -> Forward:
-    """Return how a reward model of this architecture is run on the mesh that samples.
-
-    ``more``: tokens that it reads after a completion.
-    """
-    longest = run.rollout.max_length + more + 1
-    parts = batch_parts(where)
-    rows = -(-run.learner.microbatch_rows // parts) * parts
-    settings = dataclasses.replace(run.learner, microbatch_rows=rows, attention="auto", row_tokens=0)
-    compute = compute_for(settings, config, platform_of(where))
-    layout = layout_for(settings, compute, longest, run.rollout.max_new_tokens + more + 1, where, config)
-    return Forward(layout, compute, 1.0, where)
+    forward = run_by(run.learner, model.config, where, longest + 1, run.rollout.max_new_tokens + more + 1)
+    return DeviceModel(model, forward, prompts, status, ends)

@@ -19,10 +19,10 @@ from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards.models import ON_DEVICE, ModelReward, StepReward
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
-from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, forward_of, load_judge
+from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, load_judge
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.rl.step_rewards import by_step
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, scored_sample
+from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored_sample
 from jaxrl_llm.stages.taught import check_readers
 from jaxrl_llm.tasks import Prompts
 
@@ -63,9 +63,9 @@ class Judges(Ingredient):
         calls = -(-len(samples) // SCORED_AT_ONCE)
         some = [scored_sample(one.prompt, one.tokens, {}) for one in samples[:SCORED_AT_ONCE]]
         dtype = jnp.dtype(self.run.learner.compute_dtype)
-        passes = []
+        passes, rollout = [], self.run.rollout
         for number, (config, count) in enumerate(models.items(), start=1):
-            forward = forward_of(self.run, config, where)
+            forward = run_by(self.run.learner, config, where, rollout.max_length + 1, rollout.max_new_tokens + 1)
             model = jax.eval_shape(lambda c=config: with_scalar_head(initialise(c, jax.random.key(0), dtype)))
             name = "judges" if number == 1 else f"judges {number}"
             passes.append(Pass(name, forward, some, "values", calls * count, model=model, copies=count))
