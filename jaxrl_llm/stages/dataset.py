@@ -11,7 +11,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import tasks
 from jaxrl_llm.collection.collect import collected
 from jaxrl_llm.config.texts import FromData
-from jaxrl_llm.data import Collected, load_texts, longest
+from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts, longest
 from jaxrl_llm.engine import Sampling
 from jaxrl_llm.engine.backend import backend_for
 from jaxrl_llm.errors import InputError
@@ -40,6 +40,13 @@ def resources(run: FromData, peers: Peers, directory: Path) -> Scorer:
     """Return what verifies answers to a task, with its worker processes."""
     answering = run.answering
     return Scorer((Accuracy(),), answering.workers, answering.timeout_s, 0.0, peers, directory)
+
+
+def groups(run: FromData) -> Groups:
+    """Return the size of a step's batch, with two completions per ranking; there may be more."""
+    kinds = {Texts: (1, "texts of"), Steps: (1, "solutions of"), Pairs: (2, "pairs of completions of")}
+    each, words = next(found for kind, found in kinds.items() if isinstance(run.data, kind))
+    return Groups(*run.groups, each, run.batch.max_tokens, words)
 
 
 Exam = Callable[[Decoder], tuple[Evaluated, ...]]
@@ -247,7 +254,7 @@ def programs_of(run: FromData, model: Any, mesh: Any, objective: Objective) -> t
 
 
 def outline_of(
-    run: FromData, model: Any, mesh: Any, objective: Objective, groups: Groups, samples_of: Callable[..., list[Sample]]
+    run: FromData, model: Any, mesh: Any, objective: Objective, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
     """Outline the run's computation for the longest rows, with all but the first token of each learned.
 
@@ -256,24 +263,23 @@ def outline_of(
       model: the trained model, as shapes.
       mesh: learns; may be abstract.
       objective: of the model.
-      groups: the size of a step's batch.
       samples_of: maps a prompt, its continuation and a row's number to the samples of the row.
     """
     forward, training = programs_of(run, model, mesh, objective)
 
     def samples(tokens: int) -> list[Sample]:
-        rows = range(-(-groups.count // run.learner.minibatches))
+        rows = range(-(-run.batch.rows // run.learner.minibatches))
         follows = np.zeros(max(tokens - 1, 1), np.int32)
         return [sample for row in rows for sample in samples_of(np.full(1, row, np.int32), follows, row)]
 
-    whole = samples_of(np.zeros(1, np.int32), np.zeros(groups.longest - 1, np.int32), 0)
+    whole = samples_of(np.zeros(1, np.int32), np.zeros(run.batch.max_tokens - 1, np.int32), 0)
     forward = with_room(forward, [("the longest row", whole)], run.learner.microbatch_rows)
     answers = run.evaluation.task is not None or isinstance(run.data.source, Collected)
     return Outline(
         state=state_of(run, model, training, False),
         training=training,
         forwards={"policy": forward},
-        groups=groups,
+        groups=groups(run),
         samples=samples,
         coefficients={"policy": ("temperature",)},
         notes=("it samples answers too (a task to test on, or data to collect): that is not planned",) * answers,

@@ -18,8 +18,8 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.fingerprint import weights_digest
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources, with_room
-from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Groups, Outline, Pass, scored
+from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Outline, Pass, scored
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.telemetry.progress import Progress
 
@@ -93,18 +93,13 @@ def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[
     ]
 
 
-def groups(run: Preference) -> Groups:
-    """Return the size of a step's batch."""
-    return Groups(*run.groups, len(SIGNS), run.batch.max_tokens, "pairs of completions of")
-
-
 def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:
     """Outline the run's computation, including the log-probabilities of all pairs before its first step."""
 
     def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
         return pair_samples(Ranked("", prompt, (tokens, tokens), 0.0, ""), (0.0, 0.0), number)
 
-    found = outline_of(run, model, mesh, PairLoss(run.loss), groups(run), samples)
+    found = outline_of(run, model, mesh, PairLoss(run.loss), samples)
     follows = np.zeros(run.batch.max_tokens - 1, np.int32)
     pairs = range(SCORED_AT_ONCE // len(SIGNS))
     read = [sample for pair in pairs for sample in samples(np.full(1, pair, np.int32), follows, pair)]

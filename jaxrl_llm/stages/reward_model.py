@@ -16,8 +16,8 @@ from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs.load import as_trained
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources, with_room
-from jaxrl_llm.stages.stage import AFTER, Groups, Outline, scored, scored_sample
+from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources, with_room
+from jaxrl_llm.stages.stage import AFTER, Outline, scored, scored_sample
 from jaxrl_llm.telemetry.progress import Progress
 
 __all__ = ["groups", "outline", "prepare", "resources"]
@@ -67,12 +67,6 @@ def objective_of(run: RewardModel) -> Objective:
     return StepEntropy() if isinstance(run.data, Steps) else Ranking(run.centre)
 
 
-def groups(run: RewardModel) -> Groups:
-    """Return the size of a step's batch, with two completions per ranking; there may be more."""
-    each, words = (1, "solutions of") if isinstance(run.data, Steps) else (2, "pairs of completions of")
-    return Groups(*run.groups, each, run.batch.max_tokens, words)
-
-
 def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
     """Outline the run's computation on its devices."""
 
@@ -83,7 +77,7 @@ def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:
         return samples_of(Ranked("", prompt, (tokens, tokens), 0.0, ""), number)
 
     trained = jax.eval_shape(lambda decoder: as_trained(run, decoder), model)
-    return outline_of(run, trained, mesh, objective_of(run), groups(run), samples)
+    return outline_of(run, trained, mesh, objective_of(run), samples)
 
 
 def prepare(

@@ -13,8 +13,8 @@ from jaxrl_llm.learner.objectives import NextToken
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.stages.dataset import DatasetStage, outline_of, programs_of, read, resources
-from jaxrl_llm.stages.stage import Groups, Outline, scored
+from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources
+from jaxrl_llm.stages.stage import Outline, scored
 from jaxrl_llm.telemetry.progress import Progress
 
 __all__ = ["groups", "outline", "prepare", "resources"]
@@ -25,18 +25,13 @@ def sample_of(text: Text) -> Sample:
     return Sample(text.prompt, text.tokens, text.mask)
 
 
-def groups(run: Supervised) -> Groups:
-    """Return the size of a step's batch."""
-    return Groups(*run.groups, 1, run.batch.max_tokens, "texts of")
-
-
 def outline(run: Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:
     """Outline the run's computation on its devices."""
 
     def samples(prompt: np.ndarray, tokens: np.ndarray, number: int) -> list[Sample]:
         return [sample_of(Text("", prompt, tokens, np.ones(len(tokens), bool), str(number)))]
 
-    return outline_of(run, model, mesh, NextToken(), groups(run), samples)
+    return outline_of(run, model, mesh, NextToken(), samples)
 
 
 def text_numbers(forward: Any, model: Decoder, texts: Any, status: Callable[[str], None]) -> dict[str, float]:

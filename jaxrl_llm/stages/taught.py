@@ -156,16 +156,6 @@ def readers(run: configs.Run) -> Iterator[tuple[Reader, str]]:
             yield Reader(field, "steps", remedy, base.separator), base.path
 
 
-def check_readers(run: configs.Run) -> None:
-    """Refuse reward models with another training format than the run reads, before they are loaded.
-
-    Raises:
-      InputError: names the model and the remedy.
-    """
-    for reader, name in readers(run):
-        reader.check(name)
-
-
 def untold(run: configs.Run) -> list[str]:
     """Return lines for people on how models without a recorded training format are read; includes a critic's initial
     model.

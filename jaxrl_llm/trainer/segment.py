@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules, tasks
@@ -59,10 +60,10 @@ def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any
                 raise InputError(f"phase {configs.phases_of(whole)[later].name!r}: {error}") from None
         if start is not None:
             progress.status(f"restoring step {start}")
-        parameters = count_of(trained)
+        parameters = optax.tree.size(trained)
         state, host = begin(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
         check_problems(host.problems, stage.problems, stage.label)
-        sizes = parameters, count_of(state.policy.params), jax.device_count()
+        sizes = parameters, optax.tree.size(state.policy.params), jax.device_count()
         progress.note(model_line(run.model, *sizes, jax.devices()[0].device_kind))
         notes = (*configs.unreached(whole), *notes)
         cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
@@ -108,11 +109,6 @@ def check_problems(before: Fingerprints, now: Fingerprints, label: str) -> None:
             f"the {name.split()[0]} problems of {label} are not those that the run began with ({changed}): put the "
             "old ones back, or begin a new run with --from RUN (on from its weights) or --fresh",
         )
-
-
-def count_of(model: Any) -> int:
-    """Return the number of parameters of a model or an adapter."""
-    return sum(leaf.size for leaf in jax.tree.leaves(model))
 
 
 def begin(

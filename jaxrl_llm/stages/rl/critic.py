@@ -19,7 +19,7 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import create, model_of
 from jaxrl_llm.rules import NotANumber
 from jaxrl_llm.sharding import platform_of
-from jaxrl_llm.stages.rl.critic_model import loaded, readable, scored
+from jaxrl_llm.stages.rl.device_model import critic_config, load_critic, with_score
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.stage import Architectures, Pass
 from jaxrl_llm.types import TrainState
@@ -68,18 +68,18 @@ class CriticRole(Ingredient):
         optimiser = build(self.critic.optimiser)
         key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
         adapter = lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
-        begins = NewRole(ROLE, adapter if self.critic.adapter else scored, optimiser)
+        begins = NewRole(ROLE, adapter if self.critic.adapter else with_score, optimiser)
         compute = forward.compute
         if name is not None:
-            config = readable(name, run, policy, find)
+            config = critic_config(name, run, policy, find)
             # Another architecture, in rows laid out for the policy's attention.
             attention = "auto" if compute.attention == "cudnn" else compute.attention
             settings = dataclasses.replace(run.learner, attention=attention, row_tokens=forward.layout.row_tokens)
             compute = compute_for(settings, config, platform_of(forward.mesh))
             dtype = jnp.dtype(run.learner.dtype)
             begins = begins._replace(
-                load=lambda: loaded(name, run, tokenizer, forward.mesh),
-                shapes=jax.eval_shape(lambda: scored(initialise(config, jax.random.key(0), dtype))),
+                load=lambda: load_critic(name, run, tokenizer, forward.mesh),
+                shapes=jax.eval_shape(lambda: with_score(initialise(config, jax.random.key(0), dtype))),
             )
         objectives = (ValueLoss(self.critic.clip),)
         update = make_update(objectives, optimiser, learning_rate(self.critic.optimiser), compute)

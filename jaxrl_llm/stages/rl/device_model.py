@@ -1,4 +1,7 @@
-"""A reward model on the devices: loaded once, run in packed rows as the learner runs its models."""
+"""Models that a run loads besides its policy: a critic's initial model, and reward models.
+
+A reward model is loaded once, and run on the devices in packed rows as the learner runs its models.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +15,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.data.chats import closed, closing_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Forward
-from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
 from jaxrl_llm.runs.load import load_model
-from jaxrl_llm.stages.stage import run_by, scored, scored_sample
+from jaxrl_llm.stages.stage import Architectures, run_by, scored, scored_sample
 from jaxrl_llm.stages.taught import check_template, taught
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import check_tokenizer
@@ -101,3 +106,49 @@ def load_judge(
     )
     forward = run_by(run.learner, model.config, where, longest + 1, run.rollout.max_new_tokens + more + 1)
     return DeviceModel(model, forward, prompts, status, ends)
+
+
+def with_score(model: Decoder | ScalarModel) -> ScalarModel:
+    """Return the model with its scalar head; a decoder gets one of zeros."""
+    return model if isinstance(model, ScalarModel) else with_scalar_head(model)
+
+
+def critic_config(name: str, run: configs.Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
+    """Return the architecture of a critic's initial model.
+
+    Raises:
+      InputError: it is missing, or has fewer positions or another vocabulary than the run needs.
+    """
+    try:
+        config = find(name)
+    except InputError as error:
+        raise InputError(f"recipe.critic.model: {error}") from None
+    positions = config.attention.max_positions
+    configs.require(
+        run.rollout.max_length <= positions,
+        f"recipe.critic.model {name} was made for {positions} positions, and prompts with completions have up to "
+        f"{run.rollout.max_length}: lower rollout.max_new_tokens or rollout.max_prompt_tokens, or give another critic",
+    )
+    configs.require(
+        config.vocab_size == policy.vocab_size,
+        f"recipe.critic.model {name} has a vocabulary of {config.vocab_size} tokens, and that of {run.model} has "
+        f"{policy.vocab_size}: give a critic that reads the policy's tokens",
+    )
+    return config
+
+
+def load_critic(name: str, run: configs.Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
+    """Load a critic's initial model, in ``learner.dtype`` on the mesh.
+
+    Raises:
+      InputError: it is unreadable, has other tokens than the policy, or was trained with another chat template.
+    """
+    model, own = load_model(name, run.learner.dtype, mesh)
+    configs.require(
+        own is None or own.get_vocab() == tokenizer.get_vocab(),
+        f"the tokens of recipe.critic.model {name} are not those of {run.model}: give a critic that reads the policy's "
+        "tokens",
+    )
+    prompts = {task.label: Prompts(task, tokenizer) for task in configs.tasks_in(run.task)}
+    check_template(taught(name, own or tokenizer), f"recipe.critic.model {name}", prompts, tokenizer)
+    return with_score(model)

@@ -23,7 +23,7 @@ from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, load_judge
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.rl.step_rewards import by_step
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Architectures, Pass, run_by, scored_sample
-from jaxrl_llm.stages.taught import check_readers
+from jaxrl_llm.stages.taught import readers
 from jaxrl_llm.tasks import Prompts
 
 
@@ -96,7 +96,8 @@ def judges_of(
       InputError: a model that is missing, is not a reward model, was trained with another format, or has other tokens
         than the policy.
     """
-    check_readers(run)
+    for reader, name in readers(run):
+        reader.check(name)
     loaded: dict[str, DeviceModel] = {}
 
     def model_at(path: str, name: str) -> DeviceModel:

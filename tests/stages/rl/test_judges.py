@@ -29,7 +29,7 @@ from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.rl.judges import Judges, judges_of
 from jaxrl_llm.stages.rl.step_rewards import step_ends
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE
-from jaxrl_llm.stages.taught import Taught, check_readers, taught, untold
+from jaxrl_llm.stages.taught import Taught, readers, taught, untold
 from jaxrl_llm.tasks import Prompts, Table, Task, load
 from jaxrl_llm.tasks.template import template_fingerprint
 from jaxrl_llm.types import Completion
@@ -204,7 +204,8 @@ def test_all_readers_ask_for_what_a_model_was_taught(folder, tokenizer):
         with pytest.raises(InputError, match=words) as caught:
             judges_of(run, one_device(), tokenizer, {}, lambda text: None)
         assert "\n" not in str(caught.value)
-    check_readers(run_with(ModelReward(answers.path), StepReward(steps.path, separator=" ")))
+    for reader, name in readers(run_with(ModelReward(answers.path), StepReward(steps.path, separator=" "))):
+        reader.check(name)
 
 
 def test_a_model_that_does_not_say_what_it_was_taught_gets_a_line(folder, tokenizer):
@@ -222,7 +223,7 @@ def test_a_model_that_does_not_say_what_it_was_taught_gets_a_line(folder, tokeni
     path = folder / "told" / "config.json"
     path.write_text(path.read_text().replace('"kind": "ranking"', '"kind": "preference"'))
     with pytest.raises(InputError, match=r"told has jaxrl_llm.kind 'preference', and this version knows ranking"):
-        check_readers(run)
+        judges_of(run, one_device(), tokenizer, {}, lambda text: None)
 
 
 def test_bounds_hold_scores_of_models_too(folder, tokenizer):
