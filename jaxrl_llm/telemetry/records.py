@@ -1,7 +1,6 @@
 """A run's records: metrics.jsonl, samples.jsonl, TensorBoard curves, log.txt and, optionally, Weights & Biases."""
 
 import contextlib
-import dataclasses
 import importlib
 import itertools
 import logging
@@ -225,32 +224,20 @@ def logged(path: Path) -> Generator[None]:
         handler.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class Learned:
-    """The data of a step's updates.
-
-    Attributes:
-      groups: the groups to write down.
-      samples: the learner's samples of their completions, each with its place among these groups.
-      spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
-    """
-
-    groups: Sequence[Group] = ()
-    samples: Sequence[Sample] = ()
-    spell: Callable[[Sequence[int]], list[str]] = lambda tokens: []
-
-
 def record(
     writer: RunWriter | None,
     step: int,
     found: Evaluated | Tested | None,
     row: dict[str, Any],
-    learned: Learned = Learned(),
+    learned: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer."""
+    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer.
+
+    ``learned``: the lines of the step's completions, see ``training_lines``.
+    """
     if writer is None:
         return
-    lines = training_lines(learned)
+    lines = [*learned]
     for of_task in found.answers if found else ():
         # The first answers to the first problems, each with its score.
         first = zip(of_task.problems, of_task.completions, strict=True)
@@ -263,12 +250,20 @@ def record(
         writer.report()
 
 
-def training_lines(learned: Learned) -> list[dict[str, Any]]:
-    """Return a line for each completion; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of each token."""
-    seen = {sample.place: sample for sample in learned.samples}
+def training_lines(
+    groups: Sequence[Group], samples: Sequence[Sample], spell: Callable[[Sequence[int]], list[str]]
+) -> list[dict[str, Any]]:
+    """Return a line for each completion; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of each token.
+
+    Args:
+      groups: the groups to write down.
+      samples: the learner's samples of their completions, each with its place among these groups.
+      spell: returns the text of each token of a completion; if empty, tokens are not written one by one.
+    """
+    seen = {sample.place: sample for sample in samples}
     room = LOGGED_TOKENS
     lines = []
-    for number, group in enumerate(learned.groups):
+    for number, group in enumerate(groups):
         for i, completion in enumerate(group.completions):
             sample = seen.get((number, i))
             line = {
@@ -287,7 +282,7 @@ def training_lines(learned: Learned) -> list[dict[str, Any]]:
                 counted = np.broadcast_to(sample.mask, advantage.shape) if advantage.ndim else np.ones(())
                 line["advantage"] = float(np.sum(advantage * counted) / max(np.sum(counted), 1))
             room -= len(completion.tokens)
-            if room >= 0 and (texts := learned.spell(completion.tokens.tolist())):
+            if room >= 0 and (texts := spell(completion.tokens.tolist())):
                 line["by_token"] = {"text": texts, **by_token(completion, sample)}
             lines.append(line)
     return lines

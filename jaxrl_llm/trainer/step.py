@@ -21,7 +21,7 @@ from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_refere
 from jaxrl_llm.models.lora import policy_model
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.stages.stage import Batch, Stage
-from jaxrl_llm.telemetry.records import Learned, record
+from jaxrl_llm.telemetry.records import record, training_lines
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext, asked_reset
 from jaxrl_llm.trainer.segment import go_back
 from jaxrl_llm.types import TrainState
@@ -101,7 +101,8 @@ def finish(
     row |= decision.events
     progress.happened(step, row, batch.examples)
     examples = [batch.examples[place] for place in shown_places(batch, cursor.settings.output.samples, step)]
-    record(context.writer, step, found, row, Learned(examples, samples, stage.spell))
+    lines = training_lines(examples, samples, stage.spell) if context.writer else ()
+    record(context.writer, step, found, row, lines)
     return decision
 
 

@@ -15,7 +15,6 @@ from jaxrl_llm.rollout import evaluate
 from jaxrl_llm.telemetry.records import (
     LOGGED_ANSWERS,
     LOGGED_TOKENS,
-    Learned,
     RunWriter,
     record,
     token_texts,
@@ -46,7 +45,7 @@ def learned_from(*groups, **arrays):
         for n, g in reversed(list(enumerate(groups)))
         for i, c in enumerate(g.completions)
     ]
-    return Learned(groups, samples, spelled)
+    return groups, samples, spelled
 
 
 def spelled(tokens):
@@ -55,7 +54,7 @@ def spelled(tokens):
 
 def test_each_token_is_written_with_what_is_known_of_it():
     first, second = group(completion("ab"), completion("c")), group(completion("d"))
-    lines = training_lines(learned_from(first, second))
+    lines = training_lines(*learned_from(first, second))
     assert [(line["group"], line["completion"], line["reward"]) for line in lines] == [
         (0, "ab", 0.0), (0, "c", 1.0), (1, "d", 0.0)
     ]  # fmt: skip
@@ -72,7 +71,7 @@ def test_advantages_of_tokens_are_written_with_their_mean_over_those_that_count(
         arrays={"advantages": np.array([0.5, 0.0, -2.0], np.float32), "fresh": np.ones(3, bool)},
         place=(0, 0),
     )
-    (line,) = training_lines(Learned([group(one)], [sample], spelled))
+    (line,) = training_lines([group(one)], [sample], spelled)
     assert line["advantage"] == 0.5
     told = line["by_token"]
     assert told["advantages"] == [0.5, 0.0, -2.0] and told["mask"] == [1, 0, 1] and told["counted"] == [1, 0, 0]
@@ -81,12 +80,12 @@ def test_advantages_of_tokens_are_written_with_their_mean_over_those_that_count(
 
 def test_a_steps_first_completions_alone_are_written_token_by_token():
     long = "a" * (LOGGED_TOKENS // 2)
-    lines = training_lines(learned_from(group(*(completion(long) for _ in range(3)))))
+    lines = training_lines(*learned_from(group(*(completion(long) for _ in range(3)))))
     assert ["by_token" in line for line in lines] == [True, True, False] and "advantage" in lines[2]
 
 
 def test_what_cannot_be_spelled_or_was_not_learned_from_is_left_out():
-    (line,) = training_lines(Learned([group(completion("a"))]))
+    (line,) = training_lines([group(completion("a"))], [], lambda tokens: [])
     assert "by_token" not in line and "advantage" not in line
     assert line["tokens"] == 1 and line["parts"] == {"accuracy": 0.0}
 
@@ -94,7 +93,7 @@ def test_what_cannot_be_spelled_or_was_not_learned_from_is_left_out():
 def test_lines_on_the_disk_are_rows_of_the_step(tmp_path):
     odd = completion("a", extras={"step_rewards": np.array([np.nan], np.float32)})
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
-        record(writer, 3, None, {"loss": 0.5}, learned_from(group(odd)))
+        record(writer, 3, None, {"loss": 0.5}, training_lines(*learned_from(group(odd))))
     line = (tmp_path / "samples.jsonl").read_text()
     assert line.startswith('{"step": 3, "kind": "training", "group": 0, "task": "sums", "prompt": "1 + 1 ="')
     assert json.loads(line)["by_token"]["step_rewards"] == [None]
@@ -124,10 +123,10 @@ def test_bytes_that_make_no_letters_end_nothing():
 
 def test_the_learners_numbers_stand_beside_the_samplers():
     one = group(completion("ab"))
-    (line,) = training_lines(learned_from(one, old_values=np.array([0.25, 0.5], np.float32)))
+    (line,) = training_lines(*learned_from(one, old_values=np.array([0.25, 0.5], np.float32)))
     assert line["by_token"]["old_values"] == [0.25, 0.5]
-    others = [dataclasses.replace(sample, place=(1, 0)) for sample in learned_from(one).samples]
-    (line,) = training_lines(Learned([one], others, spelled))
+    others = [dataclasses.replace(sample, place=(1, 0)) for sample in learned_from(one)[1]]
+    (line,) = training_lines([one], others, spelled)
     assert "advantage" not in line, "a sample belongs to its completion, not to one that looks like it"
 
 
@@ -138,7 +137,7 @@ def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     other = dataclasses.replace(found, task="words")
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
         record(writer, 0, found, {})
-        record(writer, 1, found, {}, learned_from(group(*[completion("a")] * 3 * LOGGED_ANSWERS)))
+        record(writer, 1, found, {}, training_lines(*learned_from(group(*[completion("a")] * 3 * LOGGED_ANSWERS))))
         record(writer, 2, evaluate.Tested({}, (found, other)), {})
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     counts = collections.Counter((line["step"], line["kind"], line["task"]) for line in lines)

@@ -16,7 +16,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
-from jaxrl_llm.rewards.models import ON_DEVICE, ModelReward, StepReward
+from jaxrl_llm.rewards.models import ModelReward, StepReward
 from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
 from jaxrl_llm.stages.rl.device_model import DeviceModel, Item, load_judge
@@ -39,11 +39,7 @@ class Judges(Ingredient):
         """Return the ingredient for every run, even without reward models: it clears an earlier phase's from the
         scorer.
         """
-        found = []
-        for base in configs.bases(run):
-            if isinstance(base, ON_DEVICE):
-                found += base.paths if isinstance(base, ModelReward) else (base.path,)
-        return cls(run, loads=tuple(dict.fromkeys(found)))
+        return cls(run, loads=tuple(dict.fromkeys(path for _, path in readers(run))))
 
     def prepared(self, around: Around) -> Self:
         """Load the models into the scorer.
@@ -96,22 +92,18 @@ def judges_of(
       InputError: a model that is missing, is not a reward model, was trained with another format, or has other tokens
         than the policy.
     """
-    for reader, name in readers(run):
-        reader.check(name)
-    loaded: dict[str, DeviceModel] = {}
-
-    def model_at(path: str, name: str) -> DeviceModel:
-        if path not in loaded:
-            loaded[path] = load_judge(run, path, f"reward {name}", where, tokenizer, prompts, status)
-        return loaded[path]
-
+    for reader, path in readers(run):
+        reader.check(path)
+    models: dict[str, DeviceModel] = {}
+    for reader, path in readers(run):
+        if path not in models:
+            models[path] = load_judge(run, path, reader.field.removesuffix(":"), where, tokenizer, prompts, status)
     found: dict[Any, Callable[[Sequence[Item]], Any]] = {}
     for base in configs.bases(run):
         if isinstance(base, ModelReward):
-            models = [model_at(path, base.name) for path in base.paths]
-            found[base] = functools.partial(together, models)
+            found[base] = functools.partial(together, [models[path] for path in base.paths])
         elif isinstance(base, StepReward):
-            found[base] = functools.partial(by_step, base, model_at(base.path, base.name), tokenizer)
+            found[base] = functools.partial(by_step, base, models[base.path], tokenizer)
     return found
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.tasks import Table, Texts
 from jaxrl_llm.types import TrainState
 
 SMOKE = resolved(load_config("smoke")[1])
-ALWAYS = {"judges", "replay"}
+ALWAYS = {"judges"}
 
 
 @dataclasses.dataclass(frozen=True)
