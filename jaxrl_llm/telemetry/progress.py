@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxrl_llm.diagnosis import FindingTracker
 from jaxrl_llm.system.text import count, seconds
-from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Pace, Schedule, time_left
+from jaxrl_llm.telemetry.pace import EVALUATION, STEP, Compiling, Schedule, time_left
 from jaxrl_llm.telemetry.panel import Panel, memory_now
 from jaxrl_llm.telemetry.report.contents import happened
 from jaxrl_llm.telemetry.screens import Screen, evaluation, plain
@@ -18,6 +18,8 @@ from jaxrl_llm.types import Group
 
 WITHIN_A_STEP = ("sampling", "scoring", "updating")
 """First words of statuses within a step."""
+RECENT = 20
+"""Number of latest durations of each kind of work that determine the time left."""
 QUIET_SECONDS = 5.0
 """Longest silence of a log file in seconds, unless an ordinary step takes longer."""
 
@@ -47,7 +49,7 @@ class Progress:
       quiet: show warnings alone.
 
     Attributes:
-      pace: durations of each kind of work; the loop adds those of checkpoints.
+      durations: of each kind of work, the latest ones, without compilations; the loop adds those of checkpoints.
       compiling: JAX's current compilation.
       at: the current step.
       tracker: as given.
@@ -67,12 +69,13 @@ class Progress:
         self._block = contextlib.ExitStack()
         self.compiling = Compiling()
         self.at = first_step
-        self.pace = Pace(lambda: self.compiling.seconds)
+        self.durations: dict[str, tuple[float, ...]] = {}
+        self._told = time.monotonic(), 0.0
         self._status = "starting"
         self._since = time.monotonic()
         self._panel = Panel()
         self._warned: set[str] = set()
-        allowed = lambda: patience(self._status, self.pace.durations.get(STEP, ()))  # noqa: E731
+        allowed = lambda: patience(self._status, self.durations.get(STEP, ()))  # noqa: E731
         self._screen = Screen(console, self.describe, allowed, self._panel, quiet)
 
     def __enter__(self) -> "Progress":
@@ -87,8 +90,14 @@ class Progress:
 
     def begin(self) -> None:
         """Start the clock once everything is loaded: time now counts for evaluations and steps, and memory is shown."""
-        self.pace.begin()
+        self._told = time.monotonic(), self.compiling.seconds
         self._panel.memory = memory_now
+
+    def took(self, kind: str) -> None:
+        """Record the time since the last call, or since ``begin``, as a duration of this kind of work."""
+        (told, compiled), self._told = self._told, (time.monotonic(), self.compiling.seconds)
+        elapsed = max(self._told[0] - told - (self._told[1] - compiled), 0.0)
+        self.durations[kind] = (*self.durations.get(kind, ()), elapsed)[-RECENT:]
 
     def status(self, text: str) -> None:
         """Set the current status, such as ``sampling 120/400 tokens``; another first word starts its clock again."""
@@ -106,9 +115,9 @@ class Progress:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Print a line for the step ``metrics["step"]`` after its update; its evaluation is still to come."""
-        self.pace.took(STEP)
+        self.took(STEP)
         step = int(metrics["step"])
-        left = time_left(self.pace.durations, self._schedule.ahead(step))
+        left = time_left(self.durations, self._schedule.ahead(step))
         shown = f"{step}/{self._schedule.steps}", seconds(left or 0.0), metrics
         self._panel.step(metrics)
         self._screen.row(*shown)
@@ -118,7 +127,7 @@ class Progress:
 
     def tested(self, step: int, metrics: dict[str, Any]) -> None:
         """Print a line with the metrics of the evaluation after ``step``."""
-        self.pace.took(EVALUATION)
+        self.took(EVALUATION)
         self._panel.tested(metrics)
         if found := evaluation(metrics):
             self.note(f"evaluation at step {step}:  {found}")

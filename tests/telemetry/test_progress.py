@@ -114,7 +114,7 @@ def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():
     console = log_file()
     with Progress(Schedule(3), console=console) as progress:
         progress.status("updating")
-        progress.pace.begin()
+        progress.begin()
         jax.monitoring.record_scalar(COMPILE, 0.0, fun_name="jit(update)")
         deadline = time.monotonic() + 20
         while "compiling" not in progress.describe() and time.monotonic() < deadline:
