@@ -66,9 +66,11 @@ class CriticRole(Ingredient):
         """
         run, name = self.run, self.critic.model
         optimiser = build(self.critic.optimiser)
-        key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
-        adapter = lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
-        begins = NewRole(ROLE, adapter if self.critic.adapter else with_score, optimiser)
+        begins = NewRole(ROLE, with_score, optimiser)
+        if self.critic.adapter:
+            key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
+            adapter = lambda base: create(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
+            begins = begins._replace(first=adapter)
         compute = forward.compute
         if name is not None:
             config = critic_config(name, run, policy, find)
