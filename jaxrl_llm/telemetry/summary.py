@@ -66,10 +66,8 @@ class RunSummary:
       after: the same after the last step.
       pairs: the evaluated problems with their completions, as far as there are any.
       problems: number of evaluated problems; of many not all completions are written down.
-      reloads: whether its config.json holds all that it trains with.
       others: other measures of the evaluations: label, before training (None if not evaluated) and after, and whether
         it is a share.
-      writes: whether it trains a model that answers; a reward model does not.
       judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
         disagreement of several models.
       phases: the steps after which another phase began, and the text of each one's row about it.
@@ -84,9 +82,7 @@ class RunSummary:
     after: float | None = None
     pairs: tuple[SamplePair, ...] = ()
     problems: int = 0
-    reloads: bool = True
     others: tuple[tuple[str, float | None, float, bool], ...] = ()
-    writes: bool = True
     judged: tuple[tuple[int, float, float, float | None], ...] = ()
     phases: tuple[tuple[int, str], ...] = ()
     findings: Sequence[Finding] = ()
@@ -115,20 +111,24 @@ class Printer(Console):
         raise BrokenPipeError
 
 
-def print_summary(summary: RunSummary, console: Console | None = None, brief: bool = False) -> None:
+def print_summary(
+    summary: RunSummary, console: Console | None = None, brief: bool = False, reloads: bool = True, writes: bool = True
+) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
 
     Args:
       summary: of the run.
       console: where to print; stdout if None.
       brief: leave out samples and commands.
+      reloads: whether the run's config.json holds all that it trains with.
+      writes: whether it trains a model that answers; a reward model does not.
     """
     console = console or Printer(highlight=False)
     begun = [_field(f"after step {step}", text) for step, text in summary.phases]
     lines = [*_results(summary), *begun, _field("the run lies in", summary.run_dir)]
     if not brief:
         lines = [Text(""), *_results(summary), *begun, *_judged(summary), *_samples(summary, console)]
-        lines += [Text(""), *_next(summary)]
+        lines += [Text(""), *_next(summary, reloads, writes)]
     for found in summary.findings:
         lines += [Text(""), _field(found.kind.replace("_", " "), f"since step {found.step}: {found.what}", "bold")]
         lines += [Text(f"{'':<{LABEL_WIDTH}}{text}") for text in (found.why, f"try {found.remedy}")]
@@ -203,7 +203,7 @@ def _block(label: str, verdict: tuple[str, str], text: str, console: Console) ->
     return [head + first, *(Text(" " * LABEL_WIDTH) + other for other in others)]
 
 
-def _next(summary: RunSummary) -> list[Text]:
+def _next(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
     run = shlex.quote(summary.run_dir)
     ask = "What is 3 + 5?"
     # The run's own configuration: it may have been begun with flags beside the one that was named.
@@ -211,11 +211,11 @@ def _next(summary: RunSummary) -> list[Text]:
     if summary.pairs and len(summary.pairs[0].prompt) <= LONGEST_ASKED:
         ask = abridge(summary.pairs[0].prompt, LONGEST_ASKED)
     more = f"jaxrl-llm train {config} --run_dir {run} --steps {2 * summary.took.last}"
-    if not summary.reloads:
+    if not reloads:
         begun = "from the file or notebook that began it: config.json lacks its own parts"
         more = f"train again for {2 * summary.took.last} steps {begun}"
     commands = [f"jaxrl-llm eval {run}", more]
-    if summary.writes:
+    if writes:
         commands.insert(1, f"jaxrl-llm generate {run} --prompt {shlex.quote(ask)}")
     report = Path(summary.run_dir, "report.html")
     return [

@@ -79,8 +79,7 @@ def launch(
 
         summary = summarise(directory, time.monotonic() - began)
         writes = not isinstance(found.run, configs.RewardModel)
-        summary = dataclasses.replace(summary, reloads=configs.reloads(found.run), writes=writes)
-        print_summary(summary, brief=voice.quiet)
+        print_summary(summary, brief=voice.quiet, reloads=configs.reloads(found.run), writes=writes)
     return code
 
 

@@ -28,7 +28,7 @@ AFTER = [
 BLANK = SamplePair("", "", "", 0, 0)
 
 
-def printed(width=80, **changes):
+def printed(width=80, reloads=True, **changes):
     console = Console(file=io.StringIO(), width=width)
     values = {
         "run_dir": "my runs/quickstart",
@@ -38,7 +38,7 @@ def printed(width=80, **changes):
         "after": 0.25,
         "pairs": pair_samples(BEFORE, AFTER),
     }
-    print_summary(RunSummary(**{**values, **changes}), console)
+    print_summary(RunSummary(**{**values, **changes}), console, reloads=reloads)
     return console.file.getvalue()
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import operator
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rollout.replay import Solved, no_longer_than
+from jaxrl_llm.rollout.replay import Store, no_longer_than, of_another_policy
 from jaxrl_llm.tasks import Task
 from jaxrl_llm.tasks.curriculum import PLACES
 from jaxrl_llm.tasks.stream import NONE, Memory, going_on, places_in
@@ -71,15 +71,17 @@ def stream_left(memory: Memory, prompts: int, one: configs.Run, other: configs.R
     return going_on(left, new_labels, prompts)
 
 
-def successes_left(known: dict[str, Solved], one: configs.Run, other: configs.Run) -> dict[str, Solved]:
+def successes_left(known: Store, one: configs.Run, other: configs.Run, anew: bool = False) -> Store:
     """Return the stored successes that are also right in the next phase, and fit into its limits.
 
-    A run without replay keeps those of an earlier phase for a later one.
+    A run without replay keeps those of an earlier phase for a later one. ``anew``: they are those of another run's
+    policy.
     """
     if one.learner.keep_sampling_mask != other.learner.keep_sampling_mask or not same_rewards(one, other):
         return {}
     limits = configs.limits_of(configs.parts_of_task(other.task), other.rollout.max_new_tokens)
     names = {old.label: new.label for old, new in going_together(one, other) if same_task(old, new)}
+    known = of_another_policy(known) if anew else known
     return no_longer_than(known, {old: limits[new] for old, new in names.items()}, names)
 
 

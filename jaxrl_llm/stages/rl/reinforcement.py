@@ -16,7 +16,6 @@ from jaxrl_llm.rewards.shaping import named
 from jaxrl_llm.rollout.collect import Sampler, collect
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.rollout.groups import RECORDS, Carryover, RolloutBatch
-from jaxrl_llm.rollout.replay import of_another_policy
 from jaxrl_llm.stages.rl.constraints import separately
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.stages.rl.ingredients import dropped_endings
@@ -107,8 +106,7 @@ class Reinforcement(Stage):
         if left is None or (same_groups(before, after) and not anew):
             return left
         stream = stream_left(left.stream, left.cursor, before, after)
-        successes = of_another_policy(left.successes) if anew else left.successes
-        successes = successes_left(successes, before, after)
+        successes = successes_left(left.successes, before, after, anew)
         return dataclasses.replace(self.let_go(left), stream=stream, successes=successes)
 
     def samples(

@@ -24,7 +24,7 @@ from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.rewards import Accuracy, Constraint, Gate, Hinge, ModelReward, Scorer, StepReward, Threshold
 from jaxrl_llm.rewards.bounds import TaskReward
-from jaxrl_llm.rollout.groups import Carryover, RolloutBatch
+from jaxrl_llm.rollout.groups import RolloutBatch
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.rl.judges import Judges, judges_of
 from jaxrl_llm.stages.rl.step_rewards import step_ends
@@ -204,8 +204,8 @@ def test_all_readers_ask_for_what_a_model_was_taught(folder, tokenizer):
         with pytest.raises(InputError, match=words) as caught:
             judges_of(run, one_device(), tokenizer, {}, lambda text: None)
         assert "\n" not in str(caught.value)
-    for reader, name in readers(run_with(ModelReward(answers.path), StepReward(steps.path, separator=" "))):
-        reader.check(name)
+    fit = run_with(ModelReward(answers.path), StepReward(steps.path, separator=" "))
+    assert [reader.check(name) for reader, name in readers(fit)] == [None, None]
 
 
 def test_a_model_that_does_not_say_what_it_was_taught_gets_a_line(folder, tokenizer):
@@ -253,10 +253,7 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
 def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
     run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
     found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
-
-    def measured(run, metrics):
-        return Judges.of(run).batch(RolloutBatch([], [], Carryover(), 0, 0, metrics), Carryover()).metrics
-
+    measured = lambda run, metrics: Judges.of(run).batch(RolloutBatch([], [], None, 0, 0, metrics), None).metrics  # noqa: E731
     assert measured(run, found) == found | {"reward_model/mean": 3.0}
     assert np.isnan(measured(run, {})["reward_model/mean"]) and measured(run_with(Accuracy()), found) == found
 
