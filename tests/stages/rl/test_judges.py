@@ -253,7 +253,7 @@ def test_bounds_hold_scores_of_models_too(folder, tokenizer):
 def test_the_mean_is_that_of_the_first_reward_model_and_nan_where_nothing_was_scored():
     run = run_with(Accuracy(), StepReward("steps"), ModelReward("one"), ModelReward("two"))
     found = {"reward/accuracy": 1.0, "reward/steps": 2.0, "reward/model": 3.0, "reward/model_2": 4.0}
-    measured = lambda run, metrics: Judges.of(run).batch(RolloutBatch([], [], None, 0, 0, metrics), None).metrics  # noqa: E731
+    measured = lambda run, metrics: Judges.of(run).batch(RolloutBatch([], [], None, 0, 0, metrics), None).metrics
     assert measured(run, found) == found | {"reward_model/mean": 3.0}
     assert np.isnan(measured(run, {})["reward_model/mean"]) and measured(run_with(Accuracy()), found) == found
 
