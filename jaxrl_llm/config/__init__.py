@@ -26,8 +26,8 @@ from jaxrl_llm.config.mixture import (
     watched,
 )
 from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, pinned, split_step, without_step
-from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached, validate
+from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
+from jaxrl_llm.config.phases import in_phase, phases_of, shared_by_phases, unreached, validate
 from jaxrl_llm.config.run import (
     MAX_SEED,
     Evaluation,
@@ -46,7 +46,6 @@ from jaxrl_llm.config.saved import (
     changed_since,
     changes,
     evaluation_key,
-    flat,
     from_json,
     is_run,
     is_whole,

@@ -45,10 +45,13 @@ def find_config(name: str) -> Found:
       InputError: it is missing or unreadable; the line names the remedy.
     """
     path = Path(name)
+    if path.suffix != ".json" and name not in config_names() and is_run(path / "config.json"):
+        path = path / "config.json"
     if path.suffix == ".json":
-        return _saved(path)
-    if name not in config_names() and is_run(path / "config.json"):
-        return _saved(path / "config.json")
+        found = read(path)
+        run = whole(found.run, str(path))
+        own = path.name == "config.json"
+        return dataclasses.replace(found, run=dataclasses.replace(run, run_dir=str(path.parent)) if own else run)
     if path.suffix != ".py":
         path = config_folder() / f"{name}.py"
     if not path.is_file():
@@ -79,32 +82,22 @@ def find_start(name: str, carry: bool = False) -> Start:
     run = read(path, own=False).run
     found = kept(directory)
     newest = max(steps_in(directory / CHECKPOINTS), default=None)
-    if not found or (step is None and newest is None):
-        snapshots = f", or give RUN@STEP: it keeps {listed(directory)}" if found else ""
-        raise InputError(
-            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
-            + snapshots
-        )
+    keeps = f"it keeps {listed(directory)}"
     require(
-        step is None or step in found, f"{directory} has no checkpoint of step {step}: it keeps {listed(directory)}"
+        bool(found) and (step is not None or newest is not None),
+        f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
+        + (f", or give RUN@STEP: {keeps}" if found else ""),
     )
     step = newest if step is None else step
+    require(step in found, f"{directory} has no checkpoint of step {step}: {keeps}")
     if carry:
         kind = type(run).__name__
         require(
             isinstance(run, Run), f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out"
         )
-        whole = step in steps_in(directory / CHECKPOINTS)
-        require(whole, f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out")
+        weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
+        require(step in steps_in(directory / CHECKPOINTS), weights)
     return Start(os.path.abspath(directory), step, carry)
-
-
-def _saved(path: Path) -> Found:
-    found = read(path)
-    run = whole(found.run, str(path))
-    if path.name == "config.json":
-        run = dataclasses.replace(run, run_dir=str(path.parent))
-    return dataclasses.replace(found, run=run)
 
 
 def with_recipe(run: Configuration, name: str) -> Run:

@@ -220,10 +220,8 @@ def of_steps(rewards: Sequence[Reward]) -> list[Any]:
 
 def verifies(run: Any, part: Part | None = None) -> bool:
     """Whether a score of the run, or of one task (``part``), compares answers with references."""
-    if part is not None and part.rewards is not None:
-        beside = (*watched(run).values(), *asked(run).values())
-        return any(isinstance(base_of(reward), Accuracy) for reward in (*part.rewards, *beside))
-    return any(isinstance(base, Accuracy) for base in bases(run))
+    given = given_rewards(run) if part is None or part.rewards is None else part.rewards
+    return has_accuracy((*given, *watched(run).values(), *asked(run).values()))
 
 
 def check_answers(run: Any) -> None:

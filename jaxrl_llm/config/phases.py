@@ -1,7 +1,6 @@
 """Runs of several phases: the settings in each phase, and their validation."""
 
 import dataclasses
-import difflib
 import operator
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,9 +10,9 @@ from jaxrl_llm.config.checks import check_run, check_types, resolved
 from jaxrl_llm.config.mixture import overlong_weight
 from jaxrl_llm.config.run import MAX_SEED, Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import Optimiser
-from jaxrl_llm.rules.settings import Phase, Rules, Stalls
+from jaxrl_llm.rules.settings import Phase, Stalls
 from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
 
 Kind = TypeVar("Kind", bound=Configuration)
@@ -23,14 +22,9 @@ OF_THE_OPTIMISER = ("name", "momentum_dtype", "offload")
 adafactor's ``b1`` is 0: then it has no momentum."""
 
 
-def rules_of_run(run: Configuration) -> Rules:
-    """Return the rules between steps (phases, guards); runs that learn from data have the defaults."""
-    return getattr(run, "rules", Rules())
-
-
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
     """Return the run's phases in order; a run without phases has one, with an empty name."""
-    return rules_of_run(run).phases or (Phase(""),)
+    return run.rules.phases or (Phase(""),)
 
 
 def in_phase(run: Kind, number: int) -> Kind:
@@ -93,10 +87,8 @@ def _with(value: Any, path: list[str], new: Any, name: str) -> Any:
     """Return a dataclass with one field, or a nested one, replaced."""
     known = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     if path[0] not in known:
-        close = difflib.get_close_matches(path[0], known, 1, 0.5)
-        meant = (
-            f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}" if known else "it has no parts"
-        )
+        others = f"there are {', '.join(known)}" if known else "it has no parts"
+        meant = did_you_mean(path[0], known, others, near=0.5)
         raise InputError(f"a phase changes {name}, and there is no {path[0]} in {type(value).__name__}: {meant}")
     inner = new if len(path) == 1 else _with(getattr(value, path[0]), path[1:], new, name)
     return dataclasses.replace(value, **{path[0]: inner})

@@ -1,7 +1,6 @@
 """The settings of a run: frozen dataclasses of at most twelve fields."""
 
 import dataclasses
-import difflib
 import math
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
 from jaxrl_llm.config import mixture
 from jaxrl_llm.config.mixture import Mixture, bases, of_steps, tasks_in
 from jaxrl_llm.diagnosis.findings import WORDS
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards import shaping
@@ -23,7 +22,7 @@ from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system.paths import local
-from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, taking_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, take_old_names
 from jaxrl_llm.tasks.task import Task
 
 MAX_SEED = 1 << 24
@@ -228,7 +227,6 @@ MOVED = {"run_dir": "run_dir"}
 """Old fields of configurations that moved to ``output``."""
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Run(Setting):
     """All settings of a reinforcement learning run.
@@ -317,11 +315,13 @@ class Run(Setting):
         mixture.check_answers(self)
         for kind in self.rules.guards:
             if kind != ALL and kind not in WORDS:
-                close = difflib.get_close_matches(kind, WORDS, 1, 0.5)
-                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(WORDS)}, or all"
+                meant = did_you_mean(kind, WORDS, f"there are {', '.join(WORDS)}, or all", near=0.5)
                 raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
         for task in tasks_in(self.task, self.evaluation.task):
             tasks.check(task)
+
+
+take_old_names(Run, "output", MOVED)
 
 
 def keeps_reference(run: Run) -> bool:

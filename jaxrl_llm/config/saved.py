@@ -63,6 +63,11 @@ class Found:
         """The run with the paths of its data and models resolved from the current folder."""
         return located(self.run, self.origin, self.directory)
 
+    @property
+    def pinned(self) -> Configuration:
+        """The run as ``located`` gives it, with the step of each model that is another run."""
+        return located(self.run, self.origin, self.directory, pinned=True)
+
 
 def to_json(value: Any) -> Any:
     """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``.

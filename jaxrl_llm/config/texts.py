@@ -11,6 +11,7 @@ from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
 from jaxrl_llm.data.loading import check_collected
 from jaxrl_llm.errors import require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
+from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system.setting import (
     FREE,
@@ -20,7 +21,7 @@ from jaxrl_llm.system.setting import (
     Range,
     Setting,
     parts_of,
-    taking_old_names,
+    take_old_names,
     with_parts,
 )
 from jaxrl_llm.tasks.sources import Rows
@@ -90,6 +91,8 @@ class FromData(Setting):
     seed: Annotated[int, SEED] = 0
     usual_rate: ClassVar[Usual]
     """The learning rate of this kind of run if its optimiser sets none; the defaults of TRL 1.16."""
+    rules: ClassVar[Rules] = Rules()
+    """The rules between steps: no phases and no guards."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
@@ -147,7 +150,6 @@ class FromData(Setting):
             tasks.check(task)
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Supervised(FromData):
     """A supervised fine-tuning run: the model learns to continue prompts as the data does.
@@ -161,7 +163,6 @@ class Supervised(FromData):
     usual_rate: ClassVar[Usual] = Usual(2e-5)
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
     """A preference run: the model learns which of two answers is better, relative to its own start.
@@ -178,7 +179,6 @@ class Preference(FromData):
     usual_rate: ClassVar[Usual] = RL_RATE
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class RewardModel(FromData):
     """A reward-model run: a model with a scalar head learns to score answers.
@@ -223,6 +223,9 @@ class RewardModel(FromData):
         )
         super().check(run, where)
 
+
+for _kind in (Supervised, Preference, RewardModel):
+    take_old_names(_kind, "output", MOVED)
 
 Configuration = Run | FromData
 """Every kind of run: of reinforcement learning, or from data."""

@@ -66,9 +66,9 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
         configs.whole(getattr(saved.run, field, None), str(path))
     start = configs.find_start(name)
     place = kept(directory)[start.step]
-    run = configs.located(configs.pinned(saved.run, saved.origin), saved.origin, directory)
+    run = saved.pinned
     _check_ancestors(run.model, directory)
-    if configs.rules_of_run(run).phases:
+    if run.rules.phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
 
@@ -83,8 +83,8 @@ def _check_ancestors(name: str, directory: Path) -> None:
             "it was trained from",
         )
         seen.append(place.resolve())
-        saved = configs.read(place / "config.json", own=False)
-        name = configs.whole(configs.located(saved.run, saved.origin, place).model, f"{place}/config.json")
+        path = place / "config.json"
+        name = configs.whole(configs.read(path, own=False).located.model, str(path))
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

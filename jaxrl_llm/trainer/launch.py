@@ -73,8 +73,7 @@ def launch(
         from jaxrl_llm.trainer.loop import train as run_training
 
         stack.enter_context(pins.comparing(pins.Pins(found, directory, peers)))
-        settings = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
-        code = run_training(settings, directory, say, peers, found.origin.start, voice)
+        code = run_training(found.pinned, directory, say, peers, found.origin.start, voice)
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.diagnosis import diagnose
         from jaxrl_llm.system.json_lines import read_rows
