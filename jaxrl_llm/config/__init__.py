@@ -27,7 +27,7 @@ from jaxrl_llm.config.mixture import (
 )
 from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
-from jaxrl_llm.config.phases import in_phase, phases_of, shared_by_phases, unreached, validate
+from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
 from jaxrl_llm.config.run import (
     MAX_SEED,
     Evaluation,
@@ -49,9 +49,7 @@ from jaxrl_llm.config.saved import (
     from_json,
     is_run,
     is_whole,
-    load_json,
     read,
-    rebuilt,
     reloads,
     shown,
     to_json,

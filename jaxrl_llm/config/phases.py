@@ -44,13 +44,7 @@ def in_phase(run: Kind, number: int) -> Kind:
 
 
 SHIFT = 1 << 16
-"""The difference between the seeds of two consecutive phases."""
-
-
-def shared_by_phases(seed: int) -> int:
-    """Return the part of the seed that all phases of a run share: below ``SHIFT``. It decides the order of a task's
-    problems, so that no phase restarts it."""
-    return seed % SHIFT
+"""The difference between the seeds of two consecutive phases; what is left of a seed below it, all of them share."""
 
 
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:

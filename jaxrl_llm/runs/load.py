@@ -11,7 +11,7 @@ from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name
-from jaxrl_llm.runs.pins import check_read
+from jaxrl_llm.runs.pins import PINS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,8 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     if trained is not None:
         return load_trained(trained, mesh, dtype)
     model, tokenizer = load_either(name, dtype, mesh)
-    check_read(name, dtype, model)
+    if (pins := PINS.get()) is not None:
+        pins.check(name, dtype, model)
     return model, tokenizer
 
 
@@ -145,15 +146,15 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     from jaxrl_llm.models.lora import attached, merge
     from jaxrl_llm.sharding import shardings
 
-    check_whole(trained.directory)
     run = trained.run
-    model, tokenizer = load_base(trained, mesh, bool(run.learner.lora.rank))
-    model = as_trained(run, model)
     if run.learner.lora.rank:
-        base, policy = _with_adapter(trained, model, mesh)
-        found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
+        base, adapter, tokenizer = load_adapter(trained, mesh)
+        policy = attached(base, adapter)
+        found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     else:
-        like = jax.eval_shape(lambda m: m, model)
+        check_whole(trained.directory)
+        model, tokenizer = load_base(trained, mesh, False)
+        like = jax.eval_shape(lambda m: m, as_trained(run, model))
         del model  # only its shapes are needed: two copies of the weights might not fit
         found = restore_policy(trained.directory, like, mesh)
     if dtype is None:
@@ -161,11 +162,19 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
 
 
-def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
-    """Load (base, adapter) of a run's checkpoint that has an adapter."""
+def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
+    """Load (base, adapter, tokenizer or None) of a run's checkpoint that has an adapter."""
+    import jax
+
+    from jaxrl_llm.checkpoints.store import restore_policy
+    from jaxrl_llm.models.heads import split
+    from jaxrl_llm.models.lora import create
+
     check_whole(trained.directory)
-    model, _ = load_base(trained, mesh, True)
-    return _with_adapter(trained, as_trained(trained.run, model), mesh)
+    model, tokenizer = load_base(trained, mesh, True)
+    base, head = split(as_trained(trained.run, model))
+    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
+    return base, restore_policy(trained.directory, adapter, mesh, base), tokenizer
 
 
 def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None]:
@@ -181,16 +190,3 @@ def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None
         return load_model(name, trained.run.learner.dtype, mesh)
     except InputError as error:
         raise InputError(f"the model that {trained.directory.parents[1]} was trained from: {error}") from None
-
-
-def _with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:
-    """Return (base, adapter) of a run that trains an adapter of this model."""
-    import jax
-
-    from jaxrl_llm.checkpoints.store import restore_policy
-    from jaxrl_llm.models.heads import split
-    from jaxrl_llm.models.lora import create
-
-    base, head = split(model)
-    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
-    return base, restore_policy(trained.directory, adapter, mesh, base)

@@ -72,7 +72,7 @@ def launch(
         hint_accelerator()
         from jaxrl_llm.trainer.loop import train as run_training
 
-        stack.enter_context(pins.comparing(pins.Pins(found, directory, peers)))
+        stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
         code = run_training(found.pinned, directory, say, peers, found.origin.start, voice)
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.diagnosis import diagnose

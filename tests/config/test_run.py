@@ -330,10 +330,10 @@ def test_a_saved_run_builds_nothing_but_configuration(tmp_path):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(saved | {"learner": {"type": kind}}))
         with pytest.raises(InputError, match="no configuration class of this version"):
-            configs.load_json(path)
+            configs.whole(configs.read(path).run)
     path.write_text(json.dumps(saved | {"unknown": 1}))
     with pytest.raises(InputError, match="does not describe a run of this version"):
-        configs.load_json(path)
+        configs.whole(configs.read(path).run)
 
 
 def test_changes_are_named_by_field():

@@ -133,7 +133,7 @@ def about(run: configs.Run, read: Problems) -> list[str]:
 def streams_of(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
     """Return the stream of prompts, which gives the order of each task's problems."""
     parts = configs.parts_of_task(run.task)
-    seed = configs.shared_by_phases(run.seed)
+    seed = run.seed % configs.SHIFT  # so that no phase restarts the order
     return tasks.of_tasks(
         [
             (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, seed))
