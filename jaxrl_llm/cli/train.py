@@ -13,7 +13,6 @@ TRL's and verl's names of the loss's settings are understood too: docs/dialects.
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import re
 import sys
@@ -154,8 +153,7 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
             rest.append(argument)
         else:
             field, note = hint(name)
-            close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
-            meant = f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+            meant = did_you_mean(name, SPELLINGS, "docs/dialects.md lists those that are understood", near=0.8)
             if field or note:
                 meant = f"here it is --{field}{f' ({note})' if note else ''}" if field else note
             raise InputError(f"no translation of {name}: {meant}")

@@ -29,7 +29,6 @@ from jaxrl_llm.config.notes import notes
 from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
 from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
 from jaxrl_llm.config.run import (
-    MAX_SEED,
     Evaluation,
     Output,
     Run,
@@ -41,7 +40,6 @@ from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
     Found,
-    Unsaveable,
     as_read,
     changed_since,
     changes,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,11 +85,11 @@ class Mixture(Setting):
                 part.rewards != (),
                 f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's",
             )
-        limit, most = run.longest_answer
+        most = operator.attrgetter(run.answer_field)(run)
         for name, longest in limits_of(self.parts, most).items():
             require(
                 1 <= longest <= most,
-                f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to {limit} {most}",
+                f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to {run.answer_field} {most}",
             )
         if where != "task." or all(rewards_of(run, part) == rewards_of(run, self.parts[0]) for part in self.parts):
             return

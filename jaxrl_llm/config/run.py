@@ -259,6 +259,8 @@ class Run(Setting):
     seed: Annotated[int, SEED, FIXED] = 0
     rules: Annotated[Rules, FIXED] = Rules()
     first = ("rollout", "learner", "recipe", "evaluation", "scoring", "rules")
+    group_field, answer_field = "rollout.prompts", "rollout.max_new_tokens"
+    """The fields with the number of groups per step, and with the most tokens of a completion."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, RL_RATE))
@@ -269,19 +271,9 @@ class Run(Setting):
         return self.output.run_dir
 
     @property
-    def groups(self) -> tuple[str, int]:
-        """The field with the number of groups per step, and that number."""
-        return "rollout.prompts", self.rollout.prompts
-
-    @property
     def longest_row(self) -> int:
         """The least tokens of a packed row: a prompt, its completion, and one if the state after it has a value."""
         return self.rollout.max_length + int("bootstrap" in self.recipe.algorithm.advantage.needs)
-
-    @property
-    def longest_answer(self) -> tuple[str, int]:
-        """The field that limits the length of a completion, and its value in tokens."""
-        return "rollout.max_new_tokens", self.rollout.max_new_tokens
 
     @property
     def holds_out(self) -> tuple[bool, str]:

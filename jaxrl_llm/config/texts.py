@@ -91,8 +91,10 @@ class FromData(Setting):
     seed: Annotated[int, SEED] = 0
     usual_rate: ClassVar[Usual]
     """The learning rate of this kind of run if its optimiser sets none; the defaults of TRL 1.16."""
-    rules: ClassVar[Rules] = Rules()
+    rules = Rules()
     """The rules between steps: no phases and no guards."""
+    group_field, answer_field = "batch.rows", "answering.max_new_tokens"
+    """The fields with the number of rows per step, and with the most tokens of an answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
@@ -103,19 +105,9 @@ class FromData(Setting):
         return self.output.run_dir
 
     @property
-    def groups(self) -> tuple[str, int]:
-        """The field with the number of rows per step, and that number."""
-        return "batch.rows", self.batch.rows
-
-    @property
     def longest_row(self) -> int:
         """The least tokens of a packed row."""
         return self.batch.max_tokens + 1
-
-    @property
-    def longest_answer(self) -> tuple[str, int]:
-        """The field that limits the length of an answer, and its value in tokens."""
-        return "answering.max_new_tokens", self.answering.max_new_tokens
 
     @property
     def holds_out(self) -> tuple[bool, str]:

@@ -112,7 +112,7 @@ def pair_samples(pair: Ranked, reference: Sequence[float], number: int) -> list[
 
 def groups(run: Preference) -> Groups:
     """Return the size of a step's batch."""
-    return Groups(*run.groups, len(SIGNS), run.batch.max_tokens, "pairs of completions of")
+    return Groups(run.group_field, run.batch.rows, len(SIGNS), run.batch.max_tokens, "pairs of completions of")
 
 
 def outline(run: Preference, model: Decoder, mesh: Any, *_: Any) -> Outline:

@@ -93,7 +93,7 @@ def objective_of(run: RewardModel) -> Objective:
 def groups(run: RewardModel) -> Groups:
     """Return the size of a step's batch, with two completions per ranking; there may be more."""
     each, words = (1, "solutions of") if isinstance(run.data, Steps) else (2, "pairs of completions of")
-    return Groups(*run.groups, each, run.batch.max_tokens, words)
+    return Groups(run.group_field, run.batch.rows, each, run.batch.max_tokens, words)
 
 
 def outline(run: RewardModel, model: Decoder, mesh: Any, *_: Any) -> Outline:

@@ -28,7 +28,7 @@ def sample_of(text: Text) -> Sample:
 
 def groups(run: Supervised) -> Groups:
     """Return the size of a step's batch."""
-    return Groups(*run.groups, 1, run.batch.max_tokens, "texts of")
+    return Groups(run.group_field, run.batch.rows, 1, run.batch.max_tokens, "texts of")
 
 
 def outline(run: Supervised, model: Decoder, mesh: Any, *_: Any) -> Outline:

@@ -11,6 +11,7 @@ from commands import ROOT
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Evaluation, Origin, Scoring, Start
+from jaxrl_llm.config.saved import Unsaveable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
 from jaxrl_llm.tasks import HubDataset, Table, Task
@@ -148,7 +149,7 @@ def test_what_cannot_be_saved_is_told_when_it_is_read(tmp_path):
     assert configs.changes(run, configs.as_read(shaped)) == [] and run.model == "tiny-random"
     assert "the run holds a set, which only the program that began it has" in run.recipe.shaping[1].why
     algorithm = configs.to_json(SMOKE.recipe.algorithm) | {"surrogate": {"unsaveable": "gone"}}
-    assert configs.from_json(algorithm) == configs.Unsaveable("gone")  # which cannot be made without it
+    assert configs.from_json(algorithm) == Unsaveable("gone")  # which cannot be made without it
 
 
 def test_data_and_models_are_found_from_another_folder(project, tmp_path, request):

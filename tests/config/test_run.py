@@ -9,6 +9,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.advantages import GDPO
 from jaxrl_llm.algorithms.surrogates import CISPO
 from jaxrl_llm.config import Evaluation, Output, Run, Scoring
+from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
@@ -136,7 +137,7 @@ REFUSED = [
     ("steps", 0, "steps must be at least 1, got 0"),
     ("model", "", "model is empty"),
     ("seed", -1, "seed must be from 0"),
-    ("seed", configs.MAX_SEED, "seed must be from 0"),
+    ("seed", MAX_SEED, "seed must be from 0"),
     ("rollout.group", 1, "rollout.group 1 leaves nothing to compare: dapo needs at least 2"),
     ("rollout.temperature", 0.0, "rollout.temperature must be above 0"),
     ("rollout.top_p", 0.9, "set rollout.top_k 0 and rollout.top_p 1"),

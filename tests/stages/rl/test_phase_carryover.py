@@ -9,7 +9,6 @@ import pytest
 
 from jaxrl_llm import codec
 from jaxrl_llm.config import (
-    MAX_SEED,
     SHIFT,
     Mixture,
     Part,
@@ -19,6 +18,7 @@ from jaxrl_llm.config import (
     tasks_in,
     validate,
 )
+from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.recipes import DAPO, GRPO
 from jaxrl_llm.rewards import Format
 from jaxrl_llm.rollout.groups import Carryover, PartialGroup
