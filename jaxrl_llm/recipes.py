@@ -84,10 +84,9 @@ class Recipe(Setting):
     critic: Annotated[Critic | None, FIXED] = None
 
     def __post_init__(self):
-        if self.filter_groups is True:  # configurations and runs of old say only whether there is a filter
-            object.__setattr__(self, "filter_groups", "accuracy")
-        elif not self.filter_groups:
-            object.__setattr__(self, "filter_groups", False)
+        # Configurations and runs of old say only whether there is a filter.
+        measure = "accuracy" if self.filter_groups is True else self.filter_groups or False
+        object.__setattr__(self, "filter_groups", measure)
 
     @property
     def controllers(self) -> tuple[Controller, ...]:

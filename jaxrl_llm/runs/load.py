@@ -67,24 +67,20 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     start = configs.find_start(name)
     place = kept(directory)[start.step]
     run = saved.pinned
-    _check_ancestors(run.model, directory)
+    above = [directory.resolve()]  # the runs that it began from, directly or through others
+    model = run.model
+    while configs.is_run((other := configs.split_step(model)[0]) / "config.json"):
+        configs.require(
+            other.resolve() not in above,
+            f"{other} begins as its own model, at once or by way of other runs: set model in its config.json to what "
+            "it was trained from",
+        )
+        above.append(other.resolve())
+        path = other / "config.json"
+        model = configs.whole(configs.read(path, own=False).located.model, str(path))
     if run.rules.phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
-
-
-def _check_ancestors(name: str, directory: Path) -> None:
-    """Refuse a run that begins from itself, directly or through other runs; ``name``: the model that it begins from."""
-    seen = [directory.resolve()]
-    while configs.is_run((place := configs.split_step(name)[0]) / "config.json"):
-        configs.require(
-            place.resolve() not in seen,
-            f"{place} begins as its own model, at once or by way of other runs: set model in its config.json to what "
-            "it was trained from",
-        )
-        seen.append(place.resolve())
-        path = place / "config.json"
-        name = configs.whole(configs.read(path, own=False).located.model, str(path))
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
