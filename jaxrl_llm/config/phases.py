@@ -55,37 +55,34 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """
     before = run
     for name, value in changes.items():
-        run = _with(run, name.split("."), value, name)
+        run = _with(run, name, value)
     check_types(run)
-    algorithm = run.recipe.algorithm
     longest = before.rollout.max_new_tokens
-    if run.rollout.max_new_tokens != longest and algorithm.reduce == ConstantLength(longest):
-        algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(None))
-        run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, algorithm=algorithm))
+    if run.rollout.max_new_tokens != longest and run.recipe.algorithm.reduce == ConstantLength(longest):
+        run = _with(run, "recipe.algorithm.reduce", ConstantLength(None))
     follows = before.rollout.temperature == before.recipe.temperature and "rollout.temperature" not in changes
     if follows and run.recipe.temperature != before.recipe.temperature:
-        run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, temperature=None))
+        run = _with(run, "rollout.temperature", None)
     own = {"recipe", "recipe.overlong_weight"} & changes.keys()
-    filled_in = overlong_weight(_without_weight(before))  # nothing where it is 0
+    filled_in = overlong_weight(_with(before, "recipe.overlong_weight", None))  # nothing where it is 0
     if not own and filled_in and before.recipe.overlong_weight == filled_in:
-        run = _without_weight(run)
+        run = _with(run, "recipe.overlong_weight", None)
     return run
 
 
-def _without_weight(run: Run) -> Run:
-    """Return the run with the weight of its overlong punishment left open."""
-    return dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, overlong_weight=None))
+def _with(value: Any, name: str, new: Any, whole: str = "") -> Any:
+    """Return a dataclass with another value of a field, or of a nested one, by its dotted name.
 
-
-def _with(value: Any, path: list[str], new: Any, name: str) -> Any:
-    """Return a dataclass with one field, or a nested one, replaced."""
+    ``whole``: the dotted name from the run on, for the message; ``name`` where it is empty.
+    """
+    field, dot, rest = name.partition(".")
     known = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    if path[0] not in known:
+    if field not in known:
         others = f"there are {', '.join(known)}" if known else "it has no parts"
-        meant = did_you_mean(path[0], known, others, near=0.5)
-        raise InputError(f"a phase changes {name}, and there is no {path[0]} in {type(value).__name__}: {meant}")
-    inner = new if len(path) == 1 else _with(getattr(value, path[0]), path[1:], new, name)
-    return dataclasses.replace(value, **{path[0]: inner})
+        meant = did_you_mean(field, known, others, near=0.5)
+        raise InputError(f"a phase changes {whole or name}, and there is no {field} in {type(value).__name__}: {meant}")
+    inner = _with(getattr(value, field), rest, new, whole or name) if dot else new
+    return dataclasses.replace(value, **{field: inner})
 
 
 def validate(run: Configuration) -> None:
