@@ -12,7 +12,7 @@ from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
-from jaxrl_llm.errors import require
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rewards import group_shaping
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
@@ -117,10 +117,8 @@ class Recipe(Setting):
         ):
             require(group >= 2 or not compares, f"rollout.group {group} leaves {what}nothing to compare: {remedy}")
         self._check_critic()
-        require(
-            self.filter_groups in (False, "accuracy", "reward"),
-            f"recipe.filter_groups must be accuracy, reward or False, got {self.filter_groups!r}",
-        )
+        if self.filter_groups not in (False, "accuracy", "reward"):
+            raise InputError(f"recipe.filter_groups must be accuracy, reward or False, got {self.filter_groups!r}")
         require(
             self.overlong_weight is None or self.overlong_share > 0,
             f"recipe.overlong_weight {self.overlong_weight} has no part of the budget to act in: set "

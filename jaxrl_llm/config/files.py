@@ -92,9 +92,8 @@ def find_start(name: str, carry: bool = False) -> Start:
     require(step in found, f"{directory} has no checkpoint of step {step}: {keeps}")
     if carry:
         kind = type(run).__name__
-        require(
-            isinstance(run, Run), f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out"
-        )
+        if not isinstance(run, Run):
+            raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
         weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
         require(step in steps_in(directory / CHECKPOINTS), weights)
     return Start(os.path.abspath(directory), step, carry)

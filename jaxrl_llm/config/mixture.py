@@ -77,14 +77,10 @@ class Mixture(Setting):
             f"(eval/{MEAN_OF_TASKS}/...): give it another name (Task.name)",
         )
         for number, part in enumerate(self.parts):
-            require(
-                isinstance(part.weight, (int, float)) and 0 < part.weight < math.inf,
-                f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out",
-            )
-            require(
-                part.rewards != (),
-                f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's",
-            )
+            if not (isinstance(part.weight, (int, float)) and 0 < part.weight < math.inf):
+                raise InputError(f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out")
+            if part.rewards == ():
+                raise InputError(f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's")
         most = operator.attrgetter(run.answer_field)(run)
         for name, longest in limits_of(self.parts, most).items():
             require(

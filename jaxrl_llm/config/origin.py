@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config.legacy import current
+from jaxrl_llm.config.legacy import MOVED
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.system.paths import local
@@ -263,11 +263,14 @@ def why_not_found(kind: type) -> str:
 def find_class(name: str, origin: Origin | None) -> type | None:
     """Return the dataclass that ``module:class`` names, in this package or in the origin's modules; None for others.
 
+    A class of this package is also found by a name of older versions.
+
     Raises:
       InputError: the file of such a module is not found, or is another.
       ImportError: the module raises it.
     """
-    module_name, _, path = current(name).partition(":")
+    old, _, path = name.partition(":")
+    module_name, _, path = MOVED.get(name, f"{MOVED.get(old, old)}:{path}").partition(":")
     if module_name.partition(".")[0] == OURS:
         kind = importlib.import_module(module_name)
     elif origin is not None and module_name in origin.modules:

@@ -135,10 +135,8 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             continue  # a whole part: what it holds is compared below
         near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]
         require(not near, f"{where} changes {name}, which is the same in all phases: set it for the run")
-    require(
-        not isinstance(phase.until, Stalls) or run.evaluation.every > 0,
-        f"{where}.until waits for evaluations: set evaluation.every above 0",
-    )
+    if isinstance(phase.until, Stalls) and run.evaluation.every <= 0:
+        raise InputError(f"{where}.until waits for evaluations: set evaluation.every above 0")
     before, after = in_phase(run, max(number - 1, 0)), in_phase(run, number)
     for name in fixed:
         if "." in name:
@@ -157,10 +155,8 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             f"{where} changes learner.optimiser.{field}, which decides what the optimiser remembers: set its "
             "reset_optimiser True",
         )
-    require(
-        not phase.reset or after.recipe.algorithm.needs_reference or run.output.monitor_kl,
-        f"{where}.reset True has no reference to reset: give the recipe a KL, or set reset False",
-    )
+    if phase.reset and not (after.recipe.algorithm.needs_reference or run.output.monitor_kl):
+        raise InputError(f"{where}.reset True has no reference to reset: give the recipe a KL, or set reset False")
     require(
         run.evaluation.judge is None or after.task == before.task,
         f"{where} changes task, and evaluation.judge compares answers to the problems of the first phase: set one of "

@@ -65,22 +65,16 @@ class Evaluation(Setting):
             f"{where}samples {self.samples} at temperature 0 would all be the same: set {where}temperature above 0",
         )
         judge = self.judge
-        require(
-            judge is None or isinstance(run, Run),
-            f"{where}judge compares the answers of a policy in reinforcement learning: leave it out",
-        )
+        if judge is not None and not isinstance(run, Run):
+            raise InputError(f"{where}judge compares the answers of a policy in reinforcement learning: leave it out")
         held_out, field = run.holds_out
-        require(
-            not self.every or self.task is not None or held_out,
-            f"{where}every {self.every} has nothing to test on: set {field} above 0, or {where}task",
-        )
+        if self.every and self.task is None and not held_out:
+            raise InputError(f"{where}every {self.every} has nothing to test on: set {field} above 0, or {where}task")
         if judge is None:
             return
         shaping.check(judge)
-        require(
-            not isinstance(base_of(judge), OF_STEPS),
-            f"{where}judge is the step reward {judge.name}: give a reward with one value a completion",
-        )
+        if isinstance(base_of(judge), OF_STEPS):
+            raise InputError(f"{where}judge is the step reward {judge.name}: give a reward with one value a completion")
         require(judge.weight == 1, f"{where}judge has the weight {judge.weight:g}, which nothing reads: leave it out")
         require(
             self.task is not None or held_out,
@@ -173,10 +167,7 @@ class Scoring(Setting):
         gates = () if self.gate is None else (self.gate,)
         for field, values, wanted in (("constraints", self.constraints, Constraint), ("gate", gates, Gate)):
             for value in values:
-                require(
-                    isinstance(value, wanted),
-                    f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)",
-                )
+                require(isinstance(value, wanted), f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)")
                 check_bound(value, shaping.check)
         for value in mixture.refusals(run).values():
             check_bound(value, shaping.check)
@@ -210,10 +201,8 @@ class Scoring(Setting):
                 f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
                 "leave a sum that depends on how many steps there are; take GAE (--recipe ppo), or differences False"
             )
-        require(
-            not estimator.several or len(steps) < len(given),
-            f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one",
-        )
+        if estimator.several and len(steps) >= len(given):
+            raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
 
 
 def check_model(model: str) -> None:

@@ -9,7 +9,7 @@ from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
 from jaxrl_llm.data.loading import check_collected
-from jaxrl_llm.errors import require
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
@@ -237,9 +237,8 @@ def check_start(run: Configuration, carry: bool = False) -> None:
       InputError: names the remedy.
     """
     kind = type(run).__name__
-    require(
-        not carry or isinstance(run, Run), f"--carry is for reinforcement learning, and this is a {kind}: leave it out"
-    )
+    if carry and not isinstance(run, Run):
+        raise InputError(f"--carry is for reinforcement learning, and this is a {kind}: leave it out")
     own = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
     require(
         not (own or isinstance(run, Preference)),
