@@ -24,7 +24,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, let_go, parse, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs.load import find_run, find_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.system.paths import prepare_libraries
 from jaxrl_llm.system.signals import on_exit
@@ -81,7 +81,7 @@ def train(arguments: list[str]) -> int:
     configs.validate(settings)
     found = dataclasses.replace(found, run=settings)
     find_run(found.located.model)
-    first_weights = None if start is None else configs.find_start(start, carry)
+    first_weights = None if start is None else find_start(start, carry)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
         return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
 

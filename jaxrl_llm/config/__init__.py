@@ -1,7 +1,7 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model
-from jaxrl_llm.config.files import config_folder, config_names, find_config, find_start, load_config, with_recipe
+from jaxrl_llm.config.files import config_folder, config_names, find_config, load_config, with_recipe
 from jaxrl_llm.config.mixture import (
     JUDGED,
     Mixture,

@@ -16,7 +16,6 @@ from jaxrl_llm.config.mixture import has_accuracy, overlong_weight, parts_of_tas
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration, Preference, RewardModel, Supervised
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sharding import BATCH, batch_parts
 from jaxrl_llm.system.setting import annotations, check_settings, is_ours
 
@@ -165,10 +164,9 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
     )
 
 
-def validate_on_model(run: Run, model: ModelConfig) -> None:
-    """Refuse prompts and completions longer than the model's positions, before anything is compiled."""
+def validate_on_model(run: Run, positions: int) -> None:
+    """Refuse prompts and completions longer than the model's ``positions``, before anything is compiled."""
     rollout = run.rollout
-    positions = model.attention.max_positions
     require(
         rollout.max_length <= positions,
         f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} and rollout.max_new_tokens {rollout.max_new_tokens} "

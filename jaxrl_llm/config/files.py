@@ -2,13 +2,10 @@
 
 import dataclasses
 import importlib
-import os
 from pathlib import Path
 
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed
-from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, Start, execute, split_step
+from jaxrl_llm.config.origin import Origin, execute
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.saved import Found, is_run, read, whole
 from jaxrl_llm.config.texts import Configuration
@@ -66,37 +63,6 @@ def find_config(name: str) -> Found:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
-
-
-def find_start(name: str, carry: bool = False) -> Start:
-    """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
-
-    ``carry``: as in ``Start``.
-
-    Raises:
-      InputError: the run does not exist, does not keep this step, or has nothing to carry there.
-    """
-    directory, step = split_step(name)
-    path = directory / "config.json"
-    require(is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
-    run = read(path, own=False).run
-    found = kept(directory)
-    newest = max(steps_in(directory / CHECKPOINTS), default=None)
-    keeps = f"it keeps {listed(directory)}"
-    require(
-        bool(found) and (step is not None or newest is not None),
-        f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
-        + (f", or give RUN@STEP: {keeps}" if found else ""),
-    )
-    step = newest if step is None else step
-    require(step in found, f"{directory} has no checkpoint of step {step}: {keeps}")
-    if carry:
-        kind = type(run).__name__
-        if not isinstance(run, Run):
-            raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
-        weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
-        require(step in steps_in(directory / CHECKPOINTS), weights)
-    return Start(os.path.abspath(directory), step, carry)
 
 
 def with_recipe(run: Configuration, name: str) -> Run:

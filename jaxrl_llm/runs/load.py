@@ -1,14 +1,16 @@
 """Models by name, including those of runs: the result of one run's training can be the start of the next."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import check_whole, kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept, listed, phase_of
+from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name
 from jaxrl_llm.runs.pins import PINS
@@ -64,13 +66,13 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     saved = configs.read(path, tests)
     for field in (*DECIDE_THE_MODEL, *(TESTED_ON if tests else ())):
         configs.whole(getattr(saved.run, field, None), str(path))
-    start = configs.find_start(name)
+    start = find_start(name)
     place = kept(directory)[start.step]
     run = saved.pinned
     above = [directory.resolve()]  # the runs that it began from, directly or through others
     model = run.model
     while configs.is_run((other := configs.split_step(model)[0]) / "config.json"):
-        configs.require(
+        require(
             other.resolve() not in above,
             f"{other} begins as its own model, at once or by way of other runs: set model in its config.json to what "
             "it was trained from",
@@ -81,6 +83,37 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     if run.rules.phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
+
+
+def find_start(name: str, carry: bool = False) -> configs.Start:
+    """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
+
+    ``carry``: as in ``Start``.
+
+    Raises:
+      InputError: the run does not exist, does not keep this step, or has nothing to carry there.
+    """
+    directory, step = configs.split_step(name)
+    path = directory / "config.json"
+    require(configs.is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
+    run = configs.read(path, own=False).run
+    found = kept(directory)
+    newest = max(steps_in(directory / CHECKPOINTS), default=None)
+    keeps = f"it keeps {listed(directory)}"
+    require(
+        bool(found) and (step is not None or newest is not None),
+        f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
+        + (f", or give RUN@STEP: {keeps}" if found else ""),
+    )
+    step = newest if step is None else step
+    require(step in found, f"{directory} has no checkpoint of step {step}: {keeps}")
+    if carry:
+        kind = type(run).__name__
+        if not isinstance(run, configs.Run):
+            raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
+        weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
+        require(step in steps_in(directory / CHECKPOINTS), weights)
+    return configs.Start(os.path.abspath(directory), step, carry)
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:

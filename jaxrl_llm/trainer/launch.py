@@ -107,7 +107,7 @@ def train(
     Raises:
       InputError: the settings cannot work, in one line that names field, value and remedy.
     """
-    from jaxrl_llm.runs.load import find_run
+    from jaxrl_llm.runs.load import find_run, find_start
 
     prepare_libraries()
     configs.check_types(run)
@@ -115,7 +115,7 @@ def train(
     configs.validate(settings)
     find_run(settings.model)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
-    return launch(found, fresh, None if start is None else configs.find_start(start, carry))
+    return launch(found, fresh, None if start is None else find_start(start, carry))
 
 
 def begin(

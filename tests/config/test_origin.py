@@ -14,6 +14,7 @@ from jaxrl_llm.config import Evaluation, Origin, Scoring, Start
 from jaxrl_llm.config.saved import Unsaveable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
+from jaxrl_llm.runs.load import find_start
 from jaxrl_llm.tasks import HubDataset, Table, Task
 
 PROJECT = ROOT / "tests" / "fixtures" / "project"
@@ -203,14 +204,14 @@ def test_a_step_of_a_run_has_a_name(project):
     directory = path.parent
     for step in (2, 4):
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    assert configs.find_start(str(directory)) == Start(str(directory), 4)
-    assert configs.find_start(f"{directory}@2") == Start(str(directory), 2)
+    assert find_start(str(directory)) == Start(str(directory), 4)
+    assert find_start(f"{directory}@2") == Start(str(directory), 2)
     assert configs.split_step("runs/x@y") == (configs.split_step("runs/x@y")[0], None)
     with pytest.raises(InputError, match="has no checkpoint of step 3: it keeps 2, 4"):
-        configs.find_start(f"{directory}@3")
+        find_start(f"{directory}@3")
     (project / "runs" / "mine@4").mkdir()
     with pytest.raises(InputError, match="mine@4 is no run"):
-        configs.find_start(f"{directory}@4")  # a folder of this name comes first
+        find_start(f"{directory}@4")  # a folder of this name comes first
     origin = Origin(str(project), start=Start(str(directory), 2))
     path = write(project / "runs" / "new", SMOKE, origin)
     assert json.loads(path.read_text())["from"] == {"run": str(directory), "step": 2}

@@ -13,7 +13,6 @@ from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.data import Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Learner, Optimiser
-from jaxrl_llm.models.config import Attention, ModelConfig
 from jaxrl_llm.recipes import DAPO, GRPO, PRORL_V1, PRORL_V2, RECIPES
 from jaxrl_llm.rewards import Accuracy, CosineLength, Format, Function, LengthPenalty, RepetitionPenalty
 from jaxrl_llm.rollout import Repetition
@@ -271,14 +270,11 @@ def test_problems_without_answers_need_no_verifier_and_nothing_that_reads_who_is
 
 
 def test_what_is_longer_than_the_model_was_made_for_is_refused():
-    def positions(count):
-        return ModelConfig("llama", 50, 16, 2, 24, Attention(4, 2, 8, max_positions=count))
-
-    configs.validate_on_model(RUN, positions(512))
+    configs.validate_on_model(RUN, 512)
     with pytest.raises(
         InputError, match="max_new_tokens 256 need 512 positions, and the model was made for 500: lower one by 12"
     ):
-        configs.validate_on_model(RUN, positions(500))
+        configs.validate_on_model(RUN, 500)
 
 
 def test_a_date_stands_where_none_is_given():

@@ -14,6 +14,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import kept
 from jaxrl_llm.checkpoints.store import read_host
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.runs.load import find_start
 from jaxrl_llm.stages.stage import Fingerprints
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
@@ -181,7 +182,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     Raises:
       InputError: the run is missing, had no curriculum or other problems, or has them in several tasks of other names.
     """
-    start = configs.find_start(name)
+    start = find_start(name)
     saved = read_host(kept(Path(start.run))[start.step])
     found = list(_memories(saved))
     if not found:
