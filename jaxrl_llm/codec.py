@@ -8,26 +8,19 @@ import base64
 import dataclasses
 import datetime
 import decimal
+import importlib
 import math
 import uuid
 import zlib
 import zoneinfo
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 _JSON = (type(None), bool, int, float, str)
 _SIGN = "$"
 _ARRAY = "$array"
-
-
-class _Kind(NamedTuple):
-    """The conversion of values of one type: to values that ``to_json`` converts in turn, and back."""
-
-    type: type | None
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
 
 
 def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> Any:
@@ -66,10 +59,11 @@ def to_json(value: Any, records: Sequence[type] = (), packed: bool = True) -> An
         name = "timestamp"  # which Parquet readers return for times in nanoseconds; pandas is not imported
     else:
         wanted = np.generic if issubclass(kind, np.generic) else kind
-        name = next((name for name, known in _KINDS.items() if known.type is wanted), None)
+        name = next((name for name, (known, _, _) in _KINDS.items() if known is wanted), None)
     if name is None:
         raise TypeError(kind.__name__)
-    return {_SIGN + name: to_json(_KINDS[name].write(value), records, packed)}
+    _, write, _ = _KINDS[name]
+    return {_SIGN + name: to_json(write(value), records, packed)}
 
 
 def from_json(data: Any, records: Sequence[type] = ()) -> Any:
@@ -91,27 +85,25 @@ def from_json(data: Any, records: Sequence[type] = ()) -> Any:
             return record(**content)
     if name.removeprefix(_SIGN) not in _KINDS:
         raise ValueError(f"{name} is no kind of value that this version knows")
-    return _KINDS[name.removeprefix(_SIGN)].read(content)
+    _, _, read = _KINDS[name.removeprefix(_SIGN)]
+    return read(content)
 
 
 def apart(value: Any) -> tuple[Any, bytes]:
     """Split the output of ``to_json`` (``packed=False``) into JSON values with references to arrays, and the arrays'
     bytes."""
-    arrays: list[bytes] = []
-    size = 0
+    arrays = bytearray()
 
     def walk(item: Any) -> Any:
-        nonlocal size
         if isinstance(item, np.ndarray):
-            about = {"dtype": str(item.dtype), "shape": list(item.shape), "at": size}
-            arrays.append(np.ascontiguousarray(item).tobytes())
-            size += item.nbytes
+            about = {"dtype": str(item.dtype), "shape": list(item.shape), "at": len(arrays)}
+            arrays.extend(item.tobytes())
             return {_ARRAY: about}
         if isinstance(item, dict):
             return {key: walk(inner) for key, inner in item.items()}
         return [walk(inner) for inner in item] if isinstance(item, list) else item
 
-    return walk(value), b"".join(arrays)
+    return walk(value), bytes(arrays)
 
 
 def together(value: Any, arrays: bytes) -> Any:
@@ -142,7 +134,7 @@ def flat(data: Any, prefix: str = "", whole_lists: bool = False) -> dict[str, An
 
 def pack(array: np.ndarray) -> dict[str, Any]:
     """Convert an array of numbers or text to JSON values, bit for bit, compressed."""
-    data = base64.b85encode(zlib.compress(np.ascontiguousarray(array).tobytes())).decode()
+    data = base64.b85encode(zlib.compress(array.tobytes())).decode()
     return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
@@ -173,31 +165,28 @@ def _read_clock(kind: Any, data: list[Any]) -> Any:
     return value if zone is None else value.replace(tzinfo=zoneinfo.ZoneInfo(zone))
 
 
-def _read_timestamp(data: list[Any]) -> Any:
-    import pandas
-
-    nanoseconds, zone = data
-    return pandas.Timestamp(nanoseconds, tz=zone)
-
-
 _KINDS = {
-    "timestamp": _Kind(None, lambda value: [value.value, None if value.tz is None else str(value.tz)], _read_timestamp),
-    "tuple": _Kind(tuple, list, tuple),
-    "dict": _Kind(dict, lambda value: [list(pair) for pair in value.items()], dict),
+    "timestamp": (
+        None,
+        lambda value: [value.value, None if value.tz is None else str(value.tz)],
+        lambda data: importlib.import_module("pandas").Timestamp(data[0], tz=data[1]),
+    ),
+    "tuple": (tuple, list, tuple),
+    "dict": (dict, lambda value: [list(pair) for pair in value.items()], dict),
     # Equal sets are written alike, whatever order they are walked in.
-    "set": _Kind(set, lambda value: sorted(value, key=lambda item: repr(to_json(item))), set),
-    "bytes": _Kind(bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    "decimal": _Kind(decimal.Decimal, str, decimal.Decimal),
-    "date": _Kind(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": _Kind(datetime.time, _write_clock, lambda data: _read_clock(datetime.time, data)),
-    "datetime": _Kind(datetime.datetime, _write_clock, lambda data: _read_clock(datetime.datetime, data)),
-    "timedelta": _Kind(
+    "set": (set, lambda value: sorted(value, key=lambda item: repr(to_json(item))), set),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "decimal": (decimal.Decimal, str, decimal.Decimal),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": (datetime.time, _write_clock, lambda data: _read_clock(datetime.time, data)),
+    "datetime": (datetime.datetime, _write_clock, lambda data: _read_clock(datetime.datetime, data)),
+    "timedelta": (
         datetime.timedelta,
         lambda value: [value.days, value.seconds, value.microseconds],
         lambda data: datetime.timedelta(*data),
     ),
-    "uuid": _Kind(uuid.UUID, str, uuid.UUID),
-    "array": _Kind(np.ndarray, pack, unpack),
-    "scalar": _Kind(np.generic, lambda value: pack(np.asarray(value)), lambda data: unpack(data)[()]),
+    "uuid": (uuid.UUID, str, uuid.UUID),
+    "array": (np.ndarray, pack, unpack),
+    "scalar": (np.generic, lambda value: pack(np.asarray(value)), lambda data: unpack(data)[()]),
 }
-"""Conversions by the kind's name in the file."""
+"""Conversions by the kind's name in the file: the type, to values that ``to_json`` converts in turn, and back."""

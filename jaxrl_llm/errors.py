@@ -22,11 +22,12 @@ def one_line(error: BaseException, longest: int | None = None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:longest]
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if none is near.
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", near: float = 0.6) -> str:
+    """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if no similarity is at
+    least ``near``, from 0 to 1.
 
     >>> did_you_mean("boxd", ["boxed", "whole"])
     'did you mean boxed?'
     """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]}?" if near else otherwise
+    close = difflib.get_close_matches(name, list(known), 1, near)
+    return f"did you mean {close[0]}?" if close else otherwise

@@ -12,12 +12,12 @@ from jaxrl_llm.algorithms.advantages import GAE
 from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import K1, AdaptiveKL, ProportionalKL
 from jaxrl_llm.algorithms.reduce import ConstantLength
-from jaxrl_llm.errors import require
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.rewards import group_shaping
 from jaxrl_llm.rewards.group_shaping import GroupShaping, LengthCycle, RelativeLength, StopProperly
 from jaxrl_llm.rules import Resets
-from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, taking_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, Range, Setting, take_old_names
 
 OLD_RESETS = {
     "reference_reset": "reference_every",
@@ -45,7 +45,6 @@ class Updates:
     completions: int | None = None
 
 
-@taking_old_names("resets", Resets, OLD_RESETS)
 @dataclasses.dataclass(frozen=True)
 class Recipe(Setting):
     """A method of training.
@@ -85,10 +84,9 @@ class Recipe(Setting):
     critic: Annotated[Critic | None, FIXED] = None
 
     def __post_init__(self):
-        if self.filter_groups is True:  # configurations and runs of old say only whether there is a filter
-            object.__setattr__(self, "filter_groups", "accuracy")
-        elif not self.filter_groups:
-            object.__setattr__(self, "filter_groups", False)
+        # Configurations and runs of old say only whether there is a filter.
+        measure = "accuracy" if self.filter_groups is True else self.filter_groups or False
+        object.__setattr__(self, "filter_groups", measure)
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -108,14 +106,19 @@ class Recipe(Setting):
 
     def check(self, run: Any, where: str) -> None:
         """Refuse pieces that nothing reads, that have nothing to act on, or that act twice on one thing."""
-        self._check_group(run.rollout.group)
-        self._check_critic()
         algorithm = self.algorithm
         estimator = algorithm.advantage
-        require(
-            self.filter_groups in (False, "accuracy", "reward"),
-            f"recipe.filter_groups must be accuracy, reward or False, got {self.filter_groups!r}",
-        )
+        group, filters = run.rollout.group, self.filter_groups
+        lengths = any(isinstance(shape, RelativeLength) for shape in self.shaping)
+        for compares, what, remedy in (
+            (getattr(estimator, "compares", True), "", f"{self.name} needs at least 2 completions of each prompt"),
+            (filters, f"recipe.filter_groups {filters} ", "set it to False, or rollout.group to at least 2"),
+            (lengths, "recipe.shaping RelativeLength ", "take it out, or set rollout.group to at least 2"),
+        ):
+            require(group >= 2 or not compares, f"rollout.group {group} leaves {what}nothing to compare: {remedy}")
+        self._check_critic()
+        if self.filter_groups not in (False, "accuracy", "reward"):
+            raise InputError(f"recipe.filter_groups must be accuracy, reward or False, got {self.filter_groups!r}")
         require(
             self.overlong_weight is None or self.overlong_share > 0,
             f"recipe.overlong_weight {self.overlong_weight} has no part of the budget to act in: set "
@@ -146,23 +149,6 @@ class Recipe(Setting):
         )
         for shape in self.shaping:
             group_shaping.check(shape)
-
-    def _check_group(self, group: int) -> None:
-        """Refuse groups of one completion if the recipe compares completions of a prompt."""
-        require(
-            group >= 2 or not getattr(self.algorithm.advantage, "compares", True),
-            f"rollout.group {group} leaves nothing to compare: {self.name} needs at least 2 completions of each prompt",
-        )
-        require(
-            group >= 2 or not self.filter_groups,
-            f"rollout.group {group} leaves recipe.filter_groups {self.filter_groups} nothing to compare: set it to "
-            "False, or rollout.group to at least 2",
-        )
-        require(
-            group >= 2 or not any(isinstance(shape, RelativeLength) for shape in self.shaping),
-            f"rollout.group {group} leaves recipe.shaping RelativeLength nothing to compare: take it out, or set "
-            "rollout.group to at least 2",
-        )
 
     def _check_critic(self) -> None:
         """Refuse an estimator that lacks the critic it reads, and a critic that no estimator reads."""
@@ -199,6 +185,8 @@ class Recipe(Setting):
             f"{entropy and entropy.largest}: lower the one, or raise the other",
         )
 
+
+take_old_names(Recipe, "resets", OLD_RESETS)
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))
 """DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions per prompt,

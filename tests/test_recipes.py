@@ -105,7 +105,7 @@ def test_what_old_configurations_and_runs_say_of_the_filter_is_understood(tmp_pa
     saved["recipe"]["filter_groups"] = True
     (tmp_path / "config.json").write_text(json.dumps(saved))
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    assert configs.load_json(tmp_path / "config.json").recipe.filter_groups == "accuracy"
+    assert configs.whole(configs.read(tmp_path / "config.json").run).recipe.filter_groups == "accuracy"
     dapo = dataclasses.replace(own, recipe=dataclasses.replace(own.recipe, filter_groups="reward"))
     assert choose_directory(configs.resolved(dapo), "mine", False)[0] == tmp_path
 

@@ -25,7 +25,7 @@ from jaxrl_llm.cli.flags import first, parse, take
 from jaxrl_llm.cli.reranking import check_rerank, reader_of, reranker
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.runs.load import Trained, find_run
-from jaxrl_llm.system.paths import check_file, prepare_libraries, writable
+from jaxrl_llm.system.paths import check_file, new_file, prepare_libraries, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.tasks import Task
 
@@ -100,12 +100,12 @@ def evaluate(arguments: list[str]) -> int:
     options = dataclasses.replace(options, task=configs.dated(options.task, datetime.date.today().isoformat()))
     policy, found, notes, far = test(name, trained, settings, options, whole, to)
     if out is not None:
-        from jaxrl_llm.system.json_lines import write_rows
+        from jaxrl_llm.system.json_lines import append_rows
 
-        with writable(Path(out), "--out"):
+        with writable(Path(out), "--out"), new_file(Path(out)) as part, open(part, "wb") as file:
             rows = [row for one in found for row in one.rows()]
             away = [row for one in far for row in one.rows()] or [{}] * len(rows)
-            write_rows(Path(out), [row | more for row, more in zip(rows, away, strict=True)])
+            append_rows(file, [row | more for row, more in zip(rows, away, strict=True)])
     print(
         as_json(policy, options, found, far)
         if options.json

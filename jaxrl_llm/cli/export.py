@@ -148,7 +148,7 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
         raise InputError(f"{name} is a reward model, whose head is no adapter: export it whole, without --adapter")
     from jaxrl_llm.models.lora import save_adapter
 
-    def save(base: Any, adapter: Any) -> None:
+    def save(base: Any, adapter: Any, tokenizer: Any) -> None:
         save_adapter(adapter, base.config, run.learner.lora, run.model, target, card)
 
     write(name, trained, target, load_adapter, save)

@@ -61,7 +61,7 @@ def reset(arguments: list[str]) -> int:
     require(configs.is_run(path), f"{name} is no run: give the folder that holds its config.json")
     # Classes of its own are looked for only where the method, or a phase, is made of some.
     run: Any = configs.read(path, own=False).run
-    phased = bool(configs.rules_of_run(run).phases)
+    phased = bool(run.rules.phases)
     if not configs.is_whole(run if phased else getattr(run, "recipe", None)):
         run = configs.read(path).run
     # Each phase begins with a checkpoint or a snapshot.

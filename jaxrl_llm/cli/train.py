@@ -13,7 +13,6 @@ TRL's and verl's names of the loss's settings are understood too: docs/dialects.
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import re
 import sys
@@ -25,7 +24,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, hint, translate
 from jaxrl_llm.cli.flags import first, let_go, parse, take
 from jaxrl_llm.errors import InputError, did_you_mean, require
-from jaxrl_llm.runs.load import find_run
+from jaxrl_llm.runs.load import find_run, find_start
 from jaxrl_llm.sharding.distributed import Disagreement, Distributed, Peers, join
 from jaxrl_llm.system.paths import prepare_libraries
 from jaxrl_llm.system.signals import on_exit
@@ -82,7 +81,7 @@ def train(arguments: list[str]) -> int:
     configs.validate(settings)
     found = dataclasses.replace(found, run=settings)
     find_run(found.located.model)
-    first_weights = None if start is None else configs.find_start(start, carry)
+    first_weights = None if start is None else find_start(start, carry)
     with together(distributed) as peers, speaking(quiet, as_json) as voice:
         return launch(found, fresh, first_weights, peers, () if quiet else lines, voice)
 
@@ -154,8 +153,7 @@ def take_spellings(arguments: list[str]) -> dict[str, str]:
             rest.append(argument)
         else:
             field, note = hint(name)
-            close = difflib.get_close_matches(name, SPELLINGS, 1, 0.8)
-            meant = f"did you mean {close[0]}?" if close else "docs/dialects.md lists those that are understood"
+            meant = did_you_mean(name, SPELLINGS, "docs/dialects.md lists those that are understood", near=0.8)
             if field or note:
                 meant = f"here it is --{field}{f' ({note})' if note else ''}" if field else note
             raise InputError(f"no translation of {name}: {meant}")

@@ -1,14 +1,7 @@
 """Configurations of runs: frozen dataclasses that validate themselves and round-trip through JSON."""
 
 from jaxrl_llm.config.checks import check_types, resolved, validate_on_devices, validate_on_model
-from jaxrl_llm.config.files import (
-    config_folder,
-    config_names,
-    find_config,
-    find_start,
-    load_config,
-    with_recipe,
-)
+from jaxrl_llm.config.files import config_folder, config_names, find_config, load_config, with_recipe
 from jaxrl_llm.config.mixture import (
     JUDGED,
     Mixture,
@@ -26,33 +19,21 @@ from jaxrl_llm.config.mixture import (
     watched,
 )
 from jaxrl_llm.config.notes import notes
-from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, pinned, split_step, without_step
-from jaxrl_llm.config.phases import in_phase, phases_of, rules_of_run, shared_by_phases, unreached, validate
-from jaxrl_llm.config.run import (
-    MAX_SEED,
-    Evaluation,
-    Output,
-    Run,
-    Scoring,
-    check_seed,
-    keeps_reference,
-)
+from jaxrl_llm.config.origin import Origin, Pin, Start, located, own_modules, split_step, without_step
+from jaxrl_llm.config.phases import SHIFT, in_phase, phases_of, unreached, validate
+from jaxrl_llm.config.run import Evaluation, Output, Run, Scoring, check_seed, keeps_reference
 from jaxrl_llm.config.saved import (
     FREE_TO_CHANGE,
     RECORDED_CHANGES,
     Found,
-    Unsaveable,
     as_read,
     changed_since,
     changes,
     evaluation_key,
-    flat,
     from_json,
     is_run,
     is_whole,
-    load_json,
     read,
-    rebuilt,
     reloads,
     shown,
     to_json,

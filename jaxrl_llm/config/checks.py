@@ -6,33 +6,32 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
 from jaxrl_llm.algorithms.ratios import TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.config.mixture import has_accuracy, overlong_weight, parts_of_task, rewards_of
-from jaxrl_llm.config.origin import is_ours
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.texts import Configuration, Preference, RewardModel, Supervised
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sharding import BATCH, batch_parts
-from jaxrl_llm.system.setting import annotations, check_settings
+from jaxrl_llm.system.setting import annotations, check_settings, is_ours
 
 KINDS = (Run, Supervised, Preference, RewardModel)
 """The types of configurations: a file sets ``config`` to one of them; ``stages.STAGES`` maps each to its training."""
-NAMES = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    types.NoneType: "None",
+SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("True or False", lambda value: isinstance(value, bool)),
+    int: ("a whole number", lambda value: not isinstance(value, bool) and _is_whole(value)),
+    float: ("a number", lambda value: not isinstance(value, bool) and hasattr(value, "__float__")),
+    str: ("text", lambda value: isinstance(value, (str, os.PathLike))),
+    types.NoneType: ("None", lambda value: value is None),
 }
-"""The names of plain types in messages for people."""
-PLAIN = (bool, int, float, str, types.NoneType, tuple, list, dict, type)
+"""The names of simple types in messages for people, and whether a value fits them."""
+PLAIN = (*SIMPLE, tuple, list, dict, type)
 """Types that cannot take the place of a dataclass; an object of a class from outside this package can."""
+UNIONS = (typing.Union, types.UnionType)
 
 
 def resolved(run: Any) -> Any:
@@ -67,10 +66,10 @@ def check_run(run: Configuration) -> None:
     run = resolved(run)
     check_settings(run)
     # Last, since the checks of a field say more. Settings and report of a run are JSON, which holds no infinite number.
-    for name, found, hint in _fields(run):
+    for name, found, hint in _fields_in(run):
         numbers = found if isinstance(found, (tuple, list)) else (found,)
         if any(isinstance(one, Real) and abs(one) == math.inf for one in numbers):
-            free = types.NoneType in _alternatives(hint)
+            free = types.NoneType in typing.get_args(hint)
             raise InputError(f"{name} must be finite, got {found}: give a finite number{' or None' if free else ''}")
 
 
@@ -80,51 +79,40 @@ def check_types(value: Any) -> None:
     Raises:
       InputError: names the field, its value, and what it takes.
     """
-    for name, found, hint in _fields(value):
+    for name, found, hint in _fields_in(value):
         if not _fits(found, hint):
             shown = f"{type(found).__name__}(...)" if dataclasses.is_dataclass(type(found)) else f"{found!r:.80}"
             raise InputError(f"{name} is {shown}: give {_described(hint)}")
 
 
-def _fields(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields of a dataclass of this package and of those inside it, outer ones first: dotted name, value and
-    annotation. ``where``: the dataclass's own field, with a dot at the end."""
-    hints = annotations(type(value)) if is_ours(type(value)) else {}
-    for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        name = f"{where}{field.name}"
-        if field.name in hints:
-            yield name, found, hints[field.name][0]
-        for part, label in _inside(found, name):
-            yield from _fields(part, f"{label}.")
-
-
-def _inside(value: Any, name: str) -> list[tuple[Any, str]]:
-    """Return the dataclasses in a field's value, with their dotted names."""
+def _fields_in(value: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of the package's dataclasses in a value, outer ones first: dotted name, value and annotation.
+    ``where``: the field that has the value."""
     if isinstance(value, (tuple, list)):
-        return [pair for index, item in enumerate(value) for pair in _inside(item, f"{name}[{index}]")]
-    return [(value, name)] if dataclasses.is_dataclass(value) and not isinstance(value, type) else []
+        for index, item in enumerate(value):
+            yield from _fields_in(item, f"{where}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = annotations(type(value)) if is_ours(type(value)) else {}
+        for field in dataclasses.fields(value):
+            found = getattr(value, field.name)
+            name = f"{where}.{field.name}" if where else field.name
+            if field.name in hints:
+                yield name, found, hints[field.name][0]
+            yield from _fields_in(found, name)
 
 
 def _fits(value: Any, wanted: Any) -> bool:
     """Whether a value fits an annotation. Functions, protocols and the contents of mappings are not checked."""
-    if len(either := _alternatives(wanted)) > 1:
-        return any(_fits(value, one) for one in either)
-    if typing.get_origin(wanted) is typing.Literal:
-        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(wanted))
-    if wanted is bool:
-        return isinstance(value, bool)
-    if wanted is int:
-        return not isinstance(value, bool) and _is_whole(value)
-    if wanted is float:
-        return not isinstance(value, bool) and hasattr(value, "__float__")
-    if wanted is str:
-        return isinstance(value, (str, os.PathLike))
-    if wanted is types.NoneType:
-        return value is None
-    if typing.get_origin(wanted) is tuple:
-        return isinstance(value, (tuple, list)) and all(_fits(item, typing.get_args(wanted)[0]) for item in value)
-    if typing.get_origin(wanted) is Mapping:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in UNIONS:
+        return any(_fits(value, one) for one in arguments)
+    if origin is typing.Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if wanted in SIMPLE:
+        return SIMPLE[wanted][1](value)
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(item, arguments[0]) for item in value)
+    if origin is Mapping:
         return isinstance(value, Mapping)
     if dataclasses.is_dataclass(wanted):
         return isinstance(value, wanted) or not (isinstance(value, PLAIN) or is_ours(type(value)))
@@ -139,27 +127,18 @@ def _is_whole(value: Any) -> bool:
     return True
 
 
-def _alternatives(wanted: Any) -> tuple[Any, ...]:
-    together = typing.get_origin(wanted) in (typing.Union, types.UnionType)
-    return typing.get_args(wanted) if together else (wanted,)
-
-
 def _described(wanted: Any) -> str:
     """Describe an annotation for people: ``a whole number or None``."""
-    found = []
-    for one in _alternatives(wanted):
-        if typing.get_origin(one) is typing.Literal:
-            found.extend(repr(choice) for choice in typing.get_args(one))
-        elif one in NAMES:
-            found.append(NAMES[one])
-        elif typing.get_origin(one) is tuple:
-            inner = _described(typing.get_args(one)[0])
-            found.append(f"a tuple of {inner}, of one alone as (x,)")
-        elif typing.get_origin(one) is Mapping:
-            found.append("a dict")
-        else:
-            found.append(f"{one.__name__}(...)")
-    return " or ".join(dict.fromkeys(found))
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in UNIONS:
+        return " or ".join(dict.fromkeys(_described(one) for one in arguments))
+    if origin is typing.Literal:
+        return " or ".join(repr(choice) for choice in arguments)
+    if wanted in SIMPLE:
+        return SIMPLE[wanted][0]
+    if origin is tuple:
+        return f"a tuple of {_described(arguments[0])}, of one alone as (x,)"
+    return "a dict" if origin is Mapping else f"{wanted.__name__}(...)"
 
 
 def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
@@ -185,10 +164,9 @@ def validate_on_devices(run: Run, devices: int, processes: int = 1) -> None:
     )
 
 
-def validate_on_model(run: Run, model: ModelConfig) -> None:
-    """Refuse prompts and completions longer than the model's positions, before anything is compiled."""
+def validate_on_model(run: Run, positions: int) -> None:
+    """Refuse prompts and completions longer than the model's ``positions``, before anything is compiled."""
     rollout = run.rollout
-    positions = model.attention.max_positions
     require(
         rollout.max_length <= positions,
         f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} and rollout.max_new_tokens {rollout.max_new_tokens} "

@@ -2,13 +2,10 @@
 
 import dataclasses
 import importlib
-import os
 from pathlib import Path
 
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed
-from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config.checks import KINDS, check_types
-from jaxrl_llm.config.origin import Origin, Start, execute, split_step
+from jaxrl_llm.config.origin import Origin, execute
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.config.saved import Found, is_run, read, whole
 from jaxrl_llm.config.texts import Configuration
@@ -45,10 +42,13 @@ def find_config(name: str) -> Found:
       InputError: it is missing or unreadable; the line names the remedy.
     """
     path = Path(name)
+    if path.suffix != ".json" and name not in config_names() and is_run(path / "config.json"):
+        path = path / "config.json"
     if path.suffix == ".json":
-        return _saved(path)
-    if name not in config_names() and is_run(path / "config.json"):
-        return _saved(path / "config.json")
+        found = read(path)
+        run = whole(found.run, str(path))
+        own = path.name == "config.json"
+        return dataclasses.replace(found, run=dataclasses.replace(run, run_dir=str(path.parent)) if own else run)
     if path.suffix != ".py":
         path = config_folder() / f"{name}.py"
     if not path.is_file():
@@ -63,48 +63,6 @@ def find_config(name: str) -> Found:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return Found(path.stem, module.config, Origin(str(Path.cwd()), str(path.absolute())))
-
-
-def find_start(name: str, carry: bool = False) -> Start:
-    """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
-
-    ``carry``: as in ``Start``.
-
-    Raises:
-      InputError: the run does not exist, does not keep this step, or has nothing to carry there.
-    """
-    directory, step = split_step(name)
-    path = directory / "config.json"
-    require(is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
-    run = read(path, own=False).run
-    found = kept(directory)
-    newest = max(steps_in(directory / CHECKPOINTS), default=None)
-    if not found or (step is None and newest is None):
-        snapshots = f", or give RUN@STEP: it keeps {listed(directory)}" if found else ""
-        raise InputError(
-            f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
-            + snapshots
-        )
-    require(
-        step is None or step in found, f"{directory} has no checkpoint of step {step}: it keeps {listed(directory)}"
-    )
-    step = newest if step is None else step
-    if carry:
-        kind = type(run).__name__
-        require(
-            isinstance(run, Run), f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out"
-        )
-        whole = step in steps_in(directory / CHECKPOINTS)
-        require(whole, f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out")
-    return Start(os.path.abspath(directory), step, carry)
-
-
-def _saved(path: Path) -> Found:
-    found = read(path)
-    run = whole(found.run, str(path))
-    if path.name == "config.json":
-        run = dataclasses.replace(run, run_dir=str(path.parent))
-    return dataclasses.replace(found, run=run)
 
 
 def with_recipe(run: Configuration, name: str) -> Run:

@@ -9,13 +9,3 @@ MOVED: dict[str, str] = {
 }
 """New names by old ones: modules (``package.module``) that keep their class names, and classes
 (``package.module:Class``)."""
-
-
-def current(name: str) -> str:
-    """Return the current ``module:class`` of a class that any version may have written.
-
-    >>> current("jaxrl_llm.tasks.task:Task")
-    'jaxrl_llm.tasks.task:Task'
-    """
-    module, _, path = name.partition(":")
-    return MOVED.get(name) or f"{MOVED.get(module, module)}:{path}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,19 +77,15 @@ class Mixture(Setting):
             f"(eval/{MEAN_OF_TASKS}/...): give it another name (Task.name)",
         )
         for number, part in enumerate(self.parts):
-            require(
-                isinstance(part.weight, (int, float)) and 0 < part.weight < math.inf,
-                f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out",
-            )
-            require(
-                part.rewards != (),
-                f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's",
-            )
-        limit, most = run.longest_answer
+            if not (isinstance(part.weight, (int, float)) and 0 < part.weight < math.inf):
+                raise InputError(f"{field}.parts[{number}].weight must be above 0, got {part.weight!r}: leave it out")
+            if part.rewards == ():
+                raise InputError(f"{field}.parts[{number}].rewards is empty: give at least one, or None for scoring's")
+        most = operator.attrgetter(run.answer_field)(run)
         for name, longest in limits_of(self.parts, most).items():
             require(
                 1 <= longest <= most,
-                f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to {limit} {most}",
+                f"{field}: max_new_tokens of {name} is {longest}: it must be from 1 to {run.answer_field} {most}",
             )
         if where != "task." or all(rewards_of(run, part) == rewards_of(run, self.parts[0]) for part in self.parts):
             return
@@ -220,10 +217,8 @@ def of_steps(rewards: Sequence[Reward]) -> list[Any]:
 
 def verifies(run: Any, part: Part | None = None) -> bool:
     """Whether a score of the run, or of one task (``part``), compares answers with references."""
-    if part is not None and part.rewards is not None:
-        beside = (*watched(run).values(), *asked(run).values())
-        return any(isinstance(base_of(reward), Accuracy) for reward in (*part.rewards, *beside))
-    return any(isinstance(base, Accuracy) for base in bases(run))
+    given = given_rewards(run) if part is None or part.rewards is None else part.rewards
+    return has_accuracy((*given, *watched(run).values(), *asked(run).values()))
 
 
 def check_answers(run: Any) -> None:

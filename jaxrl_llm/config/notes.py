@@ -7,14 +7,7 @@ import math
 
 from jaxrl_llm.algorithms.advantages import ProcessSupervised
 from jaxrl_llm.config.checks import resolved
-from jaxrl_llm.config.mixture import (
-    given_rewards,
-    has_accuracy,
-    of_steps,
-    overlong_weight,
-    parts_of_task,
-    rewards_of,
-)
+from jaxrl_llm.config.mixture import given_rewards, has_accuracy, of_steps, overlong_weight, parts_of_task, rewards_of
 from jaxrl_llm.config.run import Run
 from jaxrl_llm.rewards.group_shaping import RelativeLength
 from jaxrl_llm.rewards.models import OF_STEPS
@@ -31,7 +24,7 @@ def notes(run: Run) -> list[str]:
     """Return all notes on a run to print before it begins, one line each."""
     run = resolved(run)
     own = [line for setting, _ in settings_in(run) for line in setting.notes(run)]
-    lines = [*inert(run), *_short_memory(run), *_rewards(run), *_steps(run), *own]
+    lines = [*inert(run), *_short_memory(run), *_rewards(run), *own]
     if run.recipe.drop_truncated and "bootstrap" in run.recipe.algorithm.advantage.needs:
         lines.append(
             "completions that are cut off are left out of the loss: the value of the state after them is never read; "
@@ -43,7 +36,32 @@ def notes(run: Run) -> list[str]:
 def inert(run: Run) -> list[str]:
     """List the pieces of the recipe that cannot act under the run's settings, and the flag under which they would."""
     run = resolved(run)
-    return [*_at_ratio_one(run), *_without_gap(run), *_too_late(run)]
+    recipe, resets = run.recipe, run.recipe.resets
+    lines = _at_ratio_one(run)
+    correction = recipe.algorithm.correction
+    # A loss without a ratio leaves tokens of earlier steps to its correction.
+    corrects_earlier = _learns_earlier(run) and not recipe.algorithm.surrogate.reads_ratio
+    if correction is not None and not run.rollout.collect.staleness and not corrects_earlier:
+        lines.append(
+            f"sampler and learner are one policy: the correction {type(correction).__name__} sees no gap but rounding; "
+            "--rollout.collect.staleness 1 makes one"
+        )
+    for name in ("reference_every", "optimiser_every"):
+        if (every := getattr(resets, name)) > run.steps:
+            lines.append(f"recipe.resets.{name} {every} never comes in {run.steps} steps")
+    kept = run.steps // resets.reference_every if resets.reference_every else 0
+    if resets.snapshots and kept > MANY_SNAPSHOTS:
+        lines.append(
+            f"recipe.resets.reference_every {resets.reference_every} keeps {kept} snapshots of the models for good; "
+            "--recipe.resets.no-snapshots keeps none"
+        )
+    if recipe.critic is not None and recipe.critic.warmup >= run.steps:
+        lines.append(f"recipe.critic.warmup {recipe.critic.warmup} leaves the policy none of {run.steps} steps")
+    updates = run.steps * run.learner.updates
+    for shape in recipe.shaping:
+        if isinstance(shape, RelativeLength) and shape.warmup >= updates:
+            lines.append(f"the length reward begins after {shape.warmup} updates, and the run makes {updates}")
+    return lines
 
 
 def _at_ratio_one(run: Run) -> list[str]:
@@ -95,46 +113,6 @@ def _learns_earlier(run: Run) -> bool:
     return collect.learn_earlier and leaves
 
 
-def _without_gap(run: Run) -> list[str]:
-    """Note a correction of the gap between sampler and learner where they are the same model and policy.
-
-    A loss without a ratio leaves tokens of earlier steps to its correction.
-    """
-    correction = run.recipe.algorithm.correction
-    surrogate = run.recipe.algorithm.surrogate
-    needed = run.rollout.collect.staleness > 0 or (_learns_earlier(run) and not surrogate.reads_ratio)
-    if correction is None or needed:
-        return []
-    return [
-        f"sampler and learner are one policy: the correction {type(correction).__name__} sees no gap but rounding; "
-        "--rollout.collect.staleness 1 makes one"
-    ]
-
-
-def _too_late(run: Run) -> list[str]:
-    """Note the pieces that would begin only after the run has ended."""
-    recipe = run.recipe
-    updates = run.steps * run.learner.updates
-    every = {name: getattr(recipe.resets, name) for name in ("reference_every", "optimiser_every")}
-    lines = [
-        f"recipe.resets.{name} {steps} never comes in {run.steps} steps"
-        for name, steps in every.items()
-        if steps > run.steps
-    ]
-    kept = run.steps // recipe.resets.reference_every if recipe.resets.reference_every else 0
-    if recipe.resets.snapshots and kept > MANY_SNAPSHOTS:
-        lines.append(
-            f"recipe.resets.reference_every {recipe.resets.reference_every} keeps {kept} snapshots of the models for "
-            "good; --recipe.resets.no-snapshots keeps none"
-        )
-    if recipe.critic is not None and recipe.critic.warmup >= run.steps:
-        lines.append(f"recipe.critic.warmup {recipe.critic.warmup} leaves the policy none of {run.steps} steps")
-    for shape in recipe.shaping:
-        if isinstance(shape, RelativeLength) and shape.warmup >= updates:
-            lines.append(f"the length reward begins after {shape.warmup} updates, and the run makes {updates}")
-    return lines
-
-
 def _short_memory(run: Run) -> list[str]:
     """Note an optimiser that is reset before its first moment averages over as many gradients as it can."""
     every = run.recipe.resets.optimiser_every
@@ -157,7 +135,8 @@ def _short_memory(run: Run) -> list[str]:
 
 
 def _rewards(run: Run) -> list[str]:
-    """Note punishments without effect, and group filters that read the reward for lack of ``Accuracy``."""
+    """Note punishments without effect, group filters that read the reward for lack of ``Accuracy``, and rewards, of
+    steps or of outcomes, that the estimator does not read."""
     recipe = run.recipe
     lines = []
     parts = parts_of_task(run.task)
@@ -176,16 +155,10 @@ def _rewards(run: Run) -> list[str]:
             "completions that are cut off are punished but left out of the loss: being cut off is never unlearned; "
             "--recipe.no-drop_truncated"
         )
-    return lines
-
-
-def _steps(run: Run) -> list[str]:
-    """Note rewards, of steps or of outcomes, that the estimator does not read."""
     rewards = given_rewards(run)
     steps = of_steps(rewards)
-    estimator = run.recipe.algorithm.advantage
+    estimator = recipe.algorithm.advantage
     kind = type(estimator).__name__
-    lines = []
     if steps and not estimator.by_token:
         lines.append(
             f"{kind} reads outcome rewards: {', '.join(reward.name for reward in steps)} is measured, and nothing "
@@ -195,9 +168,9 @@ def _steps(run: Run) -> list[str]:
         others = [reward.name for reward in rewards if not isinstance(reward, OF_STEPS) and reward.weight]
         if others:
             lines.append(f"{kind} reads the rewards of steps alone: {', '.join(others)} is measured only")
-        if run.recipe.filter_groups:
+        if recipe.filter_groups:
             lines.append(
-                f"{kind} reads the rewards of steps, and groups are filtered by {run.recipe.filter_groups}: "
+                f"{kind} reads the rewards of steps, and groups are filtered by {recipe.filter_groups}: "
                 "--recipe.filter_groups False"
             )
     return lines

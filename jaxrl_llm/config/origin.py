@@ -16,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config.legacy import current
+from jaxrl_llm.config.legacy import MOVED
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.settings import Critic
 from jaxrl_llm.system.paths import local
-from jaxrl_llm.system.setting import MODEL, OURS, PATH, Mark, annotations, parts_of, with_parts
+from jaxrl_llm.system.setting import MODEL, OURS, PATH, Mark, annotations, is_ours, parts_of, with_parts
 
 SAVED_RUNS = "runs"
 """The folder of runs: ``runs/NAME`` below the folder where the run began, unless ``run_dir`` says otherwise."""
@@ -124,12 +124,20 @@ def without_step(name: str) -> str:
     return name if step is None else str(directory)
 
 
-def located(run: Any, origin: Origin, directory: Path | None = None) -> Any:
+def located(run: Any, origin: Origin, directory: Path | None = None, pinned: bool = False) -> Any:
     """Return the run with relative paths of data and models expanded if they are not found from the current folder.
 
     They are looked for in the folder where the run began, next to its configuration, above ``runs/`` where the run's
     ``directory`` is now, and in the current folder; the first that exists is taken.
+
+    ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step.
     """
+
+    def at_step(name: str) -> str:
+        pin = (origin.models or {}).get(name, Pin())
+        return name if pin.step is None or split_step(name)[1] is not None else f"{name}@{pin.step}"
+
+    run = _renamed(run, (MODEL,), at_step) if pinned else run
     return _renamed(run, (PATH, MODEL), lambda name: place_of(name, origin, directory))
 
 
@@ -174,16 +182,6 @@ def models_of(run: Any) -> Iterator[tuple[str, str]]:
             named = getattr(part, field) or ()
             label = OF_CRITIC if isinstance(part, Critic) else f"reward {part.name}"
             yield from ((name, label) for name in ((named,) if isinstance(named, str) else named))
-
-
-def pinned(run: Any, origin: Origin) -> Any:
-    """Return the run with ``RUN@STEP`` in place of each ``RUN`` that is pinned to a step."""
-
-    def at_step(name: str) -> str:
-        pin = (origin.models or {}).get(name, Pin())
-        return name if pin.step is None or split_step(name)[1] is not None else f"{name}@{pin.step}"
-
-    return _renamed(run, (MODEL,), at_step)
 
 
 PREFIX = f"{OURS}_config_"
@@ -251,11 +249,6 @@ def own_modules(value: Any) -> dict[str, str]:
     return {name: os.path.abspath(file) for name, file in files.items() if file}
 
 
-def is_ours(kind: type) -> bool:
-    """Whether a class is defined in this package."""
-    return kind.__module__.partition(".")[0] == OURS
-
-
 def why_not_found(kind: type) -> str:
     """Explain why a class cannot be found again by its module's name; return an empty string if it can."""
     if is_ours(kind) and "<locals>" not in kind.__qualname__:
@@ -270,11 +263,14 @@ def why_not_found(kind: type) -> str:
 def find_class(name: str, origin: Origin | None) -> type | None:
     """Return the dataclass that ``module:class`` names, in this package or in the origin's modules; None for others.
 
+    A class of this package is also found by a name of older versions.
+
     Raises:
       InputError: the file of such a module is not found, or is another.
       ImportError: the module raises it.
     """
-    module_name, _, path = current(name).partition(":")
+    old, _, path = name.partition(":")
+    module_name, _, path = MOVED.get(name, f"{MOVED.get(old, old)}:{path}").partition(":")
     if module_name.partition(".")[0] == OURS:
         kind = importlib.import_module(module_name)
     elif origin is not None and module_name in origin.modules:
@@ -290,7 +286,14 @@ def find_class(name: str, origin: Origin | None) -> type | None:
 
 
 def _own_module(name: str, origin: Origin) -> ModuleType:
-    path = _moved(Path(origin.modules[name]), Path(origin.folder))
+    path = Path(origin.modules[name])
+    if not path.is_file():  # it may be at the same place below the current folder as it was below the run's
+        here = path.relative_to(origin.folder) if path.is_relative_to(origin.folder) else Path(path.name)
+        if not here.is_file():
+            raise InputError(
+                f"it has classes of {path}, which is not there any more: go to the folder that has it as {here}"
+            )
+        path = here.absolute()
     loaded = sys.modules.get(name)
     if loaded is not None and _same(loaded, path):
         return loaded
@@ -309,16 +312,3 @@ def _own_module(name: str, origin: Origin) -> ModuleType:
 def _same(module: ModuleType, path: Path) -> bool:
     file = getattr(module, "__file__", None)
     return file is not None and os.path.exists(file) and os.path.samefile(file, path)
-
-
-def _moved(path: Path, folder: Path) -> Path:
-    """Find a recorded file: at its recorded path, or at the same place relative to the current folder as to
-    ``folder``."""
-    if path.is_file():
-        return path
-    here = path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
-    if not here.is_file():
-        raise InputError(
-            f"it has classes of {path}, which is not there any more: go to the folder that has it as {here}"
-        )
-    return here.absolute()

@@ -1,7 +1,6 @@
 """Runs of several phases: the settings in each phase, and their validation."""
 
 import dataclasses
-import difflib
 import operator
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,9 +10,9 @@ from jaxrl_llm.config.checks import check_run, check_types, resolved
 from jaxrl_llm.config.mixture import overlong_weight
 from jaxrl_llm.config.run import MAX_SEED, Run
 from jaxrl_llm.config.texts import Configuration
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import Optimiser
-from jaxrl_llm.rules.settings import Phase, Rules, Stalls
+from jaxrl_llm.rules.settings import Phase, Stalls
 from jaxrl_llm.system.setting import FIXED, check_fields, names_marked
 
 Kind = TypeVar("Kind", bound=Configuration)
@@ -23,14 +22,9 @@ OF_THE_OPTIMISER = ("name", "momentum_dtype", "offload")
 adafactor's ``b1`` is 0: then it has no momentum."""
 
 
-def rules_of_run(run: Configuration) -> Rules:
-    """Return the rules between steps (phases, guards); runs that learn from data have the defaults."""
-    return getattr(run, "rules", Rules())
-
-
 def phases_of(run: Configuration) -> tuple[Phase, ...]:
     """Return the run's phases in order; a run without phases has one, with an empty name."""
-    return rules_of_run(run).phases or (Phase(""),)
+    return run.rules.phases or (Phase(""),)
 
 
 def in_phase(run: Kind, number: int) -> Kind:
@@ -50,13 +44,7 @@ def in_phase(run: Kind, number: int) -> Kind:
 
 
 SHIFT = 1 << 16
-"""The difference between the seeds of two consecutive phases."""
-
-
-def shared_by_phases(seed: int) -> int:
-    """Return the part of the seed that all phases of a run share: below ``SHIFT``. It decides the order of a task's
-    problems, so that no phase restarts it."""
-    return seed % SHIFT
+"""The difference between the seeds of two consecutive phases; what is left of a seed below it, all of them share."""
 
 
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:
@@ -67,39 +55,34 @@ def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """
     before = run
     for name, value in changes.items():
-        run = _with(run, name.split("."), value, name)
+        run = _with(run, name, value)
     check_types(run)
-    algorithm = run.recipe.algorithm
     longest = before.rollout.max_new_tokens
-    if run.rollout.max_new_tokens != longest and algorithm.reduce == ConstantLength(longest):
-        algorithm = dataclasses.replace(algorithm, reduce=ConstantLength(None))
-        run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, algorithm=algorithm))
+    if run.rollout.max_new_tokens != longest and run.recipe.algorithm.reduce == ConstantLength(longest):
+        run = _with(run, "recipe.algorithm.reduce", ConstantLength(None))
     follows = before.rollout.temperature == before.recipe.temperature and "rollout.temperature" not in changes
     if follows and run.recipe.temperature != before.recipe.temperature:
-        run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, temperature=None))
+        run = _with(run, "rollout.temperature", None)
     own = {"recipe", "recipe.overlong_weight"} & changes.keys()
-    filled_in = overlong_weight(_without_weight(before))  # nothing where it is 0
+    filled_in = overlong_weight(_with(before, "recipe.overlong_weight", None))  # nothing where it is 0
     if not own and filled_in and before.recipe.overlong_weight == filled_in:
-        run = _without_weight(run)
+        run = _with(run, "recipe.overlong_weight", None)
     return run
 
 
-def _without_weight(run: Run) -> Run:
-    """Return the run with the weight of its overlong punishment left open."""
-    return dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, overlong_weight=None))
+def _with(value: Any, name: str, new: Any, whole: str = "") -> Any:
+    """Return a dataclass with another value of a field, or of a nested one, by its dotted name.
 
-
-def _with(value: Any, path: list[str], new: Any, name: str) -> Any:
-    """Return a dataclass with one field, or a nested one, replaced."""
+    ``whole``: the dotted name from the run on, for the message; ``name`` where it is empty.
+    """
+    field, dot, rest = name.partition(".")
     known = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    if path[0] not in known:
-        close = difflib.get_close_matches(path[0], known, 1, 0.5)
-        meant = (
-            f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}" if known else "it has no parts"
-        )
-        raise InputError(f"a phase changes {name}, and there is no {path[0]} in {type(value).__name__}: {meant}")
-    inner = new if len(path) == 1 else _with(getattr(value, path[0]), path[1:], new, name)
-    return dataclasses.replace(value, **{path[0]: inner})
+    if field not in known:
+        others = f"there are {', '.join(known)}" if known else "it has no parts"
+        meant = did_you_mean(field, known, others, near=0.5)
+        raise InputError(f"a phase changes {whole or name}, and there is no {field} in {type(value).__name__}: {meant}")
+    inner = _with(getattr(value, field), rest, new, whole or name) if dot else new
+    return dataclasses.replace(value, **{field: inner})
 
 
 def validate(run: Configuration) -> None:
@@ -152,10 +135,8 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             continue  # a whole part: what it holds is compared below
         near = [one for one in fixed if f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.")]
         require(not near, f"{where} changes {name}, which is the same in all phases: set it for the run")
-    require(
-        not isinstance(phase.until, Stalls) or run.evaluation.every > 0,
-        f"{where}.until waits for evaluations: set evaluation.every above 0",
-    )
+    if isinstance(phase.until, Stalls) and run.evaluation.every <= 0:
+        raise InputError(f"{where}.until waits for evaluations: set evaluation.every above 0")
     before, after = in_phase(run, max(number - 1, 0)), in_phase(run, number)
     for name in fixed:
         if "." in name:
@@ -174,10 +155,8 @@ def _check_changes(run: Run, number: int, where: str) -> None:
             f"{where} changes learner.optimiser.{field}, which decides what the optimiser remembers: set its "
             "reset_optimiser True",
         )
-    require(
-        not phase.reset or after.recipe.algorithm.needs_reference or run.output.monitor_kl,
-        f"{where}.reset True has no reference to reset: give the recipe a KL, or set reset False",
-    )
+    if phase.reset and not (after.recipe.algorithm.needs_reference or run.output.monitor_kl):
+        raise InputError(f"{where}.reset True has no reference to reset: give the recipe a KL, or set reset False")
     require(
         run.evaluation.judge is None or after.task == before.task,
         f"{where} changes task, and evaluation.judge compares answers to the problems of the first phase: set one of "

@@ -1,7 +1,6 @@
 """The settings of a run: frozen dataclasses of at most twelve fields."""
 
 import dataclasses
-import difflib
 import math
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from jaxrl_llm.algorithms.advantages import GAE, ProcessSupervised
 from jaxrl_llm.config import mixture
 from jaxrl_llm.config.mixture import Mixture, bases, of_steps, tasks_in
 from jaxrl_llm.diagnosis.findings import WORDS
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards import shaping
@@ -23,7 +22,7 @@ from jaxrl_llm.rules import ALL
 from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
 from jaxrl_llm.system.paths import local
-from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, taking_old_names
+from jaxrl_llm.system.setting import FIXED, FREE, MODEL, RECORDED, Count, Range, Setting, take_old_names
 from jaxrl_llm.tasks.task import Task
 
 MAX_SEED = 1 << 24
@@ -66,22 +65,16 @@ class Evaluation(Setting):
             f"{where}samples {self.samples} at temperature 0 would all be the same: set {where}temperature above 0",
         )
         judge = self.judge
-        require(
-            judge is None or isinstance(run, Run),
-            f"{where}judge compares the answers of a policy in reinforcement learning: leave it out",
-        )
+        if judge is not None and not isinstance(run, Run):
+            raise InputError(f"{where}judge compares the answers of a policy in reinforcement learning: leave it out")
         held_out, field = run.holds_out
-        require(
-            not self.every or self.task is not None or held_out,
-            f"{where}every {self.every} has nothing to test on: set {field} above 0, or {where}task",
-        )
+        if self.every and self.task is None and not held_out:
+            raise InputError(f"{where}every {self.every} has nothing to test on: set {field} above 0, or {where}task")
         if judge is None:
             return
         shaping.check(judge)
-        require(
-            not isinstance(base_of(judge), OF_STEPS),
-            f"{where}judge is the step reward {judge.name}: give a reward with one value a completion",
-        )
+        if isinstance(base_of(judge), OF_STEPS):
+            raise InputError(f"{where}judge is the step reward {judge.name}: give a reward with one value a completion")
         require(judge.weight == 1, f"{where}judge has the weight {judge.weight:g}, which nothing reads: leave it out")
         require(
             self.task is not None or held_out,
@@ -174,10 +167,7 @@ class Scoring(Setting):
         gates = () if self.gate is None else (self.gate,)
         for field, values, wanted in (("constraints", self.constraints, Constraint), ("gate", gates, Gate)):
             for value in values:
-                require(
-                    isinstance(value, wanted),
-                    f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)",
-                )
+                require(isinstance(value, wanted), f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)")
                 check_bound(value, shaping.check)
         for value in mixture.refusals(run).values():
             check_bound(value, shaping.check)
@@ -211,10 +201,8 @@ class Scoring(Setting):
                 f"reward {rising[0].name} gives differences between steps, and {kind} is not GAE: centred, they would "
                 "leave a sum that depends on how many steps there are; take GAE (--recipe ppo), or differences False"
             )
-        require(
-            not estimator.several or len(steps) < len(given),
-            f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one",
-        )
+        if estimator.several and len(steps) >= len(given):
+            raise InputError(f"{kind} looks at rewards of whole completions, and scoring.rewards has none: add one")
 
 
 def check_model(model: str) -> None:
@@ -228,7 +216,6 @@ MOVED = {"run_dir": "run_dir"}
 """Old fields of configurations that moved to ``output``."""
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Run(Setting):
     """All settings of a reinforcement learning run.
@@ -261,6 +248,8 @@ class Run(Setting):
     seed: Annotated[int, SEED, FIXED] = 0
     rules: Annotated[Rules, FIXED] = Rules()
     first = ("rollout", "learner", "recipe", "evaluation", "scoring", "rules")
+    group_field, answer_field = "rollout.prompts", "rollout.max_new_tokens"
+    """The fields with the number of groups per step, and with the most tokens of a completion."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, RL_RATE))
@@ -271,19 +260,9 @@ class Run(Setting):
         return self.output.run_dir
 
     @property
-    def groups(self) -> tuple[str, int]:
-        """The field with the number of groups per step, and that number."""
-        return "rollout.prompts", self.rollout.prompts
-
-    @property
     def longest_row(self) -> int:
         """The least tokens of a packed row: a prompt, its completion, and one if the state after it has a value."""
         return self.rollout.max_length + int("bootstrap" in self.recipe.algorithm.advantage.needs)
-
-    @property
-    def longest_answer(self) -> tuple[str, int]:
-        """The field that limits the length of a completion, and its value in tokens."""
-        return "rollout.max_new_tokens", self.rollout.max_new_tokens
 
     @property
     def holds_out(self) -> tuple[bool, str]:
@@ -317,11 +296,13 @@ class Run(Setting):
         mixture.check_answers(self)
         for kind in self.rules.guards:
             if kind != ALL and kind not in WORDS:
-                close = difflib.get_close_matches(kind, WORDS, 1, 0.5)
-                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(WORDS)}, or all"
+                meant = did_you_mean(kind, WORDS, f"there are {', '.join(WORDS)}, or all", near=0.5)
                 raise InputError(f"rules.guards has {kind!r}, which is no kind of finding: {meant}")
         for task in tasks_in(self.task, self.evaluation.task):
             tasks.check(task)
+
+
+take_old_names(Run, "output", MOVED)
 
 
 def keeps_reference(run: Run) -> bool:

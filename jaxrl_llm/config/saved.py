@@ -63,6 +63,11 @@ class Found:
         """The run with the paths of its data and models resolved from the current folder."""
         return located(self.run, self.origin, self.directory)
 
+    @property
+    def pinned(self) -> Configuration:
+        """The run as ``located`` gives it, with the step of each model that is another run."""
+        return located(self.run, self.origin, self.directory, pinned=True)
+
 
 def to_json(value: Any) -> Any:
     """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``.
@@ -92,19 +97,6 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def from_json(data: Any, origin: Origin | None = None) -> Any:
-    """Rebuild a value from ``to_json``; lists become tuples. Only dataclasses are constructed.
-
-    Args:
-      data: nested JSON values, such as those of a config.json.
-      origin: classes of its modules and of this package may be named.
-
-    Raises:
-      InputError: a part was not saved, or its class is not allowed or not found; the line says why.
-    """
-    return whole(rebuilt(data, origin))
-
-
 def whole(value: Any, where: str = "config.json") -> Any:
     """Return the value after checking that no part of it is ``Unsaveable``.
 
@@ -124,20 +116,26 @@ def is_whole(value: Any) -> bool:
 
 def as_read(run: Configuration) -> Configuration:
     """Return the run as loading its config.json would give it."""
-    return rebuilt(to_json(run), Origin("", modules=own_modules(run)))
+    return from_json(to_json(run), Origin("", modules=own_modules(run)))
 
 
-def rebuilt(data: Any, origin: Origin | None) -> Any:
-    """Rebuild a value as ``from_json`` does, but with ``Unsaveable`` for parts that are unavailable or need such a
-    part."""
+def from_json(data: Any, origin: Origin | None = None) -> Any:
+    """Rebuild a value from ``to_json``; lists become tuples. Only dataclasses are constructed. A part that was not
+    saved, or has a class that is not allowed or not found, becomes ``Unsaveable``, and so does one that needs such a
+    part.
+
+    Args:
+      data: nested JSON values, such as those of a config.json.
+      origin: classes of its modules and of this package may be named.
+    """
     if isinstance(data, list):
-        return tuple(rebuilt(item, origin) for item in data)
+        return tuple(from_json(item, origin) for item in data)
     if not isinstance(data, dict):
         return data
     if data.keys() == {"unsaveable"}:
         return Unsaveable(data["unsaveable"])
     about = ABOUT if data.get("type") in RUNS else ("type",)
-    fields = {name: rebuilt(item, origin) for name, item in data.items() if name not in about}
+    fields = {name: from_json(item, origin) for name, item in data.items() if name not in about}
     if "type" not in data:
         return fields
     try:
@@ -161,15 +159,6 @@ def rebuilt(data: Any, origin: Origin | None) -> Any:
         return missing[0]
 
 
-def load_json(path: Path) -> Configuration:
-    """Load the run that a config.json describes.
-
-    Raises:
-      InputError: it is missing or cannot be loaded; the line says why.
-    """
-    return whole(read(path).run, str(path))
-
-
 def read(path: Path, own: bool = True) -> Found:
     """Read a config.json; values that cannot be loaded from it are ``Unsaveable``.
 
@@ -183,7 +172,7 @@ def read(path: Path, own: bool = True) -> Found:
         if own:
             for folder in origin.places():
                 make_findable(folder)
-        run = rebuilt(data, origin if own else None)
+        run = from_json(data, origin if own else None)
         if is_whole(run) and isinstance(run, KINDS):
             check_types(run)
     except FileNotFoundError:

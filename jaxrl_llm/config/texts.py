@@ -9,20 +9,11 @@ from jaxrl_llm.config.mixture import tasks_in
 from jaxrl_llm.config.run import MOVED, SEED, Evaluation, Output, Run, check_model
 from jaxrl_llm.data.datasets import KINDS, Collected, Pairs, Steps, Texts
 from jaxrl_llm.data.loading import check_collected
-from jaxrl_llm.errors import require
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, Usual, at_usual_rate
+from jaxrl_llm.rules.settings import Rules
 from jaxrl_llm.sharding.mesh import MeshShape
-from jaxrl_llm.system.setting import (
-    FREE,
-    MODEL,
-    RECORDED,
-    Count,
-    Range,
-    Setting,
-    parts_of,
-    taking_old_names,
-    with_parts,
-)
+from jaxrl_llm.system.setting import FREE, MODEL, RECORDED, Count, Range, Setting, parts_of, take_old_names, with_parts
 from jaxrl_llm.tasks.sources import Rows
 from jaxrl_llm.tasks.task import Task
 
@@ -90,6 +81,10 @@ class FromData(Setting):
     seed: Annotated[int, SEED] = 0
     usual_rate: ClassVar[Usual]
     """The learning rate of this kind of run if its optimiser sets none; the defaults of TRL 1.16."""
+    rules = Rules()
+    """The rules between steps: no phases and no guards."""
+    group_field, answer_field = "batch.rows", "answering.max_new_tokens"
+    """The fields with the number of rows per step, and with the most tokens of an answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learner", at_usual_rate(self.learner, self.usual_rate))
@@ -100,19 +95,9 @@ class FromData(Setting):
         return self.output.run_dir
 
     @property
-    def groups(self) -> tuple[str, int]:
-        """The field with the number of rows per step, and that number."""
-        return "batch.rows", self.batch.rows
-
-    @property
     def longest_row(self) -> int:
         """The least tokens of a packed row."""
         return self.batch.max_tokens + 1
-
-    @property
-    def longest_answer(self) -> tuple[str, int]:
-        """The field that limits the length of an answer, and its value in tokens."""
-        return "answering.max_new_tokens", self.answering.max_new_tokens
 
     @property
     def holds_out(self) -> tuple[bool, str]:
@@ -147,7 +132,6 @@ class FromData(Setting):
             tasks.check(task)
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Supervised(FromData):
     """A supervised fine-tuning run: the model learns to continue prompts as the data does.
@@ -161,7 +145,6 @@ class Supervised(FromData):
     usual_rate: ClassVar[Usual] = Usual(2e-5)
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class Preference(FromData):
     """A preference run: the model learns which of two answers is better, relative to its own start.
@@ -178,7 +161,6 @@ class Preference(FromData):
     usual_rate: ClassVar[Usual] = RL_RATE
 
 
-@taking_old_names("output", Output, MOVED)
 @dataclasses.dataclass(frozen=True)
 class RewardModel(FromData):
     """A reward-model run: a model with a scalar head learns to score answers.
@@ -224,6 +206,9 @@ class RewardModel(FromData):
         super().check(run, where)
 
 
+for _kind in (Supervised, Preference, RewardModel):
+    take_old_names(_kind, "output", MOVED)
+
 Configuration = Run | FromData
 """Every kind of run: of reinforcement learning, or from data."""
 
@@ -252,9 +237,8 @@ def check_start(run: Configuration, carry: bool = False) -> None:
       InputError: names the remedy.
     """
     kind = type(run).__name__
-    require(
-        not carry or isinstance(run, Run), f"--carry is for reinforcement learning, and this is a {kind}: leave it out"
-    )
+    if carry and not isinstance(run, Run):
+        raise InputError(f"--carry is for reinforcement learning, and this is a {kind}: leave it out")
     own = isinstance(getattr(getattr(run, "data", None), "source", None), Collected)
     require(
         not (own or isinstance(run, Preference)),

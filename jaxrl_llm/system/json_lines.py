@@ -3,13 +3,13 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.system.paths import new_file, open_nofollow
+from jaxrl_llm.system.paths import open_nofollow
 
 BLOCK = 1 << 16
 """Bytes per read when a file is read from its end."""
@@ -131,12 +131,3 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             text = text[: found + 1]
     if text:
         yield 0, text
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a file of these rows atomically: it is complete, or unchanged."""
-    with new_file(path) as part, open(part, "wb") as file:
-        for row in rows:
-            file.write(encode_row(row))
-        file.flush()
-        os.fsync(file.fileno())

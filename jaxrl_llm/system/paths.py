@@ -88,18 +88,14 @@ def new_file(target: Path) -> Generator[Path]:
     link to somewhere else, is removed and never written through.
     """
     part = target.with_name(f".{target.name}.part")
-
-    def remove(*reason: object) -> None:
-        part.unlink(missing_ok=True)
-
     try:
-        with on_exit(remove):
-            remove()
+        with on_exit(lambda *reason: part.unlink(missing_ok=True)):
+            part.unlink(missing_ok=True)
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
             yield part
             os.replace(part, target)
     finally:
-        remove()
+        part.unlink(missing_ok=True)
 
 
 def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> IO[Any]:
@@ -108,12 +104,10 @@ def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> 
     Raises:
       InputError: the path is a symbolic link, which may lead to any file.
     """
-
-    def direct(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
-
     try:
-        return open(path, mode, encoding=encoding, opener=direct)
+        return open(
+            path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        )
     except OSError as error:
         require(error.errno != errno.ELOOP, f"{path} is a symbolic link, and nothing is written through one: remove it")
         raise
@@ -134,18 +128,6 @@ def alone(directory: Path, remedy: str) -> Generator[Path]:
       InUse: another process holds it; the line names that process.
     """
     path = directory / "lock"
-    with _locked(path, remedy) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _locked(path: Path, remedy: str) -> IO[str]:
-    """Open and lock the file."""
     while True:
         file = open_nofollow(path, "a+")
         try:
@@ -155,12 +137,20 @@ def _locked(path: Path, remedy: str) -> IO[str]:
                 with file:
                     file.seek(0)
                     holder = file.read() or "another process"
-                raise InUse(f"{path.parent} is in use by {holder}: wait until it ends, or {remedy}") from None
+                raise InUse(f"{directory} is in use by {holder}: wait until it ends, or {remedy}") from None
             print(f"jaxrl-llm: {path} cannot be locked ({error.strerror}): begin no second run there", file=sys.stderr)
-            return file
+            break
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
+            break
         file.close()  # the one who held it has removed it meanwhile
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def prepare_libraries() -> None:

@@ -15,11 +15,10 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from jaxrl_llm.errors import require
 
-Kind = TypeVar("Kind", bound=type)
 OURS = __name__.partition(".")[0]
 
 
@@ -54,25 +53,15 @@ class Range:
         """Raise InputError if the value is outside the interval; ``name`` is the field."""
         if value is None:
             return
-        low, high = (float(bound) for bound in self.interval[1:-1].split(","))
-        above = value > low if self.interval[0] == "(" else value >= low
-        below = value < high if self.interval[-1] == ")" else value <= high
-        require(above and below, f"{name} must be {self.words or self.described()}, got {value}")
-
-    def described(self) -> str:
-        """Describe the interval in words.
-
-        >>> Range("[0, 1)", "off").described()
-        'from 0 (off) to below 1'
-        """
         low, high = self.interval[1:-1].split(", ")
-        first = low + (f" ({self.note})" if self.note else "")
-        above = "above" if self.interval[0] == "(" else "at least"
+        above, below = self.interval[0] == "(", self.interval[-1] == ")"
+        from_low = value > float(low) if above else value >= float(low)
+        to_high = value < float(high) if below else value <= float(high)
+        first = f"{low} ({self.note})" if self.note else low
+        words = f"above {first} and at most {high}" if above else f"from {first} to {'below ' * below}{high}"
         if high == "inf":
-            return f"{above} {first}" + ", and finite" * (self.interval[-1] == ")")
-        if self.interval[0] == "(":
-            return f"above {first} and at most {high}"
-        return f"from {first} to {'below ' * (self.interval[-1] == ')')}{high}"
+            words = f"{'above' if above else 'at least'} {first}{', and finite' * below}"
+        require(from_low and to_high, f"{name} must be {self.words or words}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +75,11 @@ class Count:
         require(value >= self.least, f"{name} must be at least {self.least}, got {value}")
 
 
-@dataclasses.dataclass(frozen=True, init=False)
 class Choice:
     """The values that a string may have; with ``unknown`` the refusal shows the value in quotes."""
 
-    known: tuple[str, ...]
-    unknown: bool
-
     def __init__(self, *known: str, unknown: bool = False):
-        object.__setattr__(self, "known", known)
-        object.__setattr__(self, "unknown", unknown)
+        self.known, self.unknown = known, unknown
 
     def check(self, name: str, value: Any) -> None:
         """Raise InputError for any other value; ``name`` is the field."""
@@ -126,11 +110,16 @@ class Setting:
         return []
 
 
+def is_ours(kind: type) -> bool:
+    """Whether a class is defined in this package."""
+    return kind.__module__.partition(".")[0] == OURS
+
+
 @functools.cache
 def annotations(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Return the type and the marks of each field of a class of this package, or of the nearest such base of another
     class."""
-    ours = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == OURS), None)
+    ours = next(filter(is_ours, kind.__mro__), None)
     types_alone = {} if ours is None else typing.get_type_hints(ours)
     hints = {} if ours is None else typing.get_type_hints(ours, include_extras=True)
     return {name: (types_alone[name], getattr(hint, "__metadata__", ())) for name, hint in hints.items()}
@@ -217,26 +206,21 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(dataclasses.replace(value, **new) if new else value)
 
 
-def taking_old_names(part: str, empty: Callable[[], Any], moved: Mapping[str, str]) -> Callable[[Kind], Kind]:
-    """Decorate a class so that its constructor, and ``dataclasses.replace``, accept old field names.
+def take_old_names(kind: type, part: str, moved: Mapping[str, str]) -> None:
+    """Make the constructor of a dataclass, and ``dataclasses.replace``, accept old field names.
 
     Args:
-      part: the field that has the moved fields now.
-      empty: makes its default value.
+      kind: the dataclass.
+      part: its field that has the moved fields now; it has a default value.
       moved: from the old names to those of the part's fields.
     """
+    made = kind.__init__
 
-    def taking(kind: Kind) -> Kind:
-        made = kind.__init__
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        old = {moved[name]: values.pop(name) for name in moved if name in values}
+        if old:
+            values[part] = dataclasses.replace(values.get(part, getattr(kind, part)), **old)
+        made(self, *args, **values)
 
-        @functools.wraps(made)
-        def __init__(self: Any, *args: Any, **values: Any) -> None:
-            old = {moved[name]: values.pop(name) for name in moved if name in values}
-            if old:
-                values[part] = dataclasses.replace(values.get(part, empty()), **old)
-            made(self, *args, **values)
-
-        setattr(kind, "__init__", __init__)  # noqa: B010  a type checker takes no assignment to it
-        return kind
-
-    return taking
+    setattr(kind, "__init__", __init__)  # noqa: B010  a type checker takes no assignment to it

@@ -168,30 +168,27 @@ class Preemption:
             self._block.enter_context(answering(self._answer))
         elif threading.current_thread() is threading.main_thread():
             for number in wanted():
-                self._block.callback(signal.signal, number, signal.signal(number, self._within_a_program))
+                self._block.callback(signal.signal, number, signal.signal(number, self._answer))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._block.close()
 
-    def _answer(self, number: int) -> None:
-        if self.asked:
-            if number == signal.SIGHUP:
-                return
-            quit_now(128 + number, QUIT)
-        self.asked = True
-        self._say(STOPPING)
-
-    def _within_a_program(self, number: int, frame: Any) -> None:
-        """Handle a signal in a process that this package does not own: the second goes to its owner. A handler must not
-        print."""
+    def _answer(self, number: int, *frame: Any) -> None:
+        """Handle a signal, with a frame in a process that this package does not own: there the second goes to the
+        owner, and another thread prints, since a handler must not."""
         if self.asked and number == signal.SIGHUP:
             return
+        if self.asked and not frame:
+            quit_now(128 + number, QUIT)
         if self.asked:
             self._block.close()
             signal.raise_signal(number)
         self.asked = True
-        threading.Thread(target=self._say, args=(STOPPING,)).start()
+        if frame:
+            threading.Thread(target=self._say, args=(STOPPING,)).start()
+        else:
+            self._say(STOPPING)
 
 
 _PROGRAM = (
@@ -222,10 +219,3 @@ def child(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen]
             finally:
                 if process.poll() is None:
                     end()
-
-
-def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
-    """Run such a process to its end, as ``subprocess.run`` does."""
-    with child(command, **options) as process:
-        out, errors = process.communicate()
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)

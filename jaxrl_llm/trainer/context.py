@@ -183,7 +183,7 @@ def opened(
             stack.enter_context(writer)
         else:
             progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))
-        guarded = bool(configs.rules_of_run(run).guards)
+        guarded = bool(run.rules.guards)
         sight = progress.tracker if guarded else None
         stop = Preemption(progress.warn)
         yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)

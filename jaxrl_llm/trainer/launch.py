@@ -71,9 +71,8 @@ def launch(
         hint_accelerator()
         from jaxrl_llm.trainer.loop import train as run_training
 
-        stack.enter_context(pins.comparing(pins.Pins(found, directory, peers)))
-        settings = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
-        code = run_training(settings, directory, say, peers, found.origin.start, voice)
+        stack.callback(pins.PINS.reset, pins.PINS.set(pins.Pins(found, directory, peers)))
+        code = run_training(found.pinned, directory, say, peers, found.origin.start, voice)
     if code == 0 and peers.leads and not (voice.quiet and voice.rows):  # whose last row says how it ended
         from jaxrl_llm.telemetry.summary import print_summary, summarise
 
@@ -101,7 +100,7 @@ def train(
     Raises:
       InputError: the settings cannot work, in one line that names field, value and remedy.
     """
-    from jaxrl_llm.runs.load import find_run
+    from jaxrl_llm.runs.load import find_run, find_start
 
     prepare_libraries()
     configs.check_types(run)
@@ -109,7 +108,7 @@ def train(
     configs.validate(settings)
     find_run(settings.model)
     found = configs.Found(name, settings, configs.Origin(str(Path.cwd())))
-    return launch(found, fresh, None if start is None else configs.find_start(start, carry))
+    return launch(found, fresh, None if start is None else find_start(start, carry))
 
 
 def begin(

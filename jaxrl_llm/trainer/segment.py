@@ -144,8 +144,7 @@ def carried(run: Configuration, stage: Stage, weights: Start, note: Callable[[st
     """
     host = LoopState.from_json(read_host(kept(Path(weights.run))[weights.step]), stage.records)
     found = configs.read(Path(weights.run) / "config.json", own=False)
-    before: Any = dataclasses.replace(found, run=configs.pinned(found.run, found.origin)).located
-    before = configs.in_phase(before, host.phase)
+    before: Any = configs.in_phase(found.pinned, host.phase)
     shown = f"step {weights.step} of {weights.run}"
     if "training" in host.problems and before.task == getattr(run, "task", None):
         changed = tasks.difference(host.problems["training"], stage.problems["training"])

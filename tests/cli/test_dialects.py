@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
 from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.cli.dialects import SPELLINGS, explain, translate
 from jaxrl_llm.cli.train import take_spellings
+from jaxrl_llm.codec import flat
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
 
@@ -286,7 +287,7 @@ def test_a_saved_run_holds_our_own_names_only(start, line):
     run = dataclasses.replace(configs.load_config("smoke")[1], recipe=translate(START[start], given(line)))
     saved = configs.to_json(run)
     assert configs.from_json(saved) == run
-    names = {part for key in configs.flat(saved["recipe"]) for part in key.split(".")}
+    names = {part for key in flat(saved["recipe"]) for part in key.split(".")}
     assert not names & (SPELLINGS.keys() - {"entropy_coef", "delta"})
 
 

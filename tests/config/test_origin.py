@@ -11,8 +11,10 @@ from commands import ROOT
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Evaluation, Origin, Scoring, Start
+from jaxrl_llm.config.saved import Unsaveable
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Function
+from jaxrl_llm.runs.load import find_start
 from jaxrl_llm.tasks import HubDataset, Table, Task
 
 PROJECT = ROOT / "tests" / "fixtures" / "project"
@@ -71,13 +73,13 @@ def test_a_run_with_own_classes_is_read_again(project):
     run, path = saved(project)
     data = json.loads(path.read_text())
     assert data["origin"]["modules"] == {"pieces": str(project / "pieces.py")}
-    assert configs.load_json(path) == run
+    assert configs.whole(configs.read(path).run) == run
     configs.validate(run)
     for name in ("pieces", "my_rewards", "jaxrl_llm_config_mine"):
         del sys.modules[name]
     sys.path.remove(str(project))  # as in a new process
-    assert configs.to_json(configs.load_json(path)) == configs.to_json(run)
-    configs.validate(configs.load_json(path))
+    assert configs.to_json(configs.whole(configs.read(path).run)) == configs.to_json(run)
+    configs.validate(configs.whole(configs.read(path).run))
 
 
 def test_a_class_of_the_configuration_itself_is_read_again(tmp_path):
@@ -90,9 +92,9 @@ def test_a_class_of_the_configuration_itself_is_read_again(tmp_path):
     found = configs.find_config(str(tmp_path / "mine.py"))
     origin = dataclasses.replace(found.origin, modules=configs.own_modules(found.run))
     path = write(tmp_path / "run", found.run, origin)
-    assert configs.load_json(path) == found.run
+    assert configs.whole(configs.read(path).run) == found.run
     del sys.modules["jaxrl_llm_config_mine"]
-    assert configs.load_json(path).recipe.shaping[0].share == 0.25
+    assert configs.whole(configs.read(path).run).recipe.shaping[0].share == 0.25
 
 
 def test_nothing_of_a_run_is_run_that_it_did_not_record(project, tmp_path):
@@ -108,7 +110,7 @@ def test_nothing_of_a_run_is_run_that_it_did_not_record(project, tmp_path):
     ):
         path.write_text(json.dumps(data | {"learner": {"type": kind}}))
         with pytest.raises(InputError, match=f"it names {kind}, which is no configuration class of this version"):
-            configs.load_json(path)
+            configs.whole(configs.read(path).run)
     assert not (tmp_path / "ran").exists()
     # Nor anything of its own where only the model is wanted.
     data["origin"]["modules"]["pieces"] = str(project / "evil.py")
@@ -125,14 +127,14 @@ def test_a_module_that_is_gone_or_another_is_told_in_one_line(project, tmp_path,
     with pytest.raises(
         InputError, match=r"it has classes of .*pieces.py, which is not there any more: go to the folder"
     ):
-        configs.load_json(path)
+        configs.whole(configs.read(path).run)
     request.addfinalizer(lambda here=os.getcwd(): os.chdir(here))
     os.chdir(moved)
-    assert type(configs.load_json(path).recipe.shaping[0]).__module__ == "pieces"
+    assert type(configs.whole(configs.read(path).run).recipe.shaping[0]).__module__ == "pieces"
     (moved / "pieces.py").write_text("import dataclasses\n1 / 0\n")
     del sys.modules["pieces"]
     with pytest.raises(InputError, match=r"pieces\.py: ZeroDivisionError"):
-        configs.load_json(path)
+        configs.whole(configs.read(path).run)
 
 
 def test_what_cannot_be_saved_is_told_when_it_is_read(tmp_path):
@@ -143,12 +145,12 @@ def test_what_cannot_be_saved_is_told_when_it_is_read(tmp_path):
     shaped = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, shaping=(Inner(), {1, 2})))
     path = write(tmp_path / "run", shaped, Origin(str(tmp_path)))
     with pytest.raises(InputError, match=r"config.json: its class .*Inner is not at the top of a file"):
-        configs.load_json(path)
+        configs.whole(configs.read(path).run)
     run = configs.read(path).run
     assert configs.changes(run, configs.as_read(shaped)) == [] and run.model == "tiny-random"
     assert "the run holds a set, which only the program that began it has" in run.recipe.shaping[1].why
     algorithm = configs.to_json(SMOKE.recipe.algorithm) | {"surrogate": {"unsaveable": "gone"}}
-    assert configs.rebuilt(algorithm, None) == configs.Unsaveable("gone")  # which cannot be made without it
+    assert configs.from_json(algorithm) == Unsaveable("gone")  # which cannot be made without it
 
 
 def test_data_and_models_are_found_from_another_folder(project, tmp_path, request):
@@ -202,14 +204,14 @@ def test_a_step_of_a_run_has_a_name(project):
     directory = path.parent
     for step in (2, 4):
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    assert configs.find_start(str(directory)) == Start(str(directory), 4)
-    assert configs.find_start(f"{directory}@2") == Start(str(directory), 2)
+    assert find_start(str(directory)) == Start(str(directory), 4)
+    assert find_start(f"{directory}@2") == Start(str(directory), 2)
     assert configs.split_step("runs/x@y") == (configs.split_step("runs/x@y")[0], None)
     with pytest.raises(InputError, match="has no checkpoint of step 3: it keeps 2, 4"):
-        configs.find_start(f"{directory}@3")
+        find_start(f"{directory}@3")
     (project / "runs" / "mine@4").mkdir()
     with pytest.raises(InputError, match="mine@4 is no run"):
-        configs.find_start(f"{directory}@4")  # a folder of this name comes first
+        find_start(f"{directory}@4")  # a folder of this name comes first
     origin = Origin(str(project), start=Start(str(directory), 2))
     path = write(project / "runs" / "new", SMOKE, origin)
     assert json.loads(path.read_text())["from"] == {"run": str(directory), "step": 2}

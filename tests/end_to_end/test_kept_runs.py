@@ -94,7 +94,7 @@ def test_the_distance_is_that_of_the_two_models_own_log_probabilities(folder, an
     model, tokenizer = load_pretrained("tiny-random")
     other, _ = load_pretrained(str(folder / "model"))
     prompts, problems, random = Prompts(task, tokenizer), load(task).train[:2], np.random.default_rng(0)
-    settings = configs.resolved(configs.load_json(folder / "run" / "config.json"))
+    settings = configs.resolved(configs.whole(configs.read(folder / "run" / "config.json").run))
 
     def completion(length):
         zeros = np.zeros(length)
@@ -220,7 +220,7 @@ def test_a_coefficient_of_the_entropy_moves_from_step_to_step_and_is_saved(folde
     assert [row["loss"] < -1 for row in steps] == [False, True, True], "the bonus is in the loss"
     host = json.loads((folder / "entropic" / "checkpoints" / "3" / "host" / "metadata").read_text())
     assert host["memory"]["entropy"] == {"moved": 0.375} and host["coefficients"]["entropy_coef"] == 0.375
-    assert len(configs.load_json(folder / "entropic" / "config.json").recipe.controllers) == 2
+    assert len(configs.whole(configs.read(folder / "entropic" / "config.json").run).recipe.controllers) == 2
 
 
 def test_a_run_without_a_whole_checkpoint_says_what_is_left(folder, gone_on):

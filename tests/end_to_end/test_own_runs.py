@@ -53,7 +53,7 @@ def answers(folder):
 
 def state_of(directory, step):
     """Policy, optimiser and reference of a checkpoint."""
-    run = configs.load_json(directory / "config.json")
+    run = configs.whole(configs.read(directory / "config.json").run)
     model, _ = load_pretrained(run.model)
     with Checkpoints(directory / "checkpoints", 9) as store:
         return jax.device_get(

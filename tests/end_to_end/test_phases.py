@@ -18,7 +18,6 @@ from jaxrl_llm import codec
 from jaxrl_llm.algorithms.reduce import ConstantLength
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten
 from jaxrl_llm.config import (
-    MAX_SEED,
     Evaluation,
     Scoring,
     as_read,
@@ -30,6 +29,7 @@ from jaxrl_llm.config import (
     unreached,
     validate,
 )
+from jaxrl_llm.config.run import MAX_SEED
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser
 from jaxrl_llm.learner.optimiser import build

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import assert_refused, commands
 
-from jaxrl_llm.config import load_json
+from jaxrl_llm.config import read, whole
 from jaxrl_llm.rewards import Function
 from jaxrl_llm.rewards.functions import Lost
 
@@ -68,7 +68,7 @@ def test_rewards_are_called_for_what_is_learned_from_only(folder, answers):
 
 def test_a_configuration_that_cannot_hold_its_reward_loads_and_says_so_where_it_is_to_be_called(folder, answers):
     reason = "it belongs to a file that was run, not imported"
-    assert load_json(folder / "fails/config.json").scoring.rewards == (
+    assert whole(read(folder / "fails/config.json").run).scoring.rewards == (
         Lost("judged", 1.0, reason),
         Function("my_rewards:length", 0.0),
     )

@@ -10,7 +10,7 @@ from commands import commands
 from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten
-from jaxrl_llm.config import evaluation_key, load_json
+from jaxrl_llm.config import evaluation_key, read, whole
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models import load_pretrained
@@ -43,7 +43,7 @@ def rows(folder):
 
 def saved(folder, step):
     """Arrays by name and host values of one checkpoint."""
-    run = load_json(folder / "config.json")
+    run = whole(read(folder / "config.json").run)
     model, _ = load_pretrained(run.model)
     like = abstract_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference)
     with Checkpoints(folder / "checkpoints") as store:
@@ -97,7 +97,7 @@ def test_a_stall_resets_reference_and_optimiser(folder, answers):
     assert all(row["event/reference_reset"] and row["event/optimiser_reset"] for row in metrics[1:])
     arrays, host = saved(folder / "stalled", 2)
     assert same(part(arrays, "reference/"), part(arrays, "policy/")) and not any(np.any(x) for x in moments(arrays))
-    key = evaluation_key(load_json(folder / "stalled" / "config.json"))
+    key = evaluation_key(whole(read(folder / "stalled" / "config.json").run))
     assert host["memory"]["stall"] == {"best": results[0], "stalled": 0, "test": key}
 
 

@@ -14,7 +14,7 @@ from commands import assert_refused, commands
 from learner.rollouts import one_device
 
 from jaxrl_llm.checkpoints.store import Checkpoints, flatten
-from jaxrl_llm.config import from_json, load_config, load_json, to_json, validate
+from jaxrl_llm.config import from_json, load_config, read, to_json, validate, whole
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
@@ -57,7 +57,7 @@ def rows(folder):
 
 def saved(folder, step):
     """Arrays by name of one checkpoint."""
-    run = load_json(folder / "config.json")
+    run = whole(read(folder / "config.json").run)
     model, _ = load_pretrained(run.model)
     like = abstract_state(model, build(run.learner.optimiser), run.output.monitor_kl)
     with Checkpoints(folder / "checkpoints") as store:

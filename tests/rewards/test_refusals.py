@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_llm.config.legacy import current
+from jaxrl_llm.config.origin import find_class
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Accuracy, Format, Refusals, Scorer, StepFunction, TaskReward, Threshold
 from jaxrl_llm.rewards.shaping import REFUSED
@@ -104,4 +104,4 @@ def test_the_share_of_a_steps_completions_is_told_where_it_is_measured():
 def test_rewards_that_have_moved_are_found_by_their_old_names():
     moved = {"refusals:Refusals": Refusals, "by_task:OfTasks": TaskReward, "steps:StepFunction": StepFunction}
     for old, kind in moved.items():
-        assert current(f"jaxrl_llm.rewards.{old}") == f"{kind.__module__}:{kind.__name__}"
+        assert find_class(f"jaxrl_llm.rewards.{old}", None) is kind

@@ -19,7 +19,7 @@ from jaxrl_llm.system.setting import (
     names_marked,
     parts_of,
     settings_in,
-    taking_old_names,
+    take_old_names,
     with_parts,
 )
 
@@ -37,7 +37,6 @@ class Inner(Setting):
         return ["even"] if self.size % 2 == 0 else []
 
 
-@taking_old_names("first_part", Inner, {"speed": "rate"})
 @dataclasses.dataclass(frozen=True)
 class Whole(Setting):
     most: Annotated[float | None, Range("[0, 1]", "nothing")] = 1.0
@@ -47,6 +46,9 @@ class Whole(Setting):
 
     def check(self, run, where):
         require(self.most != 0, "most is 0")
+
+
+take_old_names(Whole, "first_part", {"speed": "rate"})
 
 
 # The classes of this file stand for the package's own.

@@ -17,9 +17,10 @@ from jaxrl_llm.telemetry.records import logged
 
 PARENT = """
 import sys
-from jaxrl_llm.system.signals import listen, run_child
+from jaxrl_llm.system.signals import child, listen
 listen()
-run_child([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"])
+with child([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]) as process:
+    process.communicate()
 """
 REWARD = """
 import os, time

@@ -10,7 +10,7 @@ from learner.rollouts import one_device
 
 from jaxrl_llm import codec
 from jaxrl_llm.checkpoints.store import Checkpoints, host_file
-from jaxrl_llm.config import find_start, load_config, located, to_json, validate
+from jaxrl_llm.config import load_config, located, to_json, validate
 from jaxrl_llm.config.origin import Origin
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import create_state
@@ -18,6 +18,7 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.settings import Optimiser
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.rollout.groups import RECORDS, Carryover
+from jaxrl_llm.runs.load import find_start
 from jaxrl_llm.stages.rl.problems import statistics, stream_of
 from jaxrl_llm.tasks import Curriculum, Dropping, EasyToHard, Prioritised, Scheduled, Shuffled
 from jaxrl_llm.tasks.stream import Interleaved

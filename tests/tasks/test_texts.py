@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.config.legacy import current
+from jaxrl_llm.config.origin import find_class
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts, longest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
@@ -315,6 +315,6 @@ def test_data_are_found_by_the_names_of_the_room_that_they_came_from():
     for kind in (Collected, Pairs, Steps, Texts):
         assert namespace[kind.__name__] is kind
         module = "collected" if kind is Collected else "texts"
-        assert current(f"jaxrl_llm.tasks.{module}:{kind.__name__}") == f"{kind.__module__}:{kind.__name__}"
+        assert find_class(f"jaxrl_llm.tasks.{module}:{kind.__name__}", None) is kind
     with pytest.raises(ImportError, match="Textss"):
         exec("from jaxrl_llm.tasks import Textss", {})

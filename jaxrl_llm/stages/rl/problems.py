@@ -14,6 +14,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.snapshots import kept
 from jaxrl_llm.checkpoints.store import read_host
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.runs.load import find_start
 from jaxrl_llm.stages.stage import Fingerprints, read_parts
 from jaxrl_llm.stages.taught import untold
 from jaxrl_llm.tasks.curriculum import BY_SUCCESS, Curriculum, difficulties
@@ -130,7 +131,7 @@ def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]
 def streams_of(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks.PromptStream:
     """Return the stream of prompts, which gives the order of each task's problems."""
     parts = configs.parts_of_task(run.task)
-    seed = configs.shared_by_phases(run.seed)
+    seed = run.seed % configs.SHIFT  # so that no phase restarts the order
     return tasks.of_tasks(
         [
             (part.task.label, part.weight, stream_of(run.rollout.collect.curriculum, problems, seed))
@@ -167,7 +168,7 @@ def statistics(name: str, problems: Sequence[Problem]) -> Memory:
     Raises:
       InputError: the run is missing, had no curriculum or other problems, or has them in several tasks of other names.
     """
-    start = configs.find_start(name)
+    start = find_start(name)
     saved = read_host(kept(Path(start.run))[start.step])
     found = list(_memories(saved))
     if not found:
