@@ -16,28 +16,3 @@ from jaxrl_llm.rewards.shaping import (
     SoftOverlong,
 )  # fmt: skip
 from jaxrl_llm.rewards.verify import accuracy
-
-__all__ = [
-    "Accuracy",
-    "Constraint",
-    "CosineLength",
-    "Failures",
-    "Format",
-    "Function",
-    "Gate",
-    "Hinge",
-    "LengthPenalty",
-    "Local",
-    "ModelReward",
-    "Refusals",
-    "RepetitionPenalty",
-    "Reward",
-    "Scorer",
-    "Scores",
-    "SoftOverlong",
-    "StepFunction",
-    "StepReward",
-    "TaskReward",
-    "Threshold",
-    "accuracy",
-]

@@ -11,37 +11,3 @@ from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
 from jaxrl_llm.tasks.template import Prompts, encode
 
 __getattr__ = attach("jaxrl_llm", dict.fromkeys(("Collected", "Pairs", "Steps", "Texts"), "data"))  # once they lay here
-
-__all__ = [
-    "Collected",
-    "Curriculum",
-    "Dropping",
-    "EasyToHard",
-    "HubDataset",
-    "Instructions",
-    "Loaded",
-    "Pairs",
-    "Prioritised",
-    "PromptStream",
-    "Prompts",
-    "ReasoningGym",
-    "Rows",
-    "Scheduled",
-    "Shuffled",
-    "Steps",
-    "Table",
-    "Task",
-    "Texts",
-    "answer_of",
-    "begun",
-    "check",
-    "dated",
-    "difference",
-    "encode",
-    "extract",
-    "fingerprint",
-    "integer",
-    "load",
-    "of_tasks",
-    "problem_index",
-]
