@@ -16,8 +16,8 @@ from jaxrl_llm.config.mixture import (
     rewards_of,
 )
 from jaxrl_llm.config.run import Run
+from jaxrl_llm.rewards.functions import OF_STEPS
 from jaxrl_llm.rewards.group_shaping import RelativeLength
-from jaxrl_llm.rewards.models import OF_STEPS
 from jaxrl_llm.system.setting import settings_in
 
 MANY_SNAPSHOTS = 20

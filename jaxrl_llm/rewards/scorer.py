@@ -4,21 +4,30 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, places_of, shaped, spread
+from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
-from jaxrl_llm.rewards.functions import OWN, Form, Function, Item, StepFunction, as_reward, form_of
-from jaxrl_llm.rewards.models import DISAGREEMENT, OF_STEPS, ON_DEVICE, ModelReward
+from jaxrl_llm.rewards.functions import (
+    OF_STEPS,
+    ON_DEVICE,
+    Form,
+    Item,
+    ModelReward,
+    Own,
+    StepFunction,
+    as_reward,
+    form_of,
+)  # fmt: skip
 from jaxrl_llm.rewards.pool import Inside, Pool
-from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
+from jaxrl_llm.rewards.scores import DISAGREEMENT, Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
-from jaxrl_llm.rewards.verify import Pooled, dry_run_completion, verdict
+from jaxrl_llm.rewards.verify import dry_run_completion, verdict
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.types import Problem
 
@@ -35,13 +44,8 @@ VERIFIED = ""
 """Name of the verifier's own column, which exists without an ``Accuracy`` reward too; no reward has this name."""
 
 
-class Job(NamedTuple):
-    """A call, the column and places that it fills, and the function if no other process has it."""
-
-    column: str
-    places: Sequence[int]
-    call: Call
-    function: Callable[..., Any] | None = None
+Job = tuple[str, Sequence[int], Call]
+"""The column and the places that a call fills, and the call."""
 
 
 class Scorer:
@@ -85,14 +89,12 @@ class Scorer:
         beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
         self._watched = {name: one for name, one in beside.items() if name not in (on_request or {})}
         self._beside = beside
-        for reward in self._rewards.values():
+        for reward in (*self._rewards.values(), *beside.values()):
             shaping.check(reward)
-        for reward in beside.values():
-            check_bound(reward, shaping.check) if isinstance(reward, Gate) else shaping.check(reward)
         self._bases = {name: base_of(reward) for name, reward in (self._rewards | beside).items()}
         known = (Accuracy, *BUILT_IN, *ON_DEVICE)
         self._forms = {
-            name: form_of(_callable(base), base.batch if isinstance(base, OWN) else None)
+            name: form_of(_callable(base), base.batch if isinstance(base, Own) else None)
             for name, base in self._bases.items()
             if not isinstance(base, known)
         }
@@ -201,8 +203,8 @@ class Scorer:
             elif not isinstance(base, Accuracy):
                 columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
                 jobs += _jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
-        pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
-        said = [next(pooled) if job.function is None else self._inside.run(job.function, job.call) for job in jobs]
+        pooled = iter(self._pool.map([call for *_, call in jobs if call.function is None]))
+        said = [next(pooled) if call.function is None else self._inside.run(call) for *_, call in jobs]
         failed = _fill(columns, jobs, said, self._on_error, self._bases)
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
@@ -246,14 +248,15 @@ def _fill(
 ) -> dict[tuple[str, int], Outcome]:
     """Fill the places of calls with their outcomes; return the failed ones with their messages."""
     failed: dict[tuple[str, int], Outcome] = {}
-    for job, outcomes in zip(jobs, said, strict=True):
-        for place, outcome in zip(job.places, outcomes, strict=True):
-            instead = () if job.call.positions else on_error
-            columns[job.column][place] = outcome.value if outcome.status == "ok" else instead
-            if outcome.status != "ok":
-                reward = rewards.get(job.column)  # None for the verifier
-                at = outcome.place or (defined(_callable(reward)) if reward is not None else "") or job.call.path
-                failed[job.column, place] = outcome._replace(message=f"{at}: {outcome.message}")
+    for (column, places, call), outcomes in zip(jobs, said, strict=True):
+        for place, outcome in zip(places, outcomes, strict=True):
+            if outcome.status == "ok":
+                columns[column][place] = outcome.value
+                continue
+            columns[column][place] = () if call.positions else on_error
+            reward = rewards.get(column)  # None for the verifier
+            at = outcome.place or (defined(_callable(reward)) if reward is not None else "") or call.path
+            failed[column, place] = outcome._replace(message=f"{at}: {outcome.message}")
     return failed
 
 
@@ -284,8 +287,8 @@ def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.nda
     jobs = []
     for place, (problem, completion) in enumerate(items):
         found = verdict(problem, completion)
-        if isinstance(found, Pooled):
-            jobs.append(Job(VERIFIED, [place], Call(found.path, [(found.answer, problem)], timeout_s=timeout_s)))
+        if isinstance(found, Call):
+            jobs.append((VERIFIED, [place], found._replace(timeout_s=timeout_s)))
         else:
             column[place] = found
     return {VERIFIED: column}, jobs
@@ -298,17 +301,15 @@ def _jobs_of(
 
     ``places``: indices of the completions that it scores.
     """
-    named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
-    function = None if named else _callable(reward)
+    path = getattr(reward, "path", None)
+    named = isinstance(path, str)
     seconds = getattr(reward, "timeout_s", None) or timeout_s * (BATCH_TIMES if form.batch else 1)
-    path = reward.path if named else name
     positions = reward.positions if isinstance(reward, StepFunction) else ""
     bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
     shares = [places] if places and (form.batch or form.waits) else [[place] for place in places]
-    return [
-        Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
-    ]
+    whole = Call(path if named else name, bare, form, seconds, positions, None if named else _callable(reward))
+    return [(name, share, whole._replace(items=[bare[at] for at in share])) for share in shares]
 
 
 def _callable(reward: Any) -> Callable[..., Any]:
-    return reward.function if isinstance(reward, OWN) else reward
+    return reward.function if isinstance(reward, Own) else reward
