@@ -3,14 +3,14 @@
 The caller adds the row's place to the errors raised here.
 """
 
-import dataclasses
 import decimal
 import itertools
 import json
 import math
 import numbers
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from jaxrl_llm.types import Message
 Columns = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class RowFormat:
+class RowFormat(NamedTuple):
     """Columns of the rows of a kind of data.
 
     Attributes:
@@ -312,8 +311,7 @@ def _rest(side: Any, prompt: list[Message], name: str) -> Message:
 
 def shared(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
     """Return the longest common beginning of two sequences."""
-    count = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    return one[: min(len(one), len(other)) if count is None else count]
+    return one[: sum(itertools.takewhile(bool, map(operator.eq, one, other)))]
 
 
 def _answered(chat: list[Message], column: str) -> list[Message]:

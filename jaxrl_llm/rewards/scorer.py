@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
-from jaxrl_llm.rewards.functions import (
-    OF_STEPS,
-    ON_DEVICE,
-    Form,
-    Item,
-    ModelReward,
-    Own,
-    StepFunction,
-    as_reward,
-    form_of,
-)  # fmt: skip
+from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
 from jaxrl_llm.rewards.scores import DISAGREEMENT, Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
@@ -42,10 +32,6 @@ BATCH_TIMES = 60
 """Factor by which the time limit of a call of a whole batch exceeds that of one completion."""
 VERIFIED = ""
 """Name of the verifier's own column, which exists without an ``Accuracy`` reward too; no reward has this name."""
-
-
-Job = tuple[str, Sequence[int], Call]
-"""The column and the places that a call fills, and the call."""
 
 
 class Scorer:
@@ -190,22 +176,59 @@ class Scorer:
         messages = {name: f"{line} (traceback in {self._errors})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
-    def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
-        columns, jobs = _verified(items, self._timeout_s)
-        bases = {name: self._bases[name] for name in rewards}
-        places = {name: places_of(reward, items) for name, reward in rewards.items()}
-        for name, base in bases.items():
+    def _columns(
+        self, items: Sequence[Item], places: Mapping[str, Sequence[int]], given: Mapping[str, Any]
+    ) -> tuple[dict[str, np.ndarray], dict[tuple[str, int], Outcome]]:
+        """Return the values of the verifier and of each base of a reward, by name, float64[n], as far as it scores the
+        completions in its ``places``; and the failed calls, with their messages, by name and place.
+        """
+        columns = {VERIFIED: np.zeros(len(items))}
+        jobs: list[tuple[str, Sequence[int], Call]] = []  # what each call fills
+        for place, (problem, completion) in enumerate(items):
+            found = verdict(problem, completion)
+            if isinstance(found, Call):
+                jobs.append((VERIFIED, [place], found._replace(timeout_s=self._timeout_s)))
+            else:
+                columns[VERIFIED][place] = found
+        for name, at in places.items():
+            base = self._bases[name]
             if name in given:
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
-                found = np.array([base(*items[place]) for place in places[name]], np.float64)
-                columns[name] = spread(found, places[name], len(items))
+                columns[name] = spread(np.array([base(*items[place]) for place in at], np.float64), at, len(items))
             elif not isinstance(base, Accuracy):
-                columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
-                jobs += _jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
+                columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
+                jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
         pooled = iter(self._pool.map([call for *_, call in jobs if call.function is None]))
-        said = [next(pooled) if call.function is None else self._inside.run(call) for *_, call in jobs]
-        failed = _fill(columns, jobs, said, self._on_error, self._bases)
+        failed: dict[tuple[str, int], Outcome] = {}
+        for name, at, call in jobs:
+            outcomes = next(pooled) if call.function is None else self._inside.run(call)
+            for place, outcome in zip(at, outcomes, strict=True):
+                if outcome.status == "ok":
+                    columns[name][place] = outcome.value
+                    continue
+                columns[name][place] = () if call.positions else self._on_error
+                defines = name != VERIFIED and not outcome.place and defined(_callable(self._bases[name]))
+                where = outcome.place or defines or call.path
+                failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
+        return columns, failed
+
+    def _calls(self, name: str, items: Sequence[Item], places: Sequence[int]) -> Iterator[tuple[Sequence[int], Call]]:
+        """Yield the calls of a function, of one completion each or of all, after the places that each fills."""
+        reward, form = self._bases[name], self._forms[name]
+        own = reward if isinstance(reward, Own) else None
+        path, positions = getattr(own, "path", None), getattr(own, "positions", "")
+        named = isinstance(path, str)
+        seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
+        function = None if named else _callable(reward)
+        for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:
+            bare = [(items[at][0], dataclasses.replace(items[at][1], extras={})) for at in share]
+            yield share, Call(path if named else name, bare, form, seconds, positions, function)
+
+    def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
+        bases = {name: self._bases[name] for name in rewards}
+        places = {name: places_of(reward, items) for name, reward in rewards.items()}
+        columns, failed = self._columns(items, places, given)
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
@@ -239,27 +262,6 @@ class Scorer:
         )
 
 
-def _fill(
-    columns: dict[str, np.ndarray],
-    jobs: Sequence[Job],
-    said: Sequence[Sequence[Outcome]],
-    on_error: float,
-    rewards: Mapping[str, Any],
-) -> dict[tuple[str, int], Outcome]:
-    """Fill the places of calls with their outcomes; return the failed ones with their messages."""
-    failed: dict[tuple[str, int], Outcome] = {}
-    for (column, places, call), outcomes in zip(jobs, said, strict=True):
-        for place, outcome in zip(places, outcomes, strict=True):
-            if outcome.status == "ok":
-                columns[column][place] = outcome.value
-                continue
-            columns[column][place] = () if call.positions else on_error
-            reward = rewards.get(column)  # None for the verifier
-            at = outcome.place or (defined(_callable(reward)) if reward is not None else "") or call.path
-            failed[column, place] = outcome._replace(message=f"{at}: {outcome.message}")
-    return failed
-
-
 def _failures(
     failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
 ) -> Failures:
@@ -279,36 +281,6 @@ def _failures(
             f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace
         ),
     )
-
-
-def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndarray], list[Job]]:
-    """Return the verifier's column, float64[n], as far as it can be computed here, and the calls that fill the rest."""
-    column = np.zeros(len(items))
-    jobs = []
-    for place, (problem, completion) in enumerate(items):
-        found = verdict(problem, completion)
-        if isinstance(found, Call):
-            jobs.append((VERIFIED, [place], found._replace(timeout_s=timeout_s)))
-        else:
-            column[place] = found
-    return {VERIFIED: column}, jobs
-
-
-def _jobs_of(
-    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int]
-) -> list[Job]:
-    """Return the calls of a function, of one completion each or of all; ``timeout_s`` is for one completion.
-
-    ``places``: indices of the completions that it scores.
-    """
-    path = getattr(reward, "path", None)
-    named = isinstance(path, str)
-    seconds = getattr(reward, "timeout_s", None) or timeout_s * (BATCH_TIMES if form.batch else 1)
-    positions = reward.positions if isinstance(reward, StepFunction) else ""
-    bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
-    shares = [places] if places and (form.batch or form.waits) else [[place] for place in places]
-    whole = Call(path if named else name, bare, form, seconds, positions, None if named else _callable(reward))
-    return [(name, share, whole._replace(items=[bare[at] for at in share])) for share in shares]
 
 
 def _callable(reward: Any) -> Callable[..., Any]:

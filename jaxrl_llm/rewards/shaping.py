@@ -9,16 +9,7 @@ from typing import Any, ClassVar
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
-from jaxrl_llm.rewards.functions import (
-    OF_STEPS,
-    Function,
-    Local,
-    Lost,
-    ModelReward,
-    StepFunction,
-    StepReward,
-    form_of,
-)  # fmt: skip
+from jaxrl_llm.rewards.functions import OF_STEPS, Function, Local, Lost, ModelReward, StepFunction, StepReward, form_of
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
 
