@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.formats import OPTIONS, THOUGHTS, WEIGHT, shared
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
@@ -137,8 +137,7 @@ class Writer:
         """
         own = self.tokenizer.eos_token_id
         found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
-        if not found:
-            raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
+        require(bool(found), "neither the tokenizer nor the model's configuration names a token that ends a text")
         return found[0]
 
     def once(self, text: str) -> str:
@@ -229,8 +228,7 @@ class Writer:
         begins = self._worded(prompt)
         chat = [*begins, *self._ended(rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
-        if self.plain and len(speaks) > 1:
-            raise InputError(_NO_TURNS)
+        require(not self.plain or len(speaks) < 2, _NO_TURNS)
         tokens: list[int] = []
         mask: list[bool] = []
         for at, following in itertools.pairwise(speaks):
@@ -264,8 +262,7 @@ class Writer:
         Raises:
           InputError: the chat has several turns, and no template to mark them.
         """
-        if self.plain and len(rest) > 1:
-            raise InputError(_NO_TURNS)
+        require(not self.plain or len(rest) < 2, _NO_TURNS)
         if plain or self.plain:
             texts = [message["content"] for message in self._worded(prompt)]
             before = "\n\n".join(texts)

@@ -122,7 +122,7 @@ class Constraint:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskReward:
+class TaskReward(Bound):
     """Reward of the completions of some of a mixture's tasks only; other completions are scored without it.
 
     Attributes:
@@ -130,7 +130,6 @@ class TaskReward:
       tasks: their labels.
     """
 
-    of: Any
     tasks: tuple[str, ...]
 
     @property
@@ -161,12 +160,12 @@ def spread(values: np.ndarray, places: list[int], count: int) -> np.ndarray:
 
 def base_of(reward: Any) -> Any:
     """Return the innermost reward, which is scored for this one."""
-    return base_of(reward.of) if isinstance(reward, (Bound, TaskReward)) else reward
+    return base_of(reward.of) if isinstance(reward, Bound) else reward
 
 
 def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
     """Return the reward's values, float64[n], from those of ``base_of(reward)``; a gate's are 1 where it rejects."""
-    if not isinstance(reward, (Bound, TaskReward)):
+    if not isinstance(reward, Bound):
         return values
     inner = shaped(reward.of, values)
     match reward:

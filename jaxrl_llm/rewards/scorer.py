@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards import shaping
 from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
@@ -68,8 +68,7 @@ class Scorer:
                 f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
                 f"least 1 worker, more than 0 seconds, and a finite on_error or NaN"
             )
-        if not rewards:
-            raise InputError("there are no rewards; give at least one, such as Accuracy()")
+        require(bool(rewards), "there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
         given = dict(watched or {}) | dict(on_request or {})
         beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
@@ -138,8 +137,7 @@ class Scorer:
         called = self._rewards | self._beside
         called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
         failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called).failures
-        if failures.message:
-            raise InputError(failures.message)
+        require(not failures.message, failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 

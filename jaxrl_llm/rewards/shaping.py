@@ -223,10 +223,10 @@ def check(reward: Any) -> None:
         case Refusals():
             for pattern in reward.patterns:
                 _compiled("Refusals", pattern, re.IGNORECASE)
-        case Bound() | Constraint():
-            _check_bound(reward)
         case TaskReward():
             check(reward.of)
+        case Bound() | Constraint():
+            _check_bound(reward)
         case StepReward() if not reward.separator:
             raise InputError(f"reward {reward.name} has an empty separator; give what ends a step, such as a line end")
         case ModelReward() if not reward.paths:

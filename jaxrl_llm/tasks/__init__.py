@@ -7,7 +7,7 @@ from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.prompts import difference, fingerprint
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table, begun
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_index
-from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
+from jaxrl_llm.tasks.task import Loaded, Task, check, load
 from jaxrl_llm.tasks.template import Prompts, encode
 
 __getattr__ = attach("jaxrl_llm", dict.fromkeys(("Collected", "Pairs", "Steps", "Texts"), "data"))  # once they lay here

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.instructions import ARGUMENTS, IDS, RELATIONS
 from jaxrl_llm.tasks.prompts import problem_of
 from jaxrl_llm.types import Problem
@@ -68,8 +68,7 @@ class Instructions:
         Raises:
           InputError: a kind is unknown, or the size is below 1.
         """
-        if self.size < 1:
-            raise InputError(f"source Instructions has size {self.size}; give at least 1")
+        require(self.size >= 1, f"source Instructions has size {self.size}; give at least 1")
         for name in (name for name in self.kinds if name not in KINDS):
             hint = did_you_mean(name, KINDS, f"choose of {', '.join(KINDS)}")
             raise InputError(f"source Instructions has no kind {name!r}; {hint}")

@@ -1,6 +1,5 @@
 """Templates: turn a problem into the token ids that the policy continues."""
 
-import copy
 import datetime
 import functools
 import hashlib
@@ -181,15 +180,6 @@ def template_text(wording: Wording, tokenizer: Any) -> str:
         return CHATML
     check_template(wording.template)
     return wording.template
-
-
-def with_template(tokenizer: Any, template: str) -> Any:
-    """Return a tokenizer that writes chats with this template of a ``Task``; unchanged for "tokenizer" or "plain"."""
-    if template in ("tokenizer", "plain"):
-        return tokenizer
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = CHATML if template == "chatml" else template
-    return other
 
 
 @functools.lru_cache(maxsize=8)

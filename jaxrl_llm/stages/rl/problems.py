@@ -61,7 +61,7 @@ def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
     def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
         found = read_parts(parts, functools.partial(configs.verifies, run), status)
         for part, one in zip(parts, found, strict=True):
-            if not one.verified:
+            if one.train[0].verifier == "none":
                 configs.refuse_readers(run, part, f"task {one.train[0].task} without reference answers")
         return found
 
