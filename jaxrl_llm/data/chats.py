@@ -15,7 +15,7 @@ A model that scores an answer may read on to the end of the template's text, ``W
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,12 +83,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        wording: Wording,
-        tokenizer: Any,
-        stop_ids: Sequence[int],
-        options: Mapping[str, Any],
-        closes: bool = False,
+        self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any], closes: bool = False
     ):
         check_tokenizer(tokenizer)
         self.plain = wording.template == "plain"

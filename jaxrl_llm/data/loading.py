@@ -73,19 +73,16 @@ def load_texts(
 def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
     """Yield rows as token ids; if the data drops unusable rows, add the reasons to ``bad`` instead of raising."""
     writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
-
-    def made(where: str, given: dict[str, Any]) -> Row:
-        row = unboxed(given)
-        try:
-            options = json.dumps(options_of(row), sort_keys=True)
-            return data.example(row, where, writer(options))
-        except InputError as error:
-            raise BadRow(f"{where}: {error}") from error
-
-    rows = itertools.starmap(made, itertools.starmap(sound, data.source.read()))
+    rows = itertools.starmap(sound, data.source.read())
     while True:
         try:
-            yield next(rows)
+            where, given = next(rows)
+            row = unboxed(given)
+            try:
+                options = json.dumps(options_of(row), sort_keys=True)
+                yield data.example(row, where, writer(options))
+            except InputError as error:
+                raise BadRow(f"{where}: {error}") from error
         except StopIteration:
             return
         except BadRow as error:

@@ -74,11 +74,6 @@ class Gate(Bound):
 
     at: float = 0.5
 
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        return f"gate of {self.of.name}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:

@@ -128,7 +128,10 @@ def is_chat(problem: Problem) -> bool:
 
 
 def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[Outcome]:
-    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results."""
+    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results.
+
+    In a batch None is NaN, and an invalid score fails alone.
+    """
     try:
         if call.form.waits and not call.form.batch:
             return run(_all(function, call))
@@ -136,7 +139,19 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         result = function(*arguments, **named)
         if inspect.isawaitable(result):
             result = run(_awaited(result))
-        return _scores(result, function, call) if call.form.batch else [_scored(result, call, call.items[0])]
+        if not call.form.batch:
+            return [_scored(result, call, call.items[0])]
+        if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
+            raise TypeError(f"returned {result!r:.80}, which is no list of scores")
+        if len(result) != len(call.items):
+            raise ValueError(f"returned {len(result)} scores for {len(call.items)} completions")
+        outcomes = []
+        for score, item in zip(result, call.items, strict=True):
+            try:
+                outcomes.append(_scored(math.nan if score is None else score, call, item))
+            except (TypeError, ValueError) as error:
+                outcomes.append(_failed(error, function))
+        return outcomes
     except BaseException as error:  # noqa: BLE001  SystemExit too: one bad item must not end what runs it
         first = _failed(error, function)
         return [first] + [first._replace(trace="")] * (len(call.items) - 1)
@@ -215,22 +230,6 @@ def steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float
 
 def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
     return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result))
-
-
-def _scores(result: Any, function: Callable[..., Any], call: Call) -> list[Outcome]:
-    """Return the outcomes of a batch: None is NaN; an invalid score fails alone."""
-    count = len(call.items)
-    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
-        raise TypeError(f"returned {result!r:.80}, which is no list of scores")
-    if len(result) != count:
-        raise ValueError(f"returned {len(result)} scores for {count} completions")
-    outcomes = []
-    for score, item in zip(result, call.items, strict=True):
-        try:
-            outcomes.append(_scored(math.nan if score is None else score, call, item))
-        except (TypeError, ValueError) as error:
-            outcomes.append(_failed(error, function))
-    return outcomes
 
 
 def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:

@@ -1,5 +1,7 @@
 """Scorer of completions with several rewards; calls that may hang or crash run in killable processes."""
 
+import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ VERIFIED = ""
 """Name of the verifier's own column, which exists without an ``Accuracy`` reward too; no reward has this name."""
 
 
-class Scorer:
+class Scorer(contextlib.AbstractContextManager):
     """Rewards with their workers; close it, or use it in a ``with`` block.
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes, started when
@@ -94,9 +96,6 @@ class Scorer:
         self._pool = Pool(workers)
         self._inside = Inside()
 
-    def __enter__(self) -> "Scorer":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -105,25 +104,22 @@ class Scorer:
         self._pool.close()
         self._inside.close()
 
-    def score(self, items: Sequence[Item]) -> Scores:
+    def score(self, items: Sequence[Item], only: Collection[str] | None = None) -> Scores:
         """Score each completion; the order is kept, and a failing call costs its own part only.
+
+        ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
 
         Raises:
           InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
           RuntimeError: the worker processes do not start.
         """
-        return self._divided(items, self._rewards | self._watched)
-
-    def only(self, items: Sequence[Item], names: Collection[str]) -> Scores:
-        """Score only the accuracy, and the watched or requested parts of these names, as far as they exist.
-
-        Raises the errors of ``score``.
-        """
-        return self._divided(items, {name: one for name, one in self._beside.items() if name in names})
+        if only is None:
+            return self._divided(items, self._rewards | self._watched)
+        return self._divided(items, {name: one for name, one in self._beside.items() if name in only})
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""
-        return self.only(items, ()).accuracy
+        return self.score(items, only=()).accuracy
 
     def dry_run(self, problem: Problem, tokenizer: Any) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
@@ -264,20 +260,20 @@ def _failures(
     failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
 ) -> Failures:
     """Collect the failures of rewards that score the completions in their ``places``."""
-    lost = [column for column, _ in failed]
-    first = {column: outcome for (column, _), outcome in reversed(failed.items())}
+    first: dict[str, Outcome] = {}
+    for (column, _), outcome in failed.items():
+        first.setdefault(column, outcome)
     names = {column: name for name, column in reversed(source.items())}
+    statuses = collections.Counter(outcome.status for outcome in failed.values())
     return Failures(
-        errors=sum(outcome.status == "error" for outcome in failed.values()),
-        timeouts=sum(outcome.status == "timeout" for outcome in failed.values()),
+        errors=statuses["error"],
+        timeouts=statuses["timeout"],
         of={
             name: (len(places[name]), sum((column, at) in failed for at in places[name]))
             for name, column in source.items()
         },
-        messages={names.get(column, ""): first[column].message for column in dict.fromkeys(lost)},
-        trace="\n".join(
-            f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace
-        ),
+        messages={names.get(column, ""): outcome.message for column, outcome in first.items()},
+        trace="\n".join(f"{outcome.message}\n{outcome.trace}" for outcome in first.values() if outcome.trace),
     )
 
 

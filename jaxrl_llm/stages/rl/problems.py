@@ -103,7 +103,7 @@ def thoughts_judged(prompts: tasks.Prompts, read: Problems) -> list[str]:
     """Return a line for each task with completions that begin within a thought and are judged with it."""
     lines = []
     for task, problems in zip(prompts.tasks, read.train, strict=True):
-        opened = _OPENS_A_THOUGHT.search(prompts.end_of(problems[0]))
+        opened = _OPENS_A_THOUGHT.search(prompts.tokenizer.decode(prompts[problems[0]][-16:]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
                 f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by "
