@@ -179,9 +179,9 @@ async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], 
             return _failed(error, function)
 
 
-def overdue(seconds: float) -> str:
-    """Return the message about a call that took too long."""
-    return f"call not finished after {seconds:g} s"
+def overdue(seconds: float, what: str = "call") -> str:
+    """Return the message about a call, or its import, that took too long."""
+    return f"{what} not finished after {seconds:g} s"
 
 
 def number(result: Any) -> float:

@@ -186,13 +186,9 @@ class _Worker:
         """Return the timeout if the deadline has passed, else an empty list."""
         if self.deadline is None or time.monotonic() < self.deadline:
             return []
-        loading = self.state in ("sent", "loading")
+        running = self.state == "running"
         self.state = "dead"
-        said = (
-            f"import not finished after {START_TIMEOUT_S:g} s"
-            if loading or self.call is None
-            else overdue(self.call.limit_s)
-        )
+        said = overdue(self.call.limit_s) if running else overdue(START_TIMEOUT_S, "import")
         return self._all(Outcome("timeout", message=said))
 
     def _all(self, outcome: Outcome) -> list[Outcome]:

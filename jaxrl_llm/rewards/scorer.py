@@ -72,13 +72,12 @@ class Scorer(contextlib.AbstractContextManager):
             )
         require(bool(rewards), "there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
-        given = dict(watched or {}) | dict(on_request or {})
-        beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
-        self._watched = {name: one for name, one in beside.items() if name not in (on_request or {})}
-        self._beside = beside
-        for reward in (*self._rewards.values(), *beside.values()):
+        beside = {**(watched or {}), **(on_request or {})}
+        self._beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in beside.items()}
+        self._watched = {name: one for name, one in self._beside.items() if name not in (on_request or {})}
+        for reward in (*self._rewards.values(), *self._beside.values()):
             shaping.check(reward)
-        self._bases = {name: base_of(reward) for name, reward in (self._rewards | beside).items()}
+        self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._beside).items()}
         known = (Accuracy, *BUILT_IN, *ON_DEVICE)
         self._forms = {
             name: form_of(_callable(base), base.batch if isinstance(base, Own) else None)
