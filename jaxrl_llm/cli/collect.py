@@ -24,7 +24,6 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.paths import prepare_libraries
 from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
-from jaxrl_llm.tasks import dated
 
 EMPTY = "ask a better model, for more (--samples) or longer answers (--max_new_tokens)"
 STOPPED = "interrupted: run the same command again to go on"
@@ -76,8 +75,7 @@ def collect(arguments: list[str]) -> int:
         ),
     )
     path = check(name, out, options)
-    task = dated(options.data.task, datetime.date.today().isoformat())
-    options = dataclasses.replace(options, data=dataclasses.replace(options.data, task=task))
+    options = configs.dated(options, datetime.date.today().isoformat())
     from jaxrl_llm.collection.collect import Asked
     from jaxrl_llm.collection.collect import collect as collect_answers
     from jaxrl_llm.tasks import load

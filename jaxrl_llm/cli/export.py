@@ -6,6 +6,7 @@ README.md that says what was trained and what tests found. --adapter writes a ru
 must not exist, or be empty. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
 tokenizer and chat template."""
 
+import copy
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     """
     from jaxrl_llm.models import save_pretrained
     from jaxrl_llm.stages.taught import taught_by
-    from jaxrl_llm.tasks.template import with_template
+    from jaxrl_llm.tasks.template import template_text
 
     run = trained.run
     scores = isinstance(run, configs.RewardModel)
@@ -125,7 +126,10 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
         told = None
         if scores:
             told = taught_by(run, tokenizer).to_json()
-            tokenizer = with_template(tokenizer, configs.wording(run).template)
+            wording = configs.wording(run)
+            if wording.template not in ("tokenizer", "plain"):
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.chat_template = template_text(wording, tokenizer)
         save_pretrained(model, tokenizer, target, card, told)
 
     write(name, trained, target, load_trained, save)

@@ -2,6 +2,7 @@
 
 MOVED: dict[str, str] = {
     "jaxrl_llm.rewards.by_task:OfTasks": "jaxrl_llm.rewards.bounds:TaskReward",
+    "jaxrl_llm.rewards.models": "jaxrl_llm.rewards.functions",
     "jaxrl_llm.rewards.refusals": "jaxrl_llm.rewards.shaping",
     "jaxrl_llm.rewards.steps": "jaxrl_llm.rewards.functions",
     "jaxrl_llm.tasks.collected": "jaxrl_llm.data.datasets",

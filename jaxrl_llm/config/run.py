@@ -13,9 +13,8 @@ from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.learner.settings import RL_RATE, Learner, at_usual_rate
 from jaxrl_llm.recipes import DAPO, Recipe
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of, check_bound
-from jaxrl_llm.rewards.functions import as_reward
-from jaxrl_llm.rewards.models import OF_STEPS, ON_DEVICE, StepReward
+from jaxrl_llm.rewards.bounds import Constraint, Gate, base_of
+from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, StepReward, as_reward
 from jaxrl_llm.rewards.shaping import Accuracy, RepetitionPenalty, Reward
 from jaxrl_llm.rollout.settings import Rollout
 from jaxrl_llm.rules import ALL
@@ -168,9 +167,9 @@ class Scoring(Setting):
         for field, values, wanted in (("constraints", self.constraints, Constraint), ("gate", gates, Gate)):
             for value in values:
                 require(isinstance(value, wanted), f"scoring.{field} holds {value!r:.80}: give {wanted.__name__}(...)")
-                check_bound(value, shaping.check)
+                shaping.check(value)
         for value in mixture.refusals(run).values():
-            check_bound(value, shaping.check)
+            shaping.check(value)
         labels = [constraint.label for constraint in self.constraints]
         twice = {label for label in labels if labels.count(label) > 1}
         if twice:

@@ -250,7 +250,7 @@ def dated(run: Any, day: str) -> Any:
     """Return the run with ``day`` as today's date for templates that read the clock, unless its data sets a date."""
 
     def on_the_day(part: Any) -> Any:
-        undated = hasattr(part, "template") and getattr(part, "date", day) is None
+        undated = hasattr(part, "template") and not getattr(part, "date", day)
         return dataclasses.replace(part, date=day) if undated else part
 
     return with_parts(run, on_the_day)

@@ -2,16 +2,3 @@
 
 from jaxrl_llm.data.datasets import Collected, Pairs, Ranked, Stepped, Steps, Text, Texts, longest
 from jaxrl_llm.data.loading import check_collected, load_texts
-
-__all__ = [
-    "Collected",
-    "Pairs",
-    "Ranked",
-    "Stepped",
-    "Steps",
-    "Text",
-    "Texts",
-    "check_collected",
-    "load_texts",
-    "longest",
-]

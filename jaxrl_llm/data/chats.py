@@ -9,19 +9,19 @@ The assistant's text appears word for word, but for surrounding white space, whi
 that a template adds to the last turn only is left out. The end of a turn is learned if the template ends turns with a
 token at which the model's completions stop; else only that of the last turn, by the token that ends a text.
 
-A model that scores an answer may read on to the end of the template's text, ``Pieces.closing``: no policy learns that.
+A model that scores an answer may read on to the end of the template's text, ``Writer.closing``: no policy learns that.
 """
 
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.data.formats import OPTIONS, THOUGHTS, WEIGHT, shared
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.template import Wording, bos, check_tokenizer, rendered, template_text, worded
 from jaxrl_llm.types import Completion, Message
 
@@ -29,26 +29,73 @@ _MARKS = 64  # characters by which a template marks a thought, or what follows i
 _NEAR = 64  # characters before a piece that tokenizers may look at; what they cut text into first is shorter
 _ASKED = [{"role": "user", "content": "Is it so?"}]
 _ANSWER = {"role": "assistant", "content": "Yes."}
+_NO_TURNS = "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
 
 
-class Pieces:
-    """Conversion of chats to texts and of texts to token ids, piece by piece, with the ends of texts and turns.
+def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
+    """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
+
+    Its stop token is part of that end, or is replaced by it; truncated completions stay as they are.
 
     Args:
-      wording: settings of the chat's text.
+      completion: sampled by a policy.
+      closing: see ``Writer.closing``; None leaves all completions as they are.
+    """
+    tokens = completion.tokens
+    if closing is None or completion.finish_reason != "stop":
+        return tokens
+    ends = [size for size in range(1, min(len(closing), len(tokens)) + 1) if [*tokens[-size:]] == [*closing[:size]]]
+    return np.concatenate([tokens[: len(tokens) - max(ends, default=1)], np.asarray(closing, np.int32)])
+
+
+def thought_of(message: Message) -> str:
+    """Return the assistant's reasoning before this message; empty if the message has none."""
+    return next((message[name] for name in THOUGHTS if name in message), "")
+
+
+def said_of(before: str, message: Message, whole: str) -> str | None:
+    """Return the text in ``whole`` after ``before`` that holds the assistant's reasoning and answer; None if other text
+    follows. It includes the template's marks before and between the two.
+    """
+    if not whole.startswith(before):
+        return None
+    content, thought = message["content"], thought_of(message)
+    if not thought and whole.startswith(content, len(before)):
+        return content
+    marked = rf".{{0,{_MARKS}}}?"
+    begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*"
+    found = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(whole, len(before))
+    return found and found[0]
+
+
+class Writer:
+    """Encoder of chats and texts as token ids, piece by piece, with the ends of texts and turns.
+
+    Args:
+      wording: settings of the prompt's text.
       tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
       options: passed to the template in addition to the messages.
+      closes: whether the last turn ends as the template writes it, not as the model's completions do.
+
+    Raises:
+      InputError: the tokenizer is missing, or the template does not read one of the options.
     """
 
-    def __init__(self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: Mapping[str, Any]):
+    def __init__(
+        self, wording: Wording, tokenizer: Any, stop_ids: Sequence[int], options: dict[str, Any], closes: bool = False
+    ):
+        check_tokenizer(tokenizer)
         self.plain = wording.template == "plain"
         self.tokenizer = tokenizer
         self._wording = wording
         self._stop_ids = tuple(stop_ids)
         self._options = options
+        self._closes = closes
+        for name in options:
+            self._check_read(name, f"{OPTIONS} has")
 
-    def check_read(self, name: str, what: str) -> None:
+    def _check_read(self, name: str, what: str) -> None:
         """Refuse an option or field that the template would ignore.
 
         Raises:
@@ -85,8 +132,7 @@ class Pieces:
         """
         own = self.tokenizer.eos_token_id
         found = [own] if own is not None and own in (self._stop_ids or (own,)) else list(self._stop_ids)
-        if not found:
-            raise InputError("neither the tokenizer nor the model's configuration names a token that ends a text")
+        require(bool(found), "neither the tokenizer nor the model's configuration names a token that ends a text")
         return found[0]
 
     def once(self, text: str) -> str:
@@ -107,13 +153,6 @@ class Pieces:
         texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in sorted(ids)]
         some = "|".join(re.escape(text) for text in texts if text.strip())
         return re.compile(rf"(?:(?:{some})\s*)+\Z" if some else r"(?!)")
-
-    def ends_in(self, glue: str, ids: list[int]) -> int:
-        """Count the ids after the assistant's text, ``glue``, that end its turn."""
-        text, _ = self._turn_end
-        if not text or not glue.lstrip().startswith(text.lstrip()):
-            return 0
-        return next((at + 1 for at, token in enumerate(ids) if token in self._stop_ids), 0)
 
     @functools.cached_property
     def closing(self) -> list[int] | None:
@@ -149,98 +188,23 @@ class Pieces:
         ids = ids[: stops[0] + 1]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
 
-
-def closing_of(wording: Wording, tokenizer: Any) -> list[int] | None:
-    """Return ``Pieces.closing`` of chats with this wording."""
-    return Pieces(wording, tokenizer, (), {}).closing
-
-
-def closed(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
-    """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
-
-    Its stop token is part of that end, or is replaced by it; truncated completions stay as they are.
-
-    Args:
-      completion: sampled by a policy.
-      closing: see ``Pieces.closing``; None leaves all completions as they are.
-    """
-    tokens = completion.tokens
-    if closing is None or completion.finish_reason != "stop":
-        return tokens
-    ends = [size for size in range(1, min(len(closing), len(tokens)) + 1) if [*tokens[-size:]] == [*closing[:size]]]
-    return np.concatenate([tokens[: len(tokens) - max(ends, default=1)], np.asarray(closing, np.int32)])
-
-
-def thought_of(message: Message) -> str:
-    """Return the assistant's reasoning before this message; empty if the message has none."""
-    return next((message[name] for name in THOUGHTS if name in message), "")
-
-
-def said_of(before: str, message: Message, whole: str) -> str | None:
-    """Return the text in ``whole`` after ``before`` that holds the assistant's reasoning and answer; None if other text
-    follows. It includes the template's marks before and between the two.
-    """
-    if not whole.startswith(before):
-        return None
-    content, thought = message["content"], thought_of(message)
-    if not thought and whole.startswith(content, len(before)):
-        return content
-    marked = rf".{{0,{_MARKS}}}?"
-    begins = marked + re.escape(thought.strip()) + marked if thought else r"\s*"
-    found = re.compile(begins + re.escape(content.strip()), re.DOTALL).match(whole, len(before))
-    return found and found[0]
-
-
-class Writer:
-    """Encoder of prompts and of the messages after them as token ids.
-
-    Args:
-      wording: settings of the prompt's text.
-      tokenizer: of the model.
-      stop_ids: tokens at which the model's completions end.
-      options: passed to the template in addition to the messages.
-      closes: whether the last turn ends as the template writes it, not as the model's completions do.
-
-    Attributes:
-      pieces: converts texts to ids, with the ends of texts and turns.
-
-    Raises:
-      InputError: the tokenizer is missing, or the template does not read one of the options.
-    """
-
-    def __init__(
-        self,
-        wording: Wording,
-        tokenizer: Any,
-        stop_ids: Sequence[int],
-        options: Mapping[str, Any],
-        closes: bool = False,
-    ):
-        check_tokenizer(tokenizer)
-        self.pieces = Pieces(wording, tokenizer, stop_ids, options)
-        self._wording = wording
-        for name in options:
-            self.pieces.check_read(name, f"{OPTIONS} has")
-        self._closes = closes
-
     @property
     def ending(self) -> list[int]:
         """Ids that end the last turn of an answer or a chat."""
-        closing = self.pieces.closing if self._closes else None
-        return self.pieces.turn if closing is None else closing
+        closing = self.closing if self._closes else None
+        return self.turn if closing is None else closing
 
     def prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, and its ids, int32[p]: those of ``encode``."""
-        pieces = self.pieces
-        text = pieces.rendered(self._worded(messages))
-        begins = bos(text, pieces.tokenizer) if pieces.plain else []
-        return text, np.asarray(begins + pieces.ids(text), np.int32)
+        text = self.rendered(self._worded(messages))
+        begins = bos(text, self.tokenizer) if self.plain else []
+        return text, np.asarray(begins + self.ids(text), np.int32)
 
     def text(self, text: str) -> np.ndarray:
         """Encode a plain text with its end, int32[t], after BOS if the tokenizer begins every text with it."""
-        text = self.pieces.once(text)
-        begins = bos(text, self.pieces.tokenizer)
-        return np.asarray(begins + self.pieces.ids(text) + [self.pieces.end], np.int32)
+        text = self.once(text)
+        begins = bos(text, self.tokenizer)
+        return np.asarray(begins + self.ids(text) + [self.end], np.int32)
 
     def answer(self, prompt: Sequence[Message], before: str, answer: Message) -> np.ndarray:
         """Encode the assistant's answer to a prompt with the text ``before``, and the end of its turn, int32[t]."""
@@ -255,21 +219,27 @@ class Writer:
         Raises:
           InputError: the template rewrites an earlier turn of the assistant, or cannot mark turns.
         """
-        pieces = self.pieces
         before, asked = self.prompt(prompt)
         begins = self._worded(prompt)
         chat = [*begins, *self._ended(rest)]
         speaks = [at for at in range(len(begins), len(chat)) if chat[at]["role"] == "assistant"]
+        require(not self.plain or len(speaks) < 2, _NO_TURNS)
         tokens: list[int] = []
         mask: list[bool] = []
         for at, following in itertools.pairwise(speaks):
-            whole = pieces.rendered(chat[:following])
+            whole = self.rendered(chat[:following])
             said = said_of(before, chat[at], whole)
-            if said is None or pieces.plain:
-                raise InputError(_why(chat[at]["content"], pieces.plain))
+            if said is None:
+                raise InputError(
+                    f"the chat template rewrites the assistant's earlier turn {chat[at]['content'][:40]!r}, which can "
+                    "then not be learned in place; give another template, or a row for each turn"
+                )
             glue = whole[len(before) + len(said) :]
-            learned, others = pieces.after(before, said, glue)
-            ends = pieces.ends_in(glue, others)
+            learned, others = self.after(before, said, glue)
+            end, _ = self._turn_end
+            ends = 0
+            if end and glue.lstrip().startswith(end.lstrip()):
+                ends = next((place + 1 for place, token in enumerate(others) if token in self._stop_ids), 0)
             tokens += learned + others
             mask += [WEIGHT not in chat[at]] * (len(learned) + ends) + [False] * (len(others) - ends)
             before = whole
@@ -287,26 +257,24 @@ class Writer:
         Raises:
           InputError: the chat has several turns, and no template to mark them.
         """
-        pieces = self.pieces
-        if pieces.plain and len(rest) > 1:
-            raise InputError(_why("", plain=True))
-        if plain or pieces.plain:
+        require(not self.plain or len(rest) < 2, _NO_TURNS)
+        if plain or self.plain:
             texts = [message["content"] for message in self._worded(prompt)]
             before = "\n\n".join(texts)
             whole = before + "\n\n".join(message["content"] for message in self._ended(rest))
-            begins = bos(before, pieces.tokenizer)
-            asked, ids = begins + pieces.ids(before), [*begins, *pieces.ids(whole), self.pieces.end]
+            begins = bos(before, self.tokenizer)
+            asked, ids = begins + self.ids(before), [*begins, *self.ids(whole), self.end]
         else:
             chat = self._worded(prompt)
-            asked = pieces.ids(pieces.rendered(chat))
-            ids = pieces.ids(pieces.rendered([*chat, *self._ended(rest)], asks=False))
+            asked = self.ids(self.rendered(chat))
+            ids = self.ids(self.rendered([*chat, *self._ended(rest)], asks=False))
         return np.asarray(ids, np.int32), len(shared(asked, ids))
 
     def _last(self, chat: list[Message], before: str) -> list[int]:
         """Return the ids of the assistant's last message, after the text before it, and the end of its turn."""
         content = chat[-1]["content"]
-        if not self.pieces.plain:
-            said = said_of(before, chat[-1], self.pieces.rendered(chat, asks=False))
+        if not self.plain:
+            said = said_of(before, chat[-1], self.rendered(chat, asks=False))
             thought = thought_of(chat[-1])
             if said is None and thought:
                 raise InputError(
@@ -314,7 +282,7 @@ class Writer:
                     "leave it out, or give another template"
                 )
             content = said or content
-        return [*self.pieces.after(before, content)[0], *self.ending]
+        return [*self.after(before, content)[0], *self.ending]
 
     def _worded(self, messages: Iterable[Message]) -> list[Message]:
         return worded(self._ended(messages), self._wording)
@@ -329,17 +297,7 @@ class Writer:
         for message in found:
             for name in THOUGHTS:
                 if name in message:
-                    self.pieces.check_read(name, "a message has")
+                    self._check_read(name, "a message has")
             if message["role"] == "assistant":
-                message["content"] = self.pieces.once(message["content"])
+                message["content"] = self.once(message["content"])
         return found
-
-
-def _why(content: str, plain: bool) -> str:
-    """Explain why a chat of several turns cannot be learned."""
-    if plain:
-        return "template plain marks no turns, and the assistant has several; give a chat template, such as chatml"
-    return (
-        f"the chat template rewrites the assistant's earlier turn {content[:40]!r}, which can then not be learned "
-        "in place; give another template, or a row for each turn"
-    )

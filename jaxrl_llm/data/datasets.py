@@ -261,9 +261,9 @@ class Steps(Data[Stepped]):
         prompt = formats.prompt_of(row["prompt"])
         steps, labels = formats.steps_of(row)
         before, asked = writer.prompt(prompt)
-        last = writer.pieces.once(steps[-1])
-        written = writer.pieces.after(before, *(step + self.separator for step in steps[:-1]), last)
-        tokens = np.asarray([*itertools.chain(*written), *writer.pieces.turn], np.int32)
+        last = writer.once(steps[-1])
+        written = writer.after(before, *(step + self.separator for step in steps[:-1]), last)
+        tokens = np.asarray([*itertools.chain(*written), *writer.turn], np.int32)
         ends = np.cumsum([len(step) for step in written]).astype(np.int32) - np.int32(1)
         return Stepped(prompt_key(prompt)[:16], asked, tokens, ends, np.asarray(labels, np.float32), where)
 

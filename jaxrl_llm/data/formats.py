@@ -3,26 +3,25 @@
 The caller adds the row's place to the errors raised here.
 """
 
-import dataclasses
 import decimal
 import itertools
 import json
 import math
 import numbers
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.prompts import shown
 from jaxrl_llm.types import Message
 
 Columns = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class RowFormat:
+class RowFormat(NamedTuple):
     """Columns of the rows of a kind of data.
 
     Attributes:
@@ -136,8 +135,7 @@ def options_of(row: dict[str, Any]) -> dict[str, Any]:
         plain = isinstance(given, dict) and json.loads(json.dumps(given)) == given
     except (TypeError, ValueError):
         plain = False
-    if not plain:
-        raise InputError(f"{OPTIONS} is {shown(given)}; it must be a JSON object of the template's options by name")
+    require(plain, f"{OPTIONS} is {shown(given)}; it must be a JSON object of the template's options by name")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -147,10 +145,8 @@ def plain_text(value: Any, column: str) -> str:
     Raises:
       InputError: the value is not text, or empty.
     """
-    if not isinstance(value, str):
-        raise InputError(f"{column} is a {type(value).__name__}; it must be text")
-    if not value.strip():
-        raise InputError(f"{column} is empty; complete the row or leave it out")
+    require(isinstance(value, str), f"{column} is a {type(value).__name__}; it must be text")
+    require(bool(value.strip()), f"{column} is empty; complete the row or leave it out")
     return value
 
 
@@ -167,8 +163,7 @@ def chat_of(value: Any, column: str) -> list[Message]:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise InputError(f"{column} holds what is no chat message with role and content, both text")
         for name, what in UNWRITTEN.items():
-            if not _is_empty(message.get(name)):
-                raise InputError(f"{column} holds {what}, which is not written; leave the row out")
+            require(_is_empty(message.get(name)), f"{column} holds {what}, which is not written; leave the row out")
         found = {"role": message["role"], "content": message["content"]}
         for name in THOUGHTS:
             if not _is_empty(message.get(name)):
@@ -195,8 +190,7 @@ def prompt_of(value: Any) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": plain_text(value, "prompt")}]
     chat = chat_of(value, "prompt")
-    if not any(message["role"] == "user" for message in chat):
-        raise InputError("prompt has no message of the user; add one")
+    require(any(message["role"] == "user" for message in chat), "prompt has no message of the user; add one")
     return chat
 
 
@@ -222,8 +216,7 @@ def split_chat(chat: list[Message]) -> tuple[list[Message], list[Message]]:
     """
     _answered(chat[-1:], "messages")
     asked = [at for at, message in enumerate(chat) if message["role"] == "user"]
-    if not asked:
-        raise InputError("messages has no message of the user; add one")
+    require(bool(asked), "messages has no message of the user; add one")
     first = next(at for at in range(asked[0], len(chat)) if chat[at]["role"] == "assistant")
     return chat[:first], _answered(chat[first:], "messages")
 
@@ -312,8 +305,7 @@ def _rest(side: Any, prompt: list[Message], name: str) -> Message:
 
 def shared(one: Sequence[Any], other: Sequence[Any]) -> Sequence[Any]:
     """Return the longest common beginning of two sequences."""
-    count = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    return one[: min(len(one), len(other)) if count is None else count]
+    return one[: sum(itertools.takewhile(bool, map(operator.eq, one, other)))]
 
 
 def _answered(chat: list[Message], column: str) -> list[Message]:

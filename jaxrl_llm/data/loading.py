@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.data.chats import Writer
 from jaxrl_llm.data.datasets import Collected, Data, Kind, Row
 from jaxrl_llm.data.formats import options_of, unboxed
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.prompts import BadRow, content, sound
 from jaxrl_llm.tasks.task import Loaded, check, check_split, check_template, held_out_keys
 
@@ -73,19 +73,16 @@ def load_texts(
 def _usable(data: Data[Row], tokenizer: Any, stop_ids: Sequence[int], closes: bool, bad: list[str]) -> Iterator[Row]:
     """Yield rows as token ids; if the data drops unusable rows, add the reasons to ``bad`` instead of raising."""
     writer = functools.cache(lambda options: Writer(data, tokenizer, stop_ids, json.loads(options), closes))
-
-    def made(where: str, given: dict[str, Any]) -> Row:
-        row = unboxed(given)
-        try:
-            options = json.dumps(options_of(row), sort_keys=True)
-            return data.example(row, where, writer(options))
-        except InputError as error:
-            raise BadRow(f"{where}: {error}") from error
-
-    rows = itertools.starmap(made, itertools.starmap(sound, data.source.read()))
+    rows = itertools.starmap(sound, data.source.read())
     while True:
         try:
-            yield next(rows)
+            where, given = next(rows)
+            row = unboxed(given)
+            try:
+                options = json.dumps(options_of(row), sort_keys=True)
+                yield data.example(row, where, writer(options))
+            except InputError as error:
+                raise BadRow(f"{where}: {error}") from error
         except StopIteration:
             return
         except BadRow as error:
@@ -120,15 +117,13 @@ def check_collected(source: Collected, kind: Kind, before: str) -> None:
     check(source.task)
     for name, least in {"samples": 2 if kind == "pairs" else 1, "continuations": 1, "limit": 0}.items():
         value = getattr(source, name)
-        if value < least:
-            raise InputError(f"{before}{name} must be at least {least} to collect {kind}, got {value}")
+        require(value >= least, f"{before}{name} must be at least {least} to collect {kind}, got {value}")
     if source.temperature <= 0:
         raise InputError(
             f"{before}temperature must be above 0, got {source.temperature}: without it all answers to a problem are "
             "the same"
         )
-    if not 0 < source.top_p <= 1:
-        raise InputError(f"{before}top_p must be above 0 and at most 1, got {source.top_p}")
+    require(0 < source.top_p <= 1, f"{before}top_p must be above 0 and at most 1, got {source.top_p}")
     if source.task.verifier == "none":
         raise InputError(
             f"{before}task.verifier none leaves nothing to collect by: give the task its answers and a verifier"

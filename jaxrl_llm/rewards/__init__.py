@@ -1,8 +1,7 @@
 """Rewards: verifiers, shaping, and the scorer that runs them."""
 
 from jaxrl_llm.rewards.bounds import Constraint, Gate, Hinge, TaskReward, Threshold
-from jaxrl_llm.rewards.functions import Function, Local, StepFunction
-from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.rewards.functions import Function, Local, ModelReward, StepFunction, StepReward
 from jaxrl_llm.rewards.scorer import Scorer
 from jaxrl_llm.rewards.scores import Failures, Scores
 from jaxrl_llm.rewards.shaping import (
@@ -16,28 +15,3 @@ from jaxrl_llm.rewards.shaping import (
     SoftOverlong,
 )  # fmt: skip
 from jaxrl_llm.rewards.verify import accuracy
-
-__all__ = [
-    "Accuracy",
-    "Constraint",
-    "CosineLength",
-    "Failures",
-    "Format",
-    "Function",
-    "Gate",
-    "Hinge",
-    "LengthPenalty",
-    "Local",
-    "ModelReward",
-    "Refusals",
-    "RepetitionPenalty",
-    "Reward",
-    "Scorer",
-    "Scores",
-    "SoftOverlong",
-    "StepFunction",
-    "StepReward",
-    "TaskReward",
-    "Threshold",
-    "accuracy",
-]

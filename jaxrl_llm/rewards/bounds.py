@@ -5,15 +5,12 @@ the value that goes into the sum.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.functions import Item, as_reward
-from jaxrl_llm.rewards.models import OF_STEPS
 
 REJECTED = "gate/rejected"
 """Name of the part of a group that marks the completions that its gate rejects."""
@@ -77,11 +74,6 @@ class Gate(Bound):
 
     at: float = 0.5
 
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        return f"gate of {self.of.name}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
@@ -125,7 +117,7 @@ class Constraint:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskReward:
+class TaskReward(Bound):
     """Reward of the completions of some of a mixture's tasks only; other completions are scored without it.
 
     Attributes:
@@ -133,7 +125,6 @@ class TaskReward:
       tasks: their labels.
     """
 
-    of: Any
     tasks: tuple[str, ...]
 
     @property
@@ -164,12 +155,12 @@ def spread(values: np.ndarray, places: list[int], count: int) -> np.ndarray:
 
 def base_of(reward: Any) -> Any:
     """Return the innermost reward, which is scored for this one."""
-    return base_of(reward.of) if isinstance(reward, (Bound, TaskReward)) else reward
+    return base_of(reward.of) if isinstance(reward, Bound) else reward
 
 
 def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
     """Return the reward's values, float64[n], from those of ``base_of(reward)``; a gate's are 1 where it rejects."""
-    if not isinstance(reward, (Bound, TaskReward)):
+    if not isinstance(reward, Bound):
         return values
     inner = shaped(reward.of, values)
     match reward:
@@ -180,34 +171,3 @@ def shaped(reward: Any, values: np.ndarray) -> np.ndarray:
         case Gate():
             return np.where(inner >= reward.at, 0.0, 1.0)
     return inner
-
-
-def check_bound(bound: Bound | Constraint, check: Callable[[Any], None]) -> None:
-    """Refuse a bound that cannot work.
-
-    Args:
-      bound: one of those above.
-      check: refuses the inner reward if that cannot work.
-
-    Raises:
-      InputError: a number out of its range, a name that metrics cannot have, a reward of steps, an inner reward with a
-        weight of its own, or an error of ``check``.
-    """
-    kind = type(bound).__name__
-    for field in ("limit", "at", "rate", "multiplier"):
-        value = getattr(bound, field, 0.0)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise InputError(f"{kind}.{field} must be a finite number, got {value!r}")
-    inner = bound.cost if isinstance(bound, Constraint) else bound.of
-    if isinstance(bound, Constraint) and (bound.rate <= 0 or bound.multiplier < 0):
-        raise InputError(
-            f"{kind} of {inner.name} has rate {bound.rate:g} and multiplier {bound.multiplier:g}; give a rate above 0 "
-            "and a multiplier of at least 0"
-        )
-    if isinstance(bound, Constraint) and (not bound.label or "/" in bound.label):
-        raise InputError(f"{kind} of {inner.name} has the name {bound.label!r}: give one without a slash")
-    if isinstance(base_of(inner), OF_STEPS):
-        raise InputError(f"{kind} holds the step reward {inner.name}: give a reward with one value a completion")
-    check(inner)
-    if inner.weight != 1:
-        raise InputError(f"{inner.name} in {kind} has the weight {inner.weight:g}, which nothing reads: leave it out")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards import functions
-from jaxrl_llm.rewards.functions import PLAIN, Form, bind
+from jaxrl_llm.rewards.functions import Form, Item
+from jaxrl_llm.tasks.prompts import CHAT
+from jaxrl_llm.types import Problem
 
 AT_ONCE = 64
 """Maximum number of calls of one ``async`` function that wait at one time."""
@@ -24,6 +25,22 @@ LARGEST = 1e15
 advantages are computed. Beyond it, all advantages would be 0.
 """
 
+_OWN = {"problem": lambda p, c: p, "completion": lambda p, c: c}
+_VERL = {
+    "data_source": lambda p, c: p.metadata.get("data_source", p.task),
+    "solution_str": lambda p, c: c.text,
+    "ground_truth": lambda p, c: p.answer,
+    "extra_info": lambda p, c: p.metadata.get("extra_info", p.metadata),
+}
+_TRL = {
+    "prompts": lambda p, c: [dict(m) for m in p.prompt] if is_chat(p) else p.prompt[-1]["content"],
+    "completions": lambda p, c: [{"role": "assistant", "content": c.text}] if is_chat(p) else c.text,
+    "completion_ids": lambda p, c: c.tokens.tolist(),
+}
+_OFFERS = {("own", False): _OWN, ("verl", False): _VERL, ("trl", True): _TRL}
+_OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False].items()} for style in ("own", "verl")}
+"""Arguments offered by name in addition to the row's columns, for a style of names, one at a time or in a batch."""
+
 _LONGEST_TRACE = 20_000
 _FOLDERS = {str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 _LIBRARIES = ("<frozen ", *(folder + os.sep for folder in _FOLDERS))
@@ -31,7 +48,7 @@ _LIBRARIES = ("<frozen ", *(folder + os.sep for folder in _FOLDERS))
 
 
 class Call(NamedTuple):
-    """Call of a function for some items; it must pickle if it goes to another process.
+    """Call of a function for some items; without ``function`` it pickles, and goes to another process.
 
     Attributes:
       path: ``module:function``, or another name of the function.
@@ -39,13 +56,15 @@ class Call(NamedTuple):
       form: calling convention of the function.
       timeout_s: for one item, or for the whole of a batch.
       positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
+      function: if no other process can import it; None if ``path`` names it.
     """
 
     path: str
     items: Sequence[tuple[Any, Any]]
-    form: Form = PLAIN
+    form: Form = Form("plain")
     timeout_s: float = 5.0
     positions: str = ""
+    function: Callable[..., Any] | None = None
 
     @property
     def limit_s(self) -> float:
@@ -73,8 +92,46 @@ class Outcome(NamedTuple):
     trace: str = ""
 
 
+def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch.
+
+    Raises:
+      LookupError: the function wants a column that the row lacks.
+    """
+    if form.style == "plain":
+        return items[0], {}
+    offers = _OFFERS.get((form.style, form.batch), {})
+    held = dict.fromkeys(name for problem, _ in items for name in columns(problem))
+    wanted = [name for name in form.names if name in offers or name in held or name not in form.optional]
+    if form.rest:
+        others = held if form.style == "own" else [*offers, *held]
+        wanted += [name for name in others if name not in (*wanted, *form.first)]
+    lacking = [name for name in wanted if name not in offers and name not in held]
+    if lacking:
+        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(held)}")
+    by_name = {}
+    for name in wanted:  # a column is None where other rows have it and this one has not
+        values = [offers[name](*item) if name in offers else columns(item[0]).get(name) for item in items]
+        by_name[name] = values if form.batch else values[0]
+    by_place = [[offer(*item) for item in items] for offer in _OWN.values()] if form.first else []
+    return tuple(by_place if form.batch else (values[0] for values in by_place)), by_name
+
+
+def columns(problem: Problem) -> dict[str, Any]:
+    """Return the row that a problem came from, by column; ``answer`` is always included."""
+    return {"answer": problem.answer} | {name: value for name, value in problem.metadata.items() if name != CHAT}
+
+
+def is_chat(problem: Problem) -> bool:
+    """Whether its row's prompt was chat messages; a prompt of several messages always is."""
+    return CHAT in problem.metadata or len(problem.prompt) > 1
+
+
 def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[Outcome]:
-    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results."""
+    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results.
+
+    In a batch None is NaN, and an invalid score fails alone.
+    """
     try:
         if call.form.waits and not call.form.batch:
             return run(_all(function, call))
@@ -82,7 +139,19 @@ def perform(function: Callable[..., Any], call: Call, run: Callable[[Coroutine[A
         result = function(*arguments, **named)
         if inspect.isawaitable(result):
             result = run(_awaited(result))
-        return _scores(result, function, call) if call.form.batch else [_scored(result, call, call.items[0])]
+        if not call.form.batch:
+            return [_scored(result, call, call.items[0])]
+        if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
+            raise TypeError(f"returned {result!r:.80}, which is no list of scores")
+        if len(result) != len(call.items):
+            raise ValueError(f"returned {len(result)} scores for {len(call.items)} completions")
+        outcomes = []
+        for score, item in zip(result, call.items, strict=True):
+            try:
+                outcomes.append(_scored(math.nan if score is None else score, call, item))
+            except (TypeError, ValueError) as error:
+                outcomes.append(_failed(error, function))
+        return outcomes
     except BaseException as error:  # noqa: BLE001  SystemExit too: one bad item must not end what runs it
         first = _failed(error, function)
         return [first] + [first._replace(trace="")] * (len(call.items) - 1)
@@ -110,9 +179,9 @@ async def _one(function: Callable[..., Any], call: Call, item: tuple[Any, Any], 
             return _failed(error, function)
 
 
-def overdue(seconds: float) -> str:
-    """Return the message about a call that took too long."""
-    return f"call not finished after {seconds:g} s"
+def overdue(seconds: float, what: str = "call") -> str:
+    """Return the message about a call, or its import, that took too long."""
+    return f"{what} not finished after {seconds:g} s"
 
 
 def number(result: Any) -> float:
@@ -163,26 +232,10 @@ def _scored(result: Any, call: Call, item: tuple[Any, Any]) -> Outcome:
     return Outcome("ok", steps(result, item[1], call.positions) if call.positions else number(result))
 
 
-def _scores(result: Any, function: Callable[..., Any], call: Call) -> list[Outcome]:
-    """Return the outcomes of a batch: None is NaN; an invalid score fails alone."""
-    count = len(call.items)
-    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
-        raise TypeError(f"returned {result!r:.80}, which is no list of scores")
-    if len(result) != count:
-        raise ValueError(f"returned {len(result)} scores for {count} completions")
-    outcomes = []
-    for score, item in zip(result, call.items, strict=True):
-        try:
-            outcomes.append(_scored(math.nan if score is None else score, call, item))
-        except (TypeError, ValueError) as error:
-            outcomes.append(_failed(error, function))
-    return outcomes
-
-
 def _failed(error: BaseException, function: Callable[..., Any]) -> Outcome:
     frames = traceback.extract_tb(error.__traceback__)
     # A complaint of what the function wants or returned: no trace shows it.
-    complaint = frames[-1].filename in (__file__, functions.__file__)
+    complaint = frames[-1].filename == __file__
     trace = "" if complaint else _in_utf_8("".join(traceback.format_exception(error))[-_LONGEST_TRACE:])
     place = place_in(frames, function)
     return Outcome("error", message=in_one_line(error), place=place, trace=trace)

@@ -1,5 +1,5 @@
-"""Rewards from your own functions, given by name or as objects. The names of a function's parameters set how it is
-called.
+"""Rewards from your own functions, given by name or as objects, and settings of those from models on the devices, which
+``stages.rl.judges`` loads and runs. The names of a function's parameters set how it is called.
 
 One completion at a time, which returns a number:
 
@@ -22,34 +22,20 @@ import functools
 import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system.setting import MODEL
 from jaxrl_llm.tasks.filters import resolve
-from jaxrl_llm.tasks.prompts import CHAT
 from jaxrl_llm.types import Completion, Problem
 
 Item = tuple[Problem, Completion]
 
 PLURAL = ("problems", "completions", "solution_strs")
 """Parameters that ask for a batch."""
-
-_OWN = {"problem": lambda p, c: p, "completion": lambda p, c: c}
-_VERL = {
-    "data_source": lambda p, c: p.metadata.get("data_source", p.task),
-    "solution_str": lambda p, c: c.text,
-    "ground_truth": lambda p, c: p.answer,
-    "extra_info": lambda p, c: p.metadata.get("extra_info", p.metadata),
-}
-_TRL = {
-    "prompts": lambda p, c: [dict(m) for m in p.prompt] if is_chat(p) else p.prompt[-1]["content"],
-    "completions": lambda p, c: [{"role": "assistant", "content": c.text}] if is_chat(p) else c.text,
-    "completion_ids": lambda p, c: c.tokens.tolist(),
-}
-_OFFERS = {("own", False): _OWN, ("verl", False): _VERL, ("trl", True): _TRL}
-_OFFERS |= {(style, True): {f"{n}s": offer for n, offer in _OFFERS[style, False].items()} for style in ("own", "verl")}
-"""Arguments offered by name in addition to the row's columns, for a style of names, one at a time or in a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +59,6 @@ class Form:
     names: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     rest: bool = False
-
-
-PLAIN = Form("plain")
 
 
 def form_of(function: Callable[..., Any], batch: bool | None = None) -> Form:
@@ -123,43 +106,18 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def bind(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch.
+class Own:
+    """Base of the rewards that call the user's own function."""
 
-    Raises:
-      LookupError: the function wants a column that the row lacks.
-    """
-    if form.style == "plain":
-        return items[0], {}
-    offers = _OFFERS.get((form.style, form.batch), {})
-    held = dict.fromkeys(name for problem, _ in items for name in columns(problem))
-    wanted = [name for name in form.names if name in offers or name in held or name not in form.optional]
-    if form.rest:
-        others = held if form.style == "own" else [*offers, *held]
-        wanted += [name for name in others if name not in (*wanted, *form.first)]
-    lacking = [name for name in wanted if name not in offers and name not in held]
-    if lacking:
-        raise LookupError(f"it wants {', '.join(lacking)}, and the row has only {', '.join(held)}")
-    by_name = {}
-    for name in wanted:  # a column is None where other rows have it and this one has not
-        values = [offers[name](*item) if name in offers else columns(item[0]).get(name) for item in items]
-        by_name[name] = values if form.batch else values[0]
-    by_place = [[offer(*item) for item in items] for offer in _OWN.values()] if form.first else []
-    return tuple(by_place if form.batch else (values[0] for values in by_place)), by_name
-
-
-def columns(problem: Problem) -> dict[str, Any]:
-    """Return the row that a problem came from, by column; ``answer`` is always included."""
-    return {"answer": problem.answer} | {name: value for name, value in problem.metadata.items() if name != CHAT}
-
-
-def is_chat(problem: Problem) -> bool:
-    """Whether its row's prompt was chat messages; a prompt of several messages always is."""
-    return CHAT in problem.metadata or len(problem.prompt) > 1
+    def to_save(self: Any) -> Any:
+        """Return the value for config.json: itself, or ``Lost`` if no other process finds the function again."""
+        if isinstance(getattr(self, "path", None), str) or dataclasses.is_dataclass(self.function):
+            return self
+        return Lost(self.name, self.weight, importable(self.function)[1])
 
 
 @dataclasses.dataclass(frozen=True)
-class Function:
+class Function(Own):
     """A function of your own that can be imported, called in a worker process, which is killed if it hangs.
 
     The module's docstring lists the forms: of one completion or of a batch, ``async`` or not, with the row's columns;
@@ -191,7 +149,7 @@ class Function:
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class Local(Own):
     """A function of your own that another process cannot import: a closure, a lambda, a notebook's cell, an object.
 
     It is called like that of a ``Function``, but in this process, one call after the other in a separate thread. A call
@@ -210,15 +168,9 @@ class Local:
         """Name of its column in metrics and samples."""
         return name_of(self.function)
 
-    def to_save(self) -> "Local | Lost":
-        """Return the value that replaces it in config.json; a function object that is a dataclass is kept."""
-        if dataclasses.is_dataclass(self.function):
-            return self
-        return Lost(self.name, self.weight, importable(self.function)[1])
-
 
 @dataclasses.dataclass(frozen=True)
-class StepFunction:
+class StepFunction(Own):
     """A function of your own that values each step of a completion: it returns ``[(position, value), ...]``.
 
     It is called like a ``Function`` (in a batch it returns a list of such lists), or like a ``Local`` if another
@@ -257,15 +209,79 @@ class StepFunction:
         """The function to call, imported."""
         return resolve(self.path) if isinstance(self.path, str) else self.path
 
-    def to_save(self) -> "StepFunction | Lost":
-        """Return the value that replaces it in config.json if no other process can import it."""
-        if isinstance(self.path, str) or dataclasses.is_dataclass(self.path):
-            return self
-        return Lost(self.name, self.weight, importable(self.path)[1])
+
+@dataclasses.dataclass(frozen=True)
+class ModelReward:
+    """Score of a completion by a reward model: the value of its scalar head at the last token.
+
+    With several models (an ensemble) it is their mean, the lowest, or the mean minus ``spread`` standard deviations,
+    which mistrusts disagreement. Every ensemble reports that as ``reward/<name>/disagreement``.
+
+    Attributes:
+      path: RUN[@STEP] or a Hugging Face directory of a sequence classifier with one label; or several of them. Each
+        must have the policy's tokenizer.
+      weight: in the sum of the rewards.
+      of: "mean", "minimum" or "conservative", for several models.
+      spread: k of "conservative"; deviations are those of the models at hand (ddof 0).
+      name: of its column in metrics and samples.
+    """
+
+    path: Annotated[str | tuple[str, ...], MODEL]
+    weight: float = 1.0
+    of: Literal["mean", "minimum", "conservative"] = "mean"
+    spread: float = 1.0
+    name: str = "model"
+
+    def __post_init__(self):
+        if isinstance(self.path, list):
+            object.__setattr__(self, "path", tuple(self.path))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of all models."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    def combined(self, scores: np.ndarray) -> np.ndarray:
+        """Combine the models' scores float64[n, m] into one of each completion, float64[n]; [n] of one model stays."""
+        if scores.ndim == 1:
+            return scores
+        if self.of == "minimum":
+            return scores.min(axis=1)
+        mean = scores.mean(axis=1)
+        return mean - self.spread * scores.std(axis=1) if self.of == "conservative" else mean
 
 
-OWN = (Function, Local, StepFunction)
-"""Rewards that call the user's own function."""
+@dataclasses.dataclass(frozen=True)
+class StepReward:
+    """Value of each step of a completion by a process reward model: ``sigmoid`` of its scalar head at the step's end.
+
+    Steps are cut as ``data.Steps`` cuts the model's training data. Like those of a ``StepFunction`` they do not count
+    in the sum of the rewards: estimators that read ``step_rewards`` see them.
+
+    Attributes:
+      path: RUN[@STEP] or a Hugging Face directory, with the policy's tokenizer.
+      weight: in the sum of the step rewards.
+      differences: each step is worth ``s_j - s_(j-1)``, the rise of its score (potential-based shaping: they sum to
+        ``s_last - start``, however many steps there are); for GAE only, since an estimator that centres every step
+        would leave a sum that depends on how many there are. Otherwise it is worth ``s_j``.
+      start: s_0, the score before the first step.
+      separator: ends a step, and belongs to it.
+      name: of its column in metrics and samples: the mean over a completion's steps.
+    """
+
+    path: Annotated[str, MODEL]
+    weight: float = 1.0
+    differences: bool = False
+    start: float = 0.0
+    separator: str = "\n"
+    name: str = "steps"
+    positions: ClassVar[str] = "tokens"
+
+
+ON_DEVICE = (ModelReward, StepReward)
+"""Rewards that the devices compute."""
+OF_STEPS = (StepFunction, StepReward)
+"""Rewards of steps."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -186,13 +186,9 @@ class _Worker:
         """Return the timeout if the deadline has passed, else an empty list."""
         if self.deadline is None or time.monotonic() < self.deadline:
             return []
-        loading = self.state in ("sent", "loading")
+        running = self.state == "running"
         self.state = "dead"
-        said = (
-            f"import not finished after {START_TIMEOUT_S:g} s"
-            if loading or self.call is None
-            else overdue(self.call.limit_s)
-        )
+        said = overdue(self.call.limit_s) if running else overdue(START_TIMEOUT_S, "import")
         return self._all(Outcome("timeout", message=said))
 
     def _all(self, outcome: Outcome) -> list[Outcome]:
@@ -254,7 +250,7 @@ class Inside:
         self._thread: threading.Thread | None = None
         self._stuck: list[threading.Thread] = []
 
-    def run(self, function: Callable[..., Any], call: Call) -> list[Outcome]:
+    def run(self, call: Call) -> list[Outcome]:
         """Make the call and return the outcomes of its items."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
@@ -262,17 +258,17 @@ class Inside:
             said = f"{ended}; in a module of its own it could be killed"
             return [Outcome("timeout", message=said)] * len(call.items)
         if self._thread is None:
-            self._asked: queue.SimpleQueue[tuple[Callable[..., Any], Call] | None] = queue.SimpleQueue()
+            self._asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
             self._answered: queue.SimpleQueue[list[Outcome]] = queue.SimpleQueue()
             ends = self._asked, self._answered
             self._thread = threading.Thread(target=_serve, args=ends, name="rewards", daemon=True)
             self._thread.start()
-        self._asked.put((function, call))
+        self._asked.put(call)
         try:
             return self._answered.get(timeout=call.limit_s)
         except queue.Empty:
             frame = sys._current_frames().get(self._thread.ident)
-            place = place_in(traceback.extract_stack(frame) if frame else [], function)
+            place = place_in(traceback.extract_stack(frame) if frame else [], call.function)
             self._stuck.append(self._thread)
             self.close()
             return [Outcome("timeout", message=overdue(call.limit_s), place=place)] * len(call.items)
@@ -286,5 +282,5 @@ class Inside:
 
 def _serve(asked: queue.SimpleQueue, answered: queue.SimpleQueue) -> None:
     with asyncio.Runner() as runner:
-        while (job := asked.get()) is not None:
-            answered.put(perform(*job, runner.run))
+        while (call := asked.get()) is not None:
+            answered.put(perform(call.function, call, runner.run))

@@ -1,24 +1,25 @@
 """Scorer of completions with several rewards; calls that may hang or crash run in killable processes."""
 
+import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl_llm import codec
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.rewards import shaping
-from jaxrl_llm.rewards.bounds import Gate, base_of, check_bound, places_of, shaped, spread
+from jaxrl_llm.rewards.bounds import Gate, base_of, places_of, shaped, spread
 from jaxrl_llm.rewards.calls import LARGEST, Call, Outcome, defined
-from jaxrl_llm.rewards.functions import OWN, Form, Function, Item, StepFunction, as_reward, form_of
-from jaxrl_llm.rewards.models import DISAGREEMENT, OF_STEPS, ON_DEVICE, ModelReward
+from jaxrl_llm.rewards.functions import OF_STEPS, ON_DEVICE, Item, ModelReward, Own, as_reward, form_of
 from jaxrl_llm.rewards.pool import Inside, Pool
-from jaxrl_llm.rewards.scores import Failures, Scores, at_tokens, interleaved
+from jaxrl_llm.rewards.scores import DISAGREEMENT, Failures, Scores, at_tokens, interleaved
 from jaxrl_llm.rewards.shaping import BUILT_IN, Accuracy, Reward
-from jaxrl_llm.rewards.verify import Pooled, dry_run_completion, verdict
+from jaxrl_llm.rewards.verify import dry_run_completion, verdict
 from jaxrl_llm.system.paths import new_file
 from jaxrl_llm.types import Problem
 
@@ -35,16 +36,7 @@ VERIFIED = ""
 """Name of the verifier's own column, which exists without an ``Accuracy`` reward too; no reward has this name."""
 
 
-class Job(NamedTuple):
-    """A call, the column and places that it fills, and the function if no other process has it."""
-
-    column: str
-    places: Sequence[int]
-    call: Call
-    function: Callable[..., Any] | None = None
-
-
-class Scorer:
+class Scorer(contextlib.AbstractContextManager):
     """Rewards with their workers; close it, or use it in a ``with`` block.
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes, started when
@@ -78,21 +70,17 @@ class Scorer:
                 f"rewards have {workers} workers, timeout_s {timeout_s}, on_error {on_error}; give at "
                 f"least 1 worker, more than 0 seconds, and a finite on_error or NaN"
             )
-        if not rewards:
-            raise InputError("there are no rewards; give at least one, such as Accuracy()")
+        require(bool(rewards), "there are no rewards; give at least one, such as Accuracy()")
         self._rewards = shaping.named([as_reward(reward) for reward in rewards])
-        given = dict(watched or {}) | dict(on_request or {})
-        beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in given.items()}
-        self._watched = {name: one for name, one in beside.items() if name not in (on_request or {})}
-        self._beside = beside
-        for reward in self._rewards.values():
+        beside = {**(watched or {}), **(on_request or {})}
+        self._beside = {name: one if isinstance(one, Gate) else as_reward(one) for name, one in beside.items()}
+        self._watched = {name: one for name, one in self._beside.items() if name not in (on_request or {})}
+        for reward in (*self._rewards.values(), *self._beside.values()):
             shaping.check(reward)
-        for reward in beside.values():
-            check_bound(reward, shaping.check) if isinstance(reward, Gate) else shaping.check(reward)
-        self._bases = {name: base_of(reward) for name, reward in (self._rewards | beside).items()}
+        self._bases = {name: base_of(reward) for name, reward in (self._rewards | self._beside).items()}
         known = (Accuracy, *BUILT_IN, *ON_DEVICE)
         self._forms = {
-            name: form_of(_callable(base), base.batch if isinstance(base, OWN) else None)
+            name: form_of(_callable(base), base.batch if isinstance(base, Own) else None)
             for name, base in self._bases.items()
             if not isinstance(base, known)
         }
@@ -107,9 +95,6 @@ class Scorer:
         self._pool = Pool(workers)
         self._inside = Inside()
 
-    def __enter__(self) -> "Scorer":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -118,25 +103,22 @@ class Scorer:
         self._pool.close()
         self._inside.close()
 
-    def score(self, items: Sequence[Item]) -> Scores:
+    def score(self, items: Sequence[Item], only: Collection[str] | None = None) -> Scores:
         """Score each completion; the order is kept, and a failing call costs its own part only.
+
+        ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
 
         Raises:
           InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
           RuntimeError: the worker processes do not start.
         """
-        return self._divided(items, self._rewards | self._watched)
-
-    def only(self, items: Sequence[Item], names: Collection[str]) -> Scores:
-        """Score only the accuracy, and the watched or requested parts of these names, as far as they exist.
-
-        Raises the errors of ``score``.
-        """
-        return self._divided(items, {name: one for name, one in self._beside.items() if name in names})
+        if only is None:
+            return self._divided(items, self._rewards | self._watched)
+        return self._divided(items, {name: one for name, one in self._beside.items() if name in only})
 
     def verify(self, items: Sequence[Item]) -> np.ndarray:
         """Return ``Scores.accuracy`` without calling any reward. Raises the errors of ``score``."""
-        return self.only(items, ()).accuracy
+        return self.score(items, only=()).accuracy
 
     def dry_run(self, problem: Problem, tokenizer: Any) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
@@ -150,8 +132,7 @@ class Scorer:
         called = self._rewards | self._beside
         called = {name: reward for name, reward in called.items() if not isinstance(self._bases[name], ON_DEVICE)}
         failures = self._divided([(problem, dry_run_completion(problem, tokenizer))] * count, called).failures
-        if failures.message:
-            raise InputError(failures.message)
+        require(not failures.message, failures.message)
         if self._writes:
             self._errors.unlink(missing_ok=True)  # of an earlier attempt
 
@@ -188,22 +169,59 @@ class Scorer:
         messages = {name: f"{line} (traceback in {self._errors})" for name, line in failures.messages.items()}
         return dataclasses.replace(scores, failures=dataclasses.replace(failures, messages=messages))
 
-    def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
-        columns, jobs = _verified(items, self._timeout_s)
-        bases = {name: self._bases[name] for name in rewards}
-        places = {name: places_of(reward, items) for name, reward in rewards.items()}
-        for name, base in bases.items():
+    def _columns(
+        self, items: Sequence[Item], places: Mapping[str, Sequence[int]], given: Mapping[str, Any]
+    ) -> tuple[dict[str, np.ndarray], dict[tuple[str, int], Outcome]]:
+        """Return the values of the verifier and of each base of a reward, by name, float64[n], as far as it scores the
+        completions in its ``places``; and the failed calls, with their messages, by name and place.
+        """
+        columns = {VERIFIED: np.zeros(len(items))}
+        jobs: list[tuple[str, Sequence[int], Call]] = []  # what each call fills
+        for place, (problem, completion) in enumerate(items):
+            found = verdict(problem, completion)
+            if isinstance(found, Call):
+                jobs.append((VERIFIED, [place], found._replace(timeout_s=self._timeout_s)))
+            else:
+                columns[VERIFIED][place] = found
+        for name, at in places.items():
+            base = self._bases[name]
             if name in given:
                 columns[name] = base.combined(given[name]) if isinstance(base, ModelReward) else given[name]
             elif isinstance(base, BUILT_IN):
-                found = np.array([base(*items[place]) for place in places[name]], np.float64)
-                columns[name] = spread(found, places[name], len(items))
+                columns[name] = spread(np.array([base(*items[place]) for place in at], np.float64), at, len(items))
             elif not isinstance(base, Accuracy):
-                columns[name] = np.zeros(len(items), object if isinstance(base, StepFunction) else np.float64)
-                jobs += _jobs_of(name, base, self._forms[name], items, self._timeout_s, places[name])
-        pooled = iter(self._pool.map([job.call for job in jobs if job.function is None]))
-        said = [next(pooled) if job.function is None else self._inside.run(job.function, job.call) for job in jobs]
-        failed = _fill(columns, jobs, said, self._on_error, self._bases)
+                columns[name] = np.zeros(len(items), object if isinstance(base, OF_STEPS) else np.float64)
+                jobs += [(name, share, call) for share, call in self._calls(name, items, at)]
+        pooled = iter(self._pool.map([call for *_, call in jobs if call.function is None]))
+        failed: dict[tuple[str, int], Outcome] = {}
+        for name, at, call in jobs:
+            outcomes = next(pooled) if call.function is None else self._inside.run(call)
+            for place, outcome in zip(at, outcomes, strict=True):
+                if outcome.status == "ok":
+                    columns[name][place] = outcome.value
+                    continue
+                columns[name][place] = () if call.positions else self._on_error
+                defines = name != VERIFIED and not outcome.place and defined(_callable(self._bases[name]))
+                where = outcome.place or defines or call.path
+                failed[name, place] = outcome._replace(message=f"{where}: {outcome.message}")
+        return columns, failed
+
+    def _calls(self, name: str, items: Sequence[Item], places: Sequence[int]) -> Iterator[tuple[Sequence[int], Call]]:
+        """Yield the calls of a function, of one completion each or of all, after the places that each fills."""
+        reward, form = self._bases[name], self._forms[name]
+        own = reward if isinstance(reward, Own) else None
+        path, positions = getattr(own, "path", None), getattr(own, "positions", "")
+        named = isinstance(path, str)
+        seconds = getattr(reward, "timeout_s", None) or self._timeout_s * (BATCH_TIMES if form.batch else 1)
+        function = None if named else _callable(reward)
+        for share in [places] if places and (form.batch or form.waits) else [[place] for place in places]:
+            bare = [(items[at][0], dataclasses.replace(items[at][1], extras={})) for at in share]
+            yield share, Call(path if named else name, bare, form, seconds, positions, function)
+
+    def _score(self, items: Sequence[Item], rewards: dict[str, Any], given: Mapping[str, Any]) -> Scores:
+        bases = {name: self._bases[name] for name in rewards}
+        places = {name: places_of(reward, items) for name, reward in rewards.items()}
+        columns, failed = self._columns(items, places, given)
         accuracy = columns[VERIFIED].copy()
         accuracy[[place for name, place in failed if name == VERIFIED]] = 0.0
         source = {name: VERIFIED if isinstance(base, Accuracy) else name for name, base in bases.items()}
@@ -237,78 +255,26 @@ class Scorer:
         )
 
 
-def _fill(
-    columns: dict[str, np.ndarray],
-    jobs: Sequence[Job],
-    said: Sequence[Sequence[Outcome]],
-    on_error: float,
-    rewards: Mapping[str, Any],
-) -> dict[tuple[str, int], Outcome]:
-    """Fill the places of calls with their outcomes; return the failed ones with their messages."""
-    failed: dict[tuple[str, int], Outcome] = {}
-    for job, outcomes in zip(jobs, said, strict=True):
-        for place, outcome in zip(job.places, outcomes, strict=True):
-            instead = () if job.call.positions else on_error
-            columns[job.column][place] = outcome.value if outcome.status == "ok" else instead
-            if outcome.status != "ok":
-                reward = rewards.get(job.column)  # None for the verifier
-                at = outcome.place or (defined(_callable(reward)) if reward is not None else "") or job.call.path
-                failed[job.column, place] = outcome._replace(message=f"{at}: {outcome.message}")
-    return failed
-
-
 def _failures(
     failed: dict[tuple[str, int], Outcome], source: dict[str, str], places: Mapping[str, Sequence[int]]
 ) -> Failures:
     """Collect the failures of rewards that score the completions in their ``places``."""
-    lost = [column for column, _ in failed]
-    first = {column: outcome for (column, _), outcome in reversed(failed.items())}
+    first: dict[str, Outcome] = {}
+    for (column, _), outcome in failed.items():
+        first.setdefault(column, outcome)
     names = {column: name for name, column in reversed(source.items())}
+    statuses = collections.Counter(outcome.status for outcome in failed.values())
     return Failures(
-        errors=sum(outcome.status == "error" for outcome in failed.values()),
-        timeouts=sum(outcome.status == "timeout" for outcome in failed.values()),
+        errors=statuses["error"],
+        timeouts=statuses["timeout"],
         of={
             name: (len(places[name]), sum((column, at) in failed for at in places[name]))
             for name, column in source.items()
         },
-        messages={names.get(column, ""): first[column].message for column in dict.fromkeys(lost)},
-        trace="\n".join(
-            f"{first[column].message}\n{first[column].trace}" for column in dict.fromkeys(lost) if first[column].trace
-        ),
+        messages={names.get(column, ""): outcome.message for column, outcome in first.items()},
+        trace="\n".join(f"{outcome.message}\n{outcome.trace}" for outcome in first.values() if outcome.trace),
     )
 
 
-def _verified(items: Sequence[Item], timeout_s: float) -> tuple[dict[str, np.ndarray], list[Job]]:
-    """Return the verifier's column, float64[n], as far as it can be computed here, and the calls that fill the rest."""
-    column = np.zeros(len(items))
-    jobs = []
-    for place, (problem, completion) in enumerate(items):
-        found = verdict(problem, completion)
-        if isinstance(found, Pooled):
-            jobs.append(Job(VERIFIED, [place], Call(found.path, [(found.answer, problem)], timeout_s=timeout_s)))
-        else:
-            column[place] = found
-    return {VERIFIED: column}, jobs
-
-
-def _jobs_of(
-    name: str, reward: Any, form: Form, items: Sequence[Item], timeout_s: float, places: Sequence[int]
-) -> list[Job]:
-    """Return the calls of a function, of one completion each or of all; ``timeout_s`` is for one completion.
-
-    ``places``: indices of the completions that it scores.
-    """
-    named = isinstance(reward, Function) or (isinstance(reward, StepFunction) and isinstance(reward.path, str))
-    function = None if named else _callable(reward)
-    seconds = getattr(reward, "timeout_s", None) or timeout_s * (BATCH_TIMES if form.batch else 1)
-    path = reward.path if named else name
-    positions = reward.positions if isinstance(reward, StepFunction) else ""
-    bare = [(problem, dataclasses.replace(completion, extras={})) for problem, completion in items]
-    shares = [places] if places and (form.batch or form.waits) else [[place] for place in places]
-    return [
-        Job(name, share, Call(path, [bare[at] for at in share], form, seconds, positions), function) for share in shares
-    ]
-
-
 def _callable(reward: Any) -> Callable[..., Any]:
-    return reward.function if isinstance(reward, OWN) else reward
+    return reward.function if isinstance(reward, Own) else reward

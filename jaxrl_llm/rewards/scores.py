@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+DISAGREEMENT = "disagreement"
+"""Suffix of the part ``<reward>/disagreement``: the standard deviation over the models of an ensemble."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
@@ -39,12 +42,11 @@ class Failures:
 
     def __add__(self, other: "Failures") -> "Failures":
         """Add up two records; the earlier messages are kept."""
-        of = {name: (0, 0) for name in self.of | other.of}
-        for name in of:
-            (asked, failed) = self.of.get(name, (0, 0))
-            (more_asked, more_failed) = other.of.get(name, (0, 0))
+        of = {}
+        for name in self.of | other.of:
+            (asked, failed), (more_asked, more_failed) = (one.of.get(name, (0, 0)) for one in (self, other))
             of[name] = asked + more_asked, failed + more_failed
-        messages = self.messages | {name: line for name, line in other.messages.items() if name not in self.messages}
+        messages = self.messages | other.messages | self.messages
         return Failures(
             self.errors + other.errors, self.timeouts + other.timeouts, of, messages, self.trace or other.trace
         )

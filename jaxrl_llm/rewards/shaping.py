@@ -5,12 +5,11 @@ import functools
 import math
 import re
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.bounds import Bound, Hinge, TaskReward, Threshold, check_bound
-from jaxrl_llm.rewards.functions import Function, Local, Lost, StepFunction, form_of
-from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.rewards.bounds import Bound, Constraint, Hinge, TaskReward, Threshold, base_of
+from jaxrl_llm.rewards.functions import OF_STEPS, Function, Local, Lost, ModelReward, StepFunction, StepReward, form_of
 from jaxrl_llm.rewards.verify import accuracy
 from jaxrl_llm.types import Completion, Problem
 
@@ -193,16 +192,18 @@ def free_name(name: str, taken: Collection[str]) -> str:
     return free
 
 
-def check(reward: Reward) -> None:
-    """Refuse a reward that cannot work.
+def check(reward: Any) -> None:
+    """Refuse a reward, a constraint or a gate that cannot work.
 
     Raises:
       InputError: a weight or a time that is not a finite number, a length below 1, a bad or missing pattern, a path
         that does not name a function, a function that cannot take a problem and a completion, one that a config.json
-        could not hold, or a bound that cannot work.
+        could not hold, or a bound with a number out of its range, a name that metrics cannot have, or an inner reward
+        that is of steps, has a weight of its own, or cannot work.
     """
-    if not isinstance(reward.weight, (int, float)) or not math.isfinite(reward.weight):
-        raise InputError(f"reward {reward.name} has the weight {reward.weight}; give a finite number")
+    weight = getattr(reward, "weight", 1.0)  # a gate and a constraint have none
+    if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise InputError(f"reward {reward.name} has the weight {weight}; give a finite number")
     match reward:
         case SoftOverlong() if not 0 < reward.cache <= reward.max_length:
             raise InputError(
@@ -222,10 +223,10 @@ def check(reward: Reward) -> None:
         case Refusals():
             for pattern in reward.patterns:
                 _compiled("Refusals", pattern, re.IGNORECASE)
-        case Bound():
-            check_bound(reward, check)
         case TaskReward():
             check(reward.of)
+        case Bound() | Constraint():
+            _check_bound(reward)
         case StepReward() if not reward.separator:
             raise InputError(f"reward {reward.name} has an empty separator; give what ends a step, such as a line end")
         case ModelReward() if not reward.paths:
@@ -255,6 +256,27 @@ def _check_function(reward: Function | Local | StepFunction) -> None:
             f"{reward.path}: the notebook or script that runs has no {reward.name}; define it before the run"
         )
     form_of(reward.function, reward.batch)
+
+
+def _check_bound(bound: Bound | Constraint) -> None:
+    kind = type(bound).__name__
+    for field in ("limit", "at", "rate", "multiplier"):
+        value = getattr(bound, field, 0.0)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InputError(f"{kind}.{field} must be a finite number, got {value!r}")
+    inner = bound.cost if isinstance(bound, Constraint) else bound.of
+    if isinstance(bound, Constraint) and (bound.rate <= 0 or bound.multiplier < 0):
+        raise InputError(
+            f"{kind} of {inner.name} has rate {bound.rate:g} and multiplier {bound.multiplier:g}; give a rate above 0 "
+            "and a multiplier of at least 0"
+        )
+    if isinstance(bound, Constraint) and (not bound.label or "/" in bound.label):
+        raise InputError(f"{kind} of {inner.name} has the name {bound.label!r}: give one without a slash")
+    if isinstance(base_of(inner), OF_STEPS):
+        raise InputError(f"{kind} holds the step reward {inner.name}: give a reward with one value a completion")
+    check(inner)
+    if inner.weight != 1:
+        raise InputError(f"{inner.name} in {kind} has the weight {inner.weight:g}, which nothing reads: leave it out")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,11 +1,12 @@
 """Verification of completions: compare the extracted answer with the reference; and an invented answer for dry runs."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.calls import Call
 from jaxrl_llm.tasks.extract import extract, integer, marker, normalised, number
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructions import followed
@@ -18,18 +19,6 @@ POOLED = {"math": "jaxrl_llm.rewards.math_answer:score", "reasoning_gym": "jaxrl
 """Verifiers that run a model's text through code that may hang, as ``module:function`` of the same form."""
 
 
-class Pooled(NamedTuple):
-    """A verifier's call that must run in the pool.
-
-    Attributes:
-      path: of the function, ``module:function``.
-      answer: argument of the call, before the problem.
-    """
-
-    path: str
-    answer: str
-
-
 def accuracy(problem: Problem, completion: Completion) -> float:
     """Score the extracted answer by the verifier: 1 or more is accurate, 0 without an answer, NaN without a verifier.
 
@@ -39,10 +28,10 @@ def accuracy(problem: Problem, completion: Completion) -> float:
       InputError: the problem names an unknown extractor or verifier.
     """
     found = verdict(problem, completion)
-    return resolve(found.path)(found.answer, problem) if isinstance(found, Pooled) else found
+    return resolve(found.path)(*found.items[0]) if isinstance(found, Call) else found
 
 
-def verdict(problem: Problem, completion: Completion) -> float | Pooled:
+def verdict(problem: Problem, completion: Completion) -> float | Call:
     """Return the accuracy if the verifier cannot hang; else the call that computes it. Raises the errors of
     ``accuracy``.
     """
@@ -52,7 +41,7 @@ def verdict(problem: Problem, completion: Completion) -> float | Pooled:
     if answer is None:
         return 0.0
     if problem.verifier in POOLED:
-        return Pooled(POOLED[problem.verifier], answer)
+        return Call(POOLED[problem.verifier], [(answer, problem)])
     if problem.verifier not in INLINE:
         raise InputError(
             f"verifier {problem.verifier!r} of problem {problem.id} is unknown; "

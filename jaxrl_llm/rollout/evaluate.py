@@ -212,7 +212,7 @@ def checked(
     items = [(problems[i // samples], c) for i, c in enumerate(done)]
     rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
     unverified = problems[0].verifier == "none"
-    scores = scorer.score(items) if unverified else scorer.only(items, (REFUSED,))
+    scores = scorer.score(items, only=None if unverified else (REFUSED,))
     refused = scores.parts[REFUSED].reshape(len(problems), samples) if REFUSED in scores.parts else None
     if unverified:
         rewards = scores.reward.reshape(len(problems), samples)

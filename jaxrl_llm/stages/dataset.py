@@ -46,7 +46,7 @@ def groups(run: FromData) -> Groups:
     """Return the size of a step's batch, with two completions per ranking; there may be more."""
     kinds = {Texts: (1, "texts of"), Steps: (1, "solutions of"), Pairs: (2, "pairs of completions of")}
     each, words = next(found for kind, found in kinds.items() if isinstance(run.data, kind))
-    return Groups(*run.groups, each, run.batch.max_tokens, words)
+    return Groups(run.group_field, run.batch.rows, each, run.batch.max_tokens, words)
 
 
 Exam = Callable[[Decoder], tuple[Evaluated, ...]]

@@ -9,7 +9,7 @@ from jaxrl_llm.data import Pairs, Steps
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.hf_config import OURS, gives_scores
 from jaxrl_llm.models.pretrained import attributes_of
-from jaxrl_llm.rewards.models import ModelReward, StepReward
+from jaxrl_llm.rewards.functions import ModelReward, StepReward
 from jaxrl_llm.runs.load import find_run
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.template import template_fingerprint

@@ -7,41 +7,10 @@ from jaxrl_llm.tasks.instructed import Instructions
 from jaxrl_llm.tasks.prompts import difference, fingerprint
 from jaxrl_llm.tasks.sources import HubDataset, ReasoningGym, Rows, Table, begun
 from jaxrl_llm.tasks.stream import PromptStream, Shuffled, of_tasks, problem_index
-from jaxrl_llm.tasks.task import Loaded, Task, check, dated, load
+from jaxrl_llm.tasks.task import Loaded, Task, check, load
 from jaxrl_llm.tasks.template import Prompts, encode
 
-__getattr__ = attach("jaxrl_llm", dict.fromkeys(("Collected", "Pairs", "Steps", "Texts"), "data"))  # once they lay here
-
-__all__ = [
-    "Collected",
-    "Curriculum",
-    "Dropping",
-    "EasyToHard",
-    "HubDataset",
-    "Instructions",
-    "Loaded",
-    "Pairs",
-    "Prioritised",
-    "PromptStream",
-    "Prompts",
-    "ReasoningGym",
-    "Rows",
-    "Scheduled",
-    "Shuffled",
-    "Steps",
-    "Table",
-    "Task",
-    "Texts",
-    "answer_of",
-    "begun",
-    "check",
-    "dated",
-    "difference",
-    "encode",
-    "extract",
-    "fingerprint",
-    "integer",
-    "load",
-    "of_tasks",
-    "problem_index",
-]
+MOVED = ("Collected", "Pairs", "Steps", "Texts")
+"""Names that lay here once: they are still found here, also by ``import *``."""
+__getattr__ = attach("jaxrl_llm", dict.fromkeys(MOVED, "data"))
+__all__ = [*(name for name in globals() if not name.startswith("_")), *MOVED]

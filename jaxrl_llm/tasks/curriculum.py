@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.system.setting import PATH, Range, Setting
 from jaxrl_llm.tasks.prompts import field_of
@@ -178,26 +179,19 @@ def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
     found = np.empty(len(problems))
     for index, problem in enumerate(problems):
         value = field_of(problem.metadata, easy.by)
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number or math.isnan(value):
-            columns = ", ".join(numbers_in(problem.metadata)) or "none"
+        if not _is_number(value) or math.isnan(value):
+            columns = [name for name in codec.flat(problem.metadata) if _is_number(field_of(problem.metadata, name))]
             raise InputError(
                 f"easy_to_hard.by {easy.by!r} is {value!r:.40} in problem {problem.metadata.get('row', problem.id)}, "
-                f"and it takes a number for each: give a column that has them (there: {columns}), or success"
+                "and it takes a number for each: give a column that has them "
+                f"(there: {', '.join(columns) or 'none'}), or success"
             )
         found[index] = value
     return found if easy.rising else -found
 
 
-def numbers_in(record: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of the fields that hold numbers, as ``EasyToHard.by`` spells them."""
-    names = []
-    for name, value in record.items():
-        if isinstance(value, dict):
-            names += numbers_in(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float | np.number) and not isinstance(value, bool):
-            names.append(prefix + name)
-    return names
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

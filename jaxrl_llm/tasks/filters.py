@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.errors import InputError, did_you_mean, one_line
+from jaxrl_llm.errors import InputError, did_you_mean, one_line, require
 from jaxrl_llm.tasks.extract import number
 from jaxrl_llm.tasks.instructions import CHECKS, IDS
 from jaxrl_llm.types import Problem
@@ -48,6 +48,5 @@ def resolve(path: str) -> Callable[..., Any]:
         hint = did_you_mean(name, dir(module), "check the spelling")
         raise InputError(f"{path}: {module_name} has no {name}; {hint}")
     function = getattr(module, name)
-    if not callable(function):
-        raise InputError(f"{path} is a {type(function).__name__}; name a function")
+    require(callable(function), f"{path} is a {type(function).__name__}; name a function")
     return function

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Generator
 from typing import Any
 
-from jaxrl_llm.errors import InputError, did_you_mean, one_line
+from jaxrl_llm.errors import InputError, did_you_mean, one_line, require
 from jaxrl_llm.system.signals import child, interpreter
 
 NAMED = "jaxrl-llm list tasks names those that it has"
@@ -92,8 +92,7 @@ def _generate(name: str, options: dict[str, Any], size: int, seed: int) -> list[
         raise InputError(f"reasoning-gym has no data set {name!r}; {did_you_mean(name, DATASETS, NAMED)}")
     fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for option in options:
-        if option in ("size", "seed"):
-            raise InputError(f"{option} is no option of {name}: set the source's own field {option}")
+        require(option not in ("size", "seed"), f"{option} is no option of {name}: set the source's own field {option}")
         if option not in fields:
             has = f"it has {', '.join(sorted(fields))}"
             raise InputError(f"reasoning-gym's {name} has no option {option!r}; {did_you_mean(option, fields, has)}")

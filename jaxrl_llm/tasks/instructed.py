@@ -2,10 +2,10 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.errors import InputError, did_you_mean, require
 from jaxrl_llm.tasks.instructions import ARGUMENTS, IDS, RELATIONS
 from jaxrl_llm.tasks.prompts import problem_of
 from jaxrl_llm.types import Problem
@@ -68,8 +68,7 @@ class Instructions:
         Raises:
           InputError: a kind is unknown, or the size is below 1.
         """
-        if self.size < 1:
-            raise InputError(f"source Instructions has size {self.size}; give at least 1")
+        require(self.size >= 1, f"source Instructions has size {self.size}; give at least 1")
         for name in (name for name in self.kinds if name not in KINDS):
             hint = did_you_mean(name, KINDS, f"choose of {', '.join(KINDS)}")
             raise InputError(f"source Instructions has no kind {name!r}; {hint}")
@@ -81,10 +80,10 @@ class Instructions:
             names: list[str] = []
             for name in shuffled:
                 groups = {KINDS[other].group for other in names}
-                conflicts = any(frozenset((name, other)) in CONFLICTS for other in names)
+                conflicts = any({name, other} in CONFLICTS for other in names)
                 if len(names) < count and KINDS[name].group not in groups and not conflicts:
                     names.append(name)
-            arguments = [_drawn(name, draws, request) for name in names]
+            arguments = [DRAWS[name](draws, request) if name in DRAWS else {} for name in names]
             sentences = []
             for name, given in zip(names, arguments, strict=True):
                 words = {key: " and ".join(value) if isinstance(value, list) else value for key, value in given.items()}
@@ -93,55 +92,48 @@ class Instructions:
             yield problem_of(prompt, "", self.label, {IDS: names, ARGUMENTS: arguments})
 
 
-def _drawn(name: str, draws: random.Random, request: str) -> dict[str, Any]:
-    """Draw the arguments, by name, of an instruction of this kind; ``request`` begins its prompt."""
-    match name:
-        case "keywords:existence":
-            return {"keywords": draws.sample(KEYWORDS, 2)}
-        case "keywords:forbidden_words":
-            return {"forbidden_words": draws.sample(KEYWORDS, 2)}
-        case "keywords:frequency":
-            keyword = draws.choice(KEYWORDS)
-            frequency, relation = _bounded(draws, (2, 5), (2, 4))
-            return {"keyword": keyword, "frequency": frequency, "relation": relation}
-        case "keywords:letter_frequency":
-            frequency, relation = _bounded(draws, (3, 12), (1, 3))
-            letter = draws.choice(COMMON if relation == "at least" else RARE)
-            return {"letter": letter, "let_frequency": frequency, "let_relation": relation}
-        case "length_constraints:number_words":
-            count, relation = _bounded(draws, (10, 60), (30, 80))
-            return {"num_words": count, "relation": relation}
-        case "length_constraints:number_paragraphs":
-            return {"num_paragraphs": draws.randint(2, 4)}
-        case "length_constraints:nth_paragraph_first_word":
-            count = draws.randint(2, 4)
-            place = draws.randint(1, count)
-            return {"num_paragraphs": count, "nth_paragraph": place, "first_word": draws.choice(OPENINGS)}
-        case "detectable_content:number_placeholders":
-            return {"num_placeholders": draws.randint(1, 4)}
-        case "detectable_content:postscript":
-            return {"postscript_marker": draws.choice(("P.S.", "P.P.S"))}
-        case "detectable_format:number_bullet_lists":
-            return {"num_bullets": draws.randint(2, 5)}
-        case "detectable_format:number_highlighted_sections":
-            return {"num_highlights": draws.randint(1, 4)}
-        case "detectable_format:multiple_sections":
-            return {"section_spliter": "Section", "num_sections": draws.randint(2, 4)}
-        case "combination:repeat_prompt":
-            return {"prompt_to_repeat": request}
-        case "startend:end_checker":
-            return {"end_phrase": draws.choice(ENDINGS)}
-        case "change_case:capital_word_frequency":
-            frequency, relation = _bounded(draws, (1, 4), (2, 4))
-            return {"capital_frequency": frequency, "capital_relation": relation}
-    return {}
+def _bounded(
+    draws: random.Random, number: str, relation: str, at_least: tuple[int, int], less_than: tuple[int, int]
+) -> dict[str, Any]:
+    """Draw a relation, and a number from the range for it; return both under these names of arguments."""
+    drawn = draws.choice(RELATIONS)
+    return {number: draws.randint(*(at_least if drawn == "at least" else less_than)), relation: drawn}
 
 
-def _bounded(draws: random.Random, at_least: tuple[int, int], less_than: tuple[int, int]) -> tuple[int, str]:
-    """Draw a relation, and a number from the range for it."""
-    relation = draws.choice(RELATIONS)
-    return draws.randint(*(at_least if relation == "at least" else less_than)), relation
-
+DRAWS: dict[str, Callable[[random.Random, str], dict[str, Any]]] = {
+    "keywords:existence": lambda draws, _: {"keywords": draws.sample(KEYWORDS, 2)},
+    "keywords:forbidden_words": lambda draws, _: {"forbidden_words": draws.sample(KEYWORDS, 2)},
+    "keywords:frequency": lambda draws, _: (
+        {"keyword": draws.choice(KEYWORDS)} | _bounded(draws, "frequency", "relation", (2, 5), (2, 4))
+    ),
+    "keywords:letter_frequency": lambda draws, _: (
+        (bound := _bounded(draws, "let_frequency", "let_relation", (3, 12), (1, 3)))
+        | {"letter": draws.choice(COMMON if bound["let_relation"] == "at least" else RARE)}
+    ),
+    "length_constraints:number_words": lambda draws, _: _bounded(draws, "num_words", "relation", (10, 60), (30, 80)),
+    "length_constraints:number_paragraphs": lambda draws, _: {"num_paragraphs": draws.randint(2, 4)},
+    "length_constraints:nth_paragraph_first_word": lambda draws, _: {
+        "num_paragraphs": (count := draws.randint(2, 4)),
+        "nth_paragraph": draws.randint(1, count),
+        "first_word": draws.choice(OPENINGS),
+    },
+    "detectable_content:number_placeholders": lambda draws, _: {"num_placeholders": draws.randint(1, 4)},
+    "detectable_content:postscript": lambda draws, _: {"postscript_marker": draws.choice(("P.S.", "P.P.S"))},
+    "detectable_format:number_bullet_lists": lambda draws, _: {"num_bullets": draws.randint(2, 5)},
+    "detectable_format:number_highlighted_sections": lambda draws, _: {"num_highlights": draws.randint(1, 4)},
+    "detectable_format:multiple_sections": lambda draws, _: {
+        "section_spliter": "Section",
+        "num_sections": draws.randint(2, 4),
+    },
+    "combination:repeat_prompt": lambda draws, request: {"prompt_to_repeat": request},
+    "startend:end_checker": lambda draws, _: {"end_phrase": draws.choice(ENDINGS)},
+    "change_case:capital_word_frequency": lambda draws, _: _bounded(
+        draws, "capital_frequency", "capital_relation", (1, 4), (2, 4)
+    ),
+}
+"""Draws of the arguments, by name, of each kind of instruction that has some, for a prompt that begins with the given
+request.
+"""
 
 KINDS: dict[str, Kind] = {
     "keywords:existence": Kind("words", "Use the words {keywords}."),
@@ -188,14 +180,11 @@ KINDS: dict[str, Kind] = {
 }
 """Kinds of instruction that can be drawn, by id: all those that can be checked."""
 
-CONFLICTS = frozenset(
-    frozenset(pair)
-    for pair in (
-        ("detectable_format:json_format", "startend:end_checker"),
-        ("detectable_format:multiple_sections", "change_case:english_lowercase"),
-        ("detectable_format:multiple_sections", "change_case:english_capital"),
-        ("detectable_format:constrained_response", "change_case:english_lowercase"),
-        ("detectable_format:constrained_response", "change_case:english_capital"),
-    )
+CONFLICTS = (
+    {"detectable_format:json_format", "startend:end_checker"},
+    {"detectable_format:multiple_sections", "change_case:english_lowercase"},
+    {"detectable_format:multiple_sections", "change_case:english_capital"},
+    {"detectable_format:constrained_response", "change_case:english_lowercase"},
+    {"detectable_format:constrained_response", "change_case:english_capital"},
 )
 """Pairs of kinds from different groups that no text can follow both of."""

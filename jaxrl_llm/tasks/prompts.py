@@ -158,15 +158,13 @@ def fingerprint(problems: Sequence[Problem | Any]) -> Fingerprint:
 
 def difference(before: Fingerprint, now: Fingerprint) -> str:
     """Describe in a few words how two fingerprints differ; empty if they are equal."""
-    if before["count"] != now["count"]:
-        return f"there were {before['count']} and there are {now['count']}"
-    if before["prompts"] != now["prompts"]:
-        return f"there are {now['count']} as before, but prompts have changed"
-    if before["contents"] != now["contents"]:
-        return "the prompts are the same, but answers or other fields have changed"
-    if before["order"] != now["order"]:
-        return "they are the same in another order"
-    return ""
+    differences = {
+        "count": f"there were {before['count']} and there are {now['count']}",
+        "prompts": f"there are {now['count']} as before, but prompts have changed",
+        "contents": "the prompts are the same, but answers or other fields have changed",
+        "order": "they are the same in another order",
+    }
+    return next((words for part, words in differences.items() if before[part] != now[part]), "")
 
 
 def content(problem: Problem | Any) -> str:

@@ -64,6 +64,8 @@ class Shuffled(PromptStream):
     problems: Sequence[Problem]
     seed: int
     counting: PromptStream | None = dataclasses.field(default=None, compare=False)
+    _order: dict[int, np.ndarray] = dataclasses.field(default_factory=dict, init=False, compare=False)
+    """Cache of the present epoch's permutation, by epoch; one for each stream, however many streams there are."""
 
     def next(self, number: int, memory: Memory) -> tuple[Problem, Memory]:
         """Return the problem at that position of the stream, and the memory."""
@@ -74,11 +76,6 @@ class Shuffled(PromptStream):
             self._order.clear()
             self._order[epoch] = permutation(self.seed, epoch, len(self.problems))
         return self.problems[int(self._order[epoch][position])], memory
-
-    @functools.cached_property
-    def _order(self) -> dict[int, np.ndarray]:
-        """Cache of the present epoch's permutation, by epoch; one for each stream, however many streams there are."""
-        return {}
 
     def observe(self, memory: Memory, groups: Sequence[Group]) -> Memory:
         """Return the memory unchanged, unless an earlier phase had a curriculum: then its counts are updated."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, Generic, TypeVar
 
 from jaxrl_llm import codec
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.tasks.extract import extract, integer
 from jaxrl_llm.tasks.filters import resolve
 from jaxrl_llm.tasks.instructed import Instructions
@@ -20,7 +20,6 @@ VERIFIERS = ("match", "integer", "math", "reasoning_gym", "instructions", "none"
 UNANSWERED = ("reasoning_gym", "instructions", "none")
 """Verifiers that need no reference answer."""
 
-Dated = TypeVar("Dated", bound=Any)
 Item = TypeVar("Item", covariant=True)
 _NAMED = 3  # how many dropped rows a note names
 
@@ -84,12 +83,6 @@ class Loaded(Generic[Item]):
     notes: tuple[str, ...]
     left_out: str = ""
 
-    @property
-    def verified(self) -> bool:
-        """Whether answers to the problems are compared with references; else only the reward measures them."""
-        first: Any = self.train[0]
-        return first.verifier != "none"
-
 
 def check(task: Task) -> None:
     """Refuse a task that cannot work, before anything is loaded.
@@ -99,8 +92,7 @@ def check(task: Task) -> None:
         ``keep`` that does not name a function.
     """
     extract("", task.extractor)
-    if task.verifier not in VERIFIERS:
-        raise InputError(f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
+    require(task.verifier in VERIFIERS, f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
     if task.verifier == "reasoning_gym" and isinstance(task.source, RowSource):
         raise InputError(f"verifier 'reasoning_gym' needs a ReasoningGym source; give {task.label} another")
     if task.verifier == "instructions" and task.extractor in ("last_number", "boxed"):
@@ -126,17 +118,11 @@ def check_split(holdout: float, date: str | None) -> None:
     Raises:
       InputError: a holdout outside [0, 1), or a bad date.
     """
-    if not 0 <= holdout < 1:
-        raise InputError(f"holdout is {holdout}; it is a share of the prompts, from 0 to below 1")
+    require(0 <= holdout < 1, f"holdout is {holdout}; it is a share of the prompts, from 0 to below 1")
     try:
         datetime.date.fromisoformat(date or "2025-07-01")
     except ValueError:
         raise InputError(f"date {date!r} is none; write it as 2025-07-01") from None
-
-
-def dated(task: Dated, day: str) -> Dated:
-    """Return the task, or data of a supervised stage, with ``day`` as its date unless it has one."""
-    return task if task.date else dataclasses.replace(task, date=day)
 
 
 def load(task: Task, answers: bool = True) -> Loaded[Problem]:

@@ -1,14 +1,12 @@
 """Templates: turn a problem into the token ids that the policy continues."""
 
-import copy
 import datetime
 import functools
 import hashlib
 import itertools
 import json
 import re
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,19 +36,15 @@ class Prompts:
     def __init__(self, tasks: Task | Sequence[Task], tokenizer: Any):
         self.tasks = (tasks,) if isinstance(tasks, Task) else tuple(tasks)
         self._by_label = {task.label: task for task in self.tasks}
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[tuple[str, str], np.ndarray] = {}
 
     def __getitem__(self, problem: Problem) -> np.ndarray:
         """Return the prompt's token ids, int32[T]; see ``encode``. Ids tell the problems of one task apart."""
         key = (problem.task, problem.id)
         if key not in self._known:
-            self._known[key] = encode(problem, self.task(problem.task), self._tokenizer)
+            self._known[key] = encode(problem, self.task(problem.task), self.tokenizer)
         return self._known[key]
-
-    def end_of(self, problem: Problem) -> str:
-        """Return the last words of a prompt, with the text that the template writes after its messages."""
-        return self._tokenizer.decode(self[problem][-16:])
 
     def task(self, label: str) -> Task:
         """Return the task of this label; a single task is returned for any label."""
@@ -113,11 +107,7 @@ def worded(prompt: Iterable[Message], wording: Wording) -> list[Message]:
 
 
 def rendered(
-    messages: Sequence[Message],
-    wording: Wording,
-    tokenizer: Any,
-    asks: bool = True,
-    options: Mapping[str, Any] = types.MappingProxyType({}),
+    messages: list[Message], wording: Wording, tokenizer: Any, asks: bool = True, options: dict[str, Any] | None = None
 ) -> str:
     """Render worded messages as text; if ``asks``, up to the start of the assistant's next message.
 
@@ -131,7 +121,7 @@ def rendered(
     template = _on_the_day(template_text(wording, tokenizer), wording.date, _option(wording, "template"))
     try:
         return tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=asks, **options
+            messages, chat_template=template, tokenize=False, add_generation_prompt=asks, **(options or {})
         )
     except Exception as error:  # a template is a program, and raises whatever it likes
         reason = one_line(error, LONGEST_REASON)
@@ -181,15 +171,6 @@ def template_text(wording: Wording, tokenizer: Any) -> str:
         return CHATML
     check_template(wording.template)
     return wording.template
-
-
-def with_template(tokenizer: Any, template: str) -> Any:
-    """Return a tokenizer that writes chats with this template of a ``Task``; unchanged for "tokenizer" or "plain"."""
-    if template in ("tokenizer", "plain"):
-        return tokenizer
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = CHATML if template == "chatml" else template
-    return other
 
 
 @functools.lru_cache(maxsize=8)

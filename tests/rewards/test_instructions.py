@@ -178,7 +178,7 @@ def test_rows_of_the_hub_need_no_answer_and_nones_are_not_there(tmp_path):
     task = table(tmp_path, row, row | {"prompt": "b"})
     for source in (task.source, Rows([row]), dataclasses.replace(task.source, answer_field=None)):
         loaded = load(dataclasses.replace(task, source=source))
-        assert loaded.verified and not loaded.notes and loaded.train[0].verifier == "instructions"
+        assert not loaded.notes and loaded.train[0].verifier == "instructions"
         assert accuracy(loaded.train[0], completion("one two")) == 1.0
         assert accuracy(loaded.train[0], completion("one")) == 0.5
 
@@ -217,7 +217,7 @@ ROW = {"prompt": "a", "instruction_id_list": [WORDS], "kwargs": [{"num_words": 2
     ],
 )  # fmt: skip
 def test_what_cannot_be_checked_is_refused_at_loading_with_its_row(change, message, tmp_path):
-    assert load(table(tmp_path, ROW)).verified
+    assert load(table(tmp_path, ROW)).train[0].verifier == "instructions"
     with pytest.raises(InputError) as error:
         load(table(tmp_path, ROW, ROW | {"prompt": "b"} | change))
     said = str(error.value)

@@ -74,8 +74,8 @@ def test_refusals_are_a_part_of_their_own_and_no_reward():
     items = [(PROBLEM, completion(text)) for text in texts]
     watched = {REFUSED: Threshold(Refusals(), 0.5)}
     with Scorer((Accuracy(),), watched=watched, on_request={"asked": Format("4")}) as scorer:
-        whole, only = scorer.score(items), scorer.only(items, (REFUSED, "not there"))
-        asked = scorer.only(items, ("asked",))
+        whole, only = scorer.score(items), scorer.score(items, only=(REFUSED, "not there"))
+        asked = scorer.score(items, only=("asked",))
     assert whole.reward.tolist() == whole.accuracy.tolist() == only.accuracy.tolist() == [1, 1, 0]
     assert whole.parts.keys() == {"accuracy", REFUSED} and only.parts.keys() == {REFUSED}
     assert whole.parts[REFUSED].tolist() == only.parts[REFUSED].tolist() == [1, 0, 0]

@@ -152,13 +152,14 @@ def test_problems_without_an_answer_are_allowed_where_none_is_needed(tmp_path):
     ]:  # fmt: skip
         loaded = load(task, answers=False)
         assert [problem.answer for problem in loaded.train] == ["", "", ""] and loaded.notes == notes
-        assert not loaded.verified and {problem.verifier for problem in loaded.train} == {"none"}
+        assert {problem.verifier for problem in loaded.train} == {"none"}
         assert loaded.train[2].metadata["answer"] == {"tests": [1]}
-    assert not load(Task(Table(str(path)), verifier="none")).verified
+    assert load(Task(Table(str(path)), verifier="none")).train[0].verifier == "none"
     with pytest.raises(InputError, match=r"prompts.jsonl:1 has no answer in field.*take rewards that need no answer"):
         load(Task(Table(str(path))))
-    assert load(Task(table(tmp_path, [("a", "1")])), answers=False).verified
-    assert not load(Task(table(tmp_path, [("a", "1")]), verifier="none"), answers=True).verified
+    assert load(Task(table(tmp_path, [("a", "1")])), answers=False).train[0].verifier == "match"
+    loaded = load(Task(table(tmp_path, [("a", "1")]), verifier="none"), answers=True)
+    assert loaded.train[0].verifier == "none"
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -6,8 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl_llm.config import dated
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.tasks import Table, Task, dated, encode
+from jaxrl_llm.tasks import Table, Task, encode
 from jaxrl_llm.types import Problem
 
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]

@@ -11,11 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from jaxrl_llm.config import dated
 from jaxrl_llm.config.origin import find_class
 from jaxrl_llm.data import Collected, Pairs, Steps, Texts, load_texts, longest
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.builtin import tiny_tokenizer
-from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, dated, difference, fingerprint, load
+from jaxrl_llm.tasks import HubDataset, ReasoningGym, Table, Task, difference, fingerprint, load
 
 TINY = tiny_tokenizer()
 STOP = (TINY.eos_token_id,)

@@ -61,7 +61,7 @@ def read_problems(run: configs.Run, status: Callable[[str], None]) -> Problems:
     def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
         found = read_parts(parts, functools.partial(configs.verifies, run), status)
         for part, one in zip(parts, found, strict=True):
-            if not one.verified:
+            if one.train[0].verifier == "none":
                 configs.refuse_readers(run, part, f"task {one.train[0].task} without reference answers")
         return found
 
@@ -105,7 +105,7 @@ def about(run: configs.Run, read: Problems, prompts: tasks.Prompts) -> list[str]
     settings."""
     lines = []
     for task, problems in zip(prompts.tasks, read.train, strict=True):
-        opened = _OPENS_A_THOUGHT.search(prompts.end_of(problems[0]))
+        opened = _OPENS_A_THOUGHT.search(prompts.tokenizer.decode(prompts[problems[0]][-16:]))
         if opened and task.extractor == "whole" and problems[0].verifier != "none":
             lines.append(
                 f"the chat template opens a thought, {opened[0].strip()}, and extractor whole judges {task.label} by "

@@ -113,7 +113,7 @@ class WinRate(Ingredient):
                 np.ones(size, bool), np.zeros(size, np.int32), text=row["completion"],
             )  # fmt: skip
             items += [(found.problems[at[0]], before), (found.problems[at[0]], answer)]
-        scores = self.scorer.only(items, (JUDGED,)).parts[JUDGED].reshape(-1, 2) if items else ()
+        scores = self.scorer.score(items, only=(JUDGED,)).parts[JUDGED].reshape(-1, 2) if items else ()
         for at, (old, new) in zip(places, scores, strict=True):
             won[at] = np.nan if np.isnan(old + new) else (np.sign(new - old) + 1) / 2
         return dataclasses.replace(found, won=won)
