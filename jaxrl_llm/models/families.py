@@ -169,13 +169,13 @@ MISTRAL = Family(
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
-    constants={"attention.bias": True}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS,
+    constants={}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS,
     slides=lambda attributes, layer: layer >= attributes["max_window_layers"],
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
-    constants={"attention.qk_norm": "head"}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=QWEN2.slides,
+    constants={}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=QWEN2.slides,
 )  # fmt: skip
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
@@ -187,14 +187,14 @@ GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
     _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
               sliding_window_pattern=6),
-    constants={"norm.plus_one": True, "norm.placement": "both", "attention.qk_norm": "head"},
+    constants={"norm.plus_one": True, "norm.placement": "both"},
     tensors=_ENDS + _MATRICES + _HEAD_NORMS + _SANDWICH_NORMS, scaled_embedding=True,
     slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
     default_theta=1e6, local_theta=1e4,
 )  # fmt: skip
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", _defaults(rms_norm_eps=1e-5),
-    constants={"attention.qk_norm": "full", "norm.placement": "post"},
+    constants={"norm.placement": "post"},
     tensors=_ENDS + _MATRICES + _FULL_NORMS + _POST_NORMS,
 )  # fmt: skip
 
@@ -222,6 +222,12 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     headless = scalar or config.tied_embeddings
     named = tuple(t for t in FAMILIES[config.family].tensors if not (headless and t.path == "head"))
     return (*named, SCORE) if scalar else named
+
+
+def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of our parameter, with a leading layer axis if every layer has one."""
+    sizes = axis_sizes(config)
+    return ((config.layers,) if tensor.layered else ()) + tuple(sizes[letter] for letter in tensor.axes)
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:

@@ -100,7 +100,8 @@ def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Stored
 
         def value(key: str, default: Any = None) -> Any:
             field = reader.get_field(key)
-            return default if field is None else field.contents()
+            found = default if field is None else field.contents()
+            return shortest(found)
 
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
         tables = [np.asarray(tensor.data).ravel() for tensor in reader.tensors if tensor.name == LLAMA3_ROPE]
@@ -143,7 +144,7 @@ def attributes_of(
     for key, name in ATTRIBUTES.items():
         found = value(f"{architecture}.{key}")
         if found is not None:
-            attributes[name] = _decimal(found)
+            attributes[name] = found
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
     attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
@@ -159,7 +160,7 @@ def attributes_of(
     return attributes
 
 
-def _decimal(value: Any) -> Any:
+def shortest(value: Any) -> Any:
     """Return the shortest decimal of a float stored as float32 (1e-05, not 9.99999974e-06); other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -169,7 +170,7 @@ def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarra
     if table is None:
         kind = value(f"{architecture}.rope.scaling.type", "none")
         factor = value(f"{architecture}.rope.scaling.factor")
-        return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": _decimal(factor)}}
+        return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": factor}}
     base = value(f"{architecture}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):
         known = llama3_table(Llama3Rope(factor, 1.0, 4.0, 8192), base, len(table))

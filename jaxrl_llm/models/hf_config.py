@@ -1,6 +1,7 @@
 """Conversion config.json <-> ModelConfig, for transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,14 +96,13 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     InputError where the family's config.json cannot express one of the values.
     """
     family = FAMILIES[config.family]
-    values = _flatten(config)
     written: dict[str, Any] = {
         "architectures": [family.classifier if scalar else family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
     }
     written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
-    written |= {name: values[FIELDS[name]] for name in family.defaults if name in FIELDS}
+    written |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
     written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
@@ -121,14 +121,17 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     written |= _write_rope(config.attention) | write_token_ids(config.tokens)
     lost = differences(config, read_config(written))
     if lost:
-        raise InputError(f"a {config.family} config.json cannot express {lost[0]}={values[lost[0]]!r}; set it back")
+        value = operator.attrgetter(lost[0])(config)
+        raise InputError(f"a {config.family} config.json cannot express {lost[0]}={value!r}; set it back")
     return written
 
 
 def differences(config: ModelConfig, other: ModelConfig) -> list[str]:
     """Return the dotted names of the fields that differ between two configurations."""
-    values = _flatten(other)
-    return [name for name, value in _flatten(config).items() if values[name] != value]
+    names = [field.name for field in dataclasses.fields(config) if field.name not in ("attention", "norm")]
+    for part in ("attention", "norm"):
+        names += [f"{part}.{field.name}" for field in dataclasses.fields(getattr(config, part))]
+    return [name for name in names if operator.attrgetter(name)(config) != operator.attrgetter(name)(other)]
 
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
@@ -245,11 +248,3 @@ def _write_rope(attention: Attention) -> dict[str, Any]:
     if attention.local_rope_theta is not None:
         written["rope_local_base_freq"] = attention.local_rope_theta
     return written
-
-
-def _flatten(config: ModelConfig) -> dict[str, Any]:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for part in ("attention", "norm"):
-        value = values.pop(part)
-        values |= {f"{part}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
-    return values
