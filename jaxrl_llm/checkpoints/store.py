@@ -1,15 +1,17 @@
-"""Checkpoints: everything that a run needs to resume, written by Orbax in the background.
+"""Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums.
 
 A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state:
 data cursor, surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in
 a file next to it. Random numbers need no state: they are functions of the run's seed and of counters.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints import integrity
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.sharding import abstract, replicated, shardings
@@ -56,12 +57,35 @@ SHORT = {
 
 
 def _name(path: tuple) -> str:
-    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     name = "/".join(part for part in parts if part not in ("weights", "value"))
     for long, short in SHORT.items():
         if name == long or name.startswith(f"{long}/"):
             return short + name.removeprefix(long)
     return name
+
+
+CHECKSUMS = "checksums.json"
+"""The file of a step with the sizes and checksums of its other files."""
+READERS = 8
+"""The number of threads that compute checksums of files, in parallel with each other and with the interpreter."""
+Sums = dict[str, list[int]]
+"""The size in bytes and CRC-32 of files, by name: against accidents of disks and copies."""
+
+
+def sums(step: Path, names: list[str]) -> Sums:
+    """Compute the sizes and checksums of these files."""
+
+    def of_file(name: str) -> list[int]:
+        crc = size = 0
+        with open(step / name, "rb") as file:
+            while chunk := file.read(1 << 22):
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+        return [size, crc]
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return dict(zip(names, readers.map(of_file, names), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +108,7 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"
 """Folders of steps in writing, or left behind by a killed process."""
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
 
     Args:
@@ -155,7 +179,9 @@ class Checkpoints:
                 arrays = self._arrays.pop(int(step.name.partition(".")[0]), b"")
                 if arrays:
                     (step / "host" / ARRAYS).write_bytes(zlib.compress(arrays, 1))
-                integrity.seal(step)
+                # Files next to the step's folders are Orbax's own.
+                names = sorted(str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file())
+                (step / CHECKSUMS).write_text(json.dumps(sums(step, names)))
 
     def close(self) -> None:
         """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
@@ -174,9 +200,6 @@ class Checkpoints:
             if jax.process_index() == 0:
                 for unfinished in self._directory.glob(UNFINISHED):
                     shutil.rmtree(unfinished, ignore_errors=True)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and jax.process_count() > 1:

@@ -100,8 +100,7 @@ def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Stored
 
         def value(key: str, default: Any = None) -> Any:
             field = reader.get_field(key)
-            found = default if field is None else field.contents()
-            return shortest(found)
+            return shortest(default if field is None else field.contents())
 
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
         tables = [np.asarray(tensor.data).ravel() for tensor in reader.tensors if tensor.name == LLAMA3_ROPE]

@@ -3,8 +3,9 @@
 Arrays are created in their layout: no process ever holds more of one than its devices do.
 """
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,48 +57,41 @@ def activation(x: jax.Array, name: str) -> jax.Array:
     return constrain(x, *ACTIVATIONS[name])
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: Any, mesh: Mesh, whole: Sequence[str] = ()) -> Any:
     """Return a ``NamedSharding`` for every leaf of a tree with models: weights, gradients, optimiser moments, states.
 
-    Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory.
+    Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory. ``whole``:
+    mesh axes that divide no weights.
     """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        layout = layout_of(parameter_path(path), x.shape, mesh)
-        return (
-            layout.with_memory_kind("pinned_host")
-            if any(getattr(key, "name", "") == "on_host" for key in path)
-            else layout
-        )
+        layout = layout_of(parameter_path(path), x.shape, mesh, whole)
+        on_host = any(getattr(key, "name", "") == "on_host" for key in path)
+        return layout.with_memory_kind("pinned_host") if on_host else layout
 
     return jax.tree.map_with_path(leaf, tree)
 
 
-def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Return the layout of one parameter, such as ``blocks/attn/q``."""
-    return NamedSharding(mesh, fitting(shape, RULES.get(path, ()), mesh))
+sampling_shardings = functools.partial(shardings, whole=("fsdp",))
+"""``shardings`` of weights that only sample: whole over ``fsdp``, or each decode step would gather them all."""
 
 
-def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
-    """Return ``shardings`` for weights that only sample: whole over ``fsdp``, or each decode step would gather all.
+def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh, whole: Sequence[str] = ()) -> NamedSharding:
+    """Return the layout of one parameter, such as ``blocks/attn/q``, or of a layer's own, ``blocks/0/attn/q``.
 
-    The weights may be ``by_layer``.
+    ``whole``: mesh axes that do not divide it.
     """
-
-    def leaf(path: tuple, x: Any) -> NamedSharding:
-        name, layers = re.subn(r"^blocks/\d+/", "blocks/", parameter_path(path))
-        axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
-        spec = [tuple(one for one in several if one != "fsdp") or None for several in axes]
-        return NamedSharding(mesh, fitting(x.shape, spec, mesh))
-
-    return jax.tree.map_with_path(leaf, tree)
+    name, layers = re.subn(r"^blocks/\d+/", "blocks/", path)
+    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
+    spec = [tuple(one for one in several if one not in whole) for several in axes]
+    return NamedSharding(mesh, fitting(shape, spec, mesh))
 
 
 def parameter_path(path: tuple) -> str:
     """Return ``blocks/attn/q`` from the key path of a leaf inside a model; "" outside of one."""
-    names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
-    names = names[:-1] if names[-1:] == ["value"] else names
-    return "/".join(names[len(names) - names[::-1].index("weights") :]) if "weights" in names else ""
+    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    _, inside, parameter = f"/{name}".rpartition("/weights/")
+    return parameter if inside else ""
 
 
 def from_parts(
@@ -139,10 +133,13 @@ def laid_out(tree: Any, layout: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, layout)
 
-    def put(x: Any, layout: Any) -> jax.Array:
-        return jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
-
-    return jax.tree.map(put, tree, jax.tree.broadcast(layout, tree))
+    return jax.tree.map(
+        lambda x, layout: jax.make_array_from_callback(
+            np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index])
+        ),
+        tree,
+        jax.tree.broadcast(layout, tree),
+    )
 
 
 def abstract(tree: Any, layout: Any) -> Any:
