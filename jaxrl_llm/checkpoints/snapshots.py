@@ -6,6 +6,7 @@ checkpoint is, and read by the same functions.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -81,12 +82,8 @@ def newest_whole(directory: Path) -> tuple[int | None, str]:
         raise InputError(f"{directory} has no whole checkpoint: {told}; take {begin}--fresh to start over")
     for step in damaged:
         place = directory / CHECKPOINTS / str(step)
-        aside = place.with_name(f"{step}.{DAMAGED}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = place.with_name(f"{step}.{DAMAGED}-{number}")
-        place.rename(aside)
+        names = (f"{step}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+        place.rename(next(aside for aside in map(place.with_name, names) if not aside.exists()))
     return whole, f"{told}; going on from {whole}"
 
 

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import codec
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.sharding import abstract, replicated, shardings
+from jaxrl_llm.sharding.rules import fingerprint
 from jaxrl_llm.types import Role, TrainState
 
 
@@ -238,8 +238,10 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
 
     wanted = flatten(abstract(like, shardings(like, mesh)))
     parts = {_part(name) for name in wanted} | {"base"}
-    for path, x in () if base is None else jax.tree.leaves_with_path(jax.eval_shape(fingerprint, base)):
-        wanted[f"base/{_name(path)}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
+    prints = () if base is None else jax.tree.leaves_with_path(jax.device_get(fingerprint(base)))
+    prints = {_name(path): value for path, value in prints}
+    for name, x in prints.items():
+        wanted[f"base/{name}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
     saved = _saved(step_directory)
     for name in sorted(saved.keys() | wanted.keys()):
         has = saved.get(name) if whole or _part(name) in parts else None
@@ -252,8 +254,7 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
     with ocp.PyTreeCheckpointer() as reader:
         args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
         arrays = reader.restore(Path(step_directory).absolute() / "state", args=args)
-    for path, value in () if base is None else jax.tree.leaves_with_path(jax.device_get(fingerprint(base))):
-        name = _name(path)
+    for name, value in prints.items():
         if not np.array_equal(arrays[f"base/{name}"], value):
             raise InputError(
                 f"the adapter was trained beside another model than the one that is loaded now ({name} differs): "

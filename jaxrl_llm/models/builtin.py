@@ -83,14 +83,13 @@ def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
     random = np.random.RandomState(0)
     bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
-
-    def leaf(path, shape):
+    paths, treedef = jax.tree.flatten_with_path(parameter_shapes(TINY), is_leaf=lambda x: isinstance(x, tuple))
+    leaves = []
+    for path, shape in paths:
         is_norm = "norm" in jax.tree_util.keystr(path)
         values = np.ones(shape) if is_norm else bound * (2 * random.random_sample(shape) - 1)
-        return jnp.array(values.astype(np.float32), dtype)
-
-    shapes = parameter_shapes(TINY)
-    model = Decoder(TINY, jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple)))
+        leaves.append(jnp.array(values.astype(np.float32), dtype))
+    model = Decoder(TINY, jax.tree.unflatten(treedef, leaves))
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 

@@ -215,8 +215,22 @@ def _forward(
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, targets, words = _take(index, static.chunk, (hidden, chosen.targets, chosen.kept))
         scaled = layers.softcap(layers.product(static.letters, h, head), static.cap) / chosen.temperature
-        kept = None if words is None else unpack_kept(words, scaled.shape[-1])
-        return _put(index, static.chunk, out, _statistics(scaled, targets, kept))
+        # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have
+        # in common.
+        top = jnp.max(scaled, axis=-1, keepdims=True)
+        apart = scaled - top
+        weights = jnp.exp(apart)
+        # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
+        zero = np.zeros((), scaled.dtype)
+        mass, moment = jax.lax.reduce(
+            (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+        )
+        total = among = jnp.log(mass) + top[..., 0]
+        if words is not None:
+            kept = unpack_kept(words, scaled.shape[-1])
+            among = jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+        logit = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
+        return _put(index, static.chunk, out, (logit - among, jnp.log(mass) - moment / mass, total, among))
 
     zeros = jnp.zeros(chosen.targets.shape, _wide(hidden))
     logp, entropy, total, among = jax.lax.fori_loop(0, chosen.chunks, body, (zeros,) * 4)
@@ -267,24 +281,6 @@ def _take(index: jax.Array, size: int, arrays: Any) -> Any:
 
 def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
     return jax.tree.map(lambda o, v: jax.lax.dynamic_update_slice_in_dim(o, v, index * size, axis=1), out, values)
-
-
-def _statistics(scaled: jax.Array, targets: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Compute log-probability, entropy and logsumexp [P, C] of logits [P, C, V], and the kept tokens' logsumexp."""
-    top = jnp.max(scaled, axis=-1, keepdims=True)
-    # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have in
-    # common.
-    apart = scaled - top
-    weights = jnp.exp(apart)
-    # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
-    zero = np.zeros((), scaled.dtype)
-    total, moment = jax.lax.reduce(
-        (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
-    )
-    whole = jnp.log(total) + top[..., 0]
-    among = whole if kept is None else jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
-    chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-    return chosen - among, jnp.log(total) - moment / total, whole, among
 
 
 def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:

@@ -228,13 +228,11 @@ def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: 
     """Apply ``attend`` to chunks of the queries, each recomputed in the backward pass."""
     chunks = -(-q.shape[1] // MOST)
     size = -(-q.shape[1] // chunks)
-
-    def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, 0), (0, chunks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(len(x), chunks, size, *x.shape[2:]), 1, 0)
-
+    room = (0, chunks * size - q.shape[1])
+    padded = [jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))) for x in (q, seen)]
+    split = [jnp.moveaxis(x.reshape(len(x), chunks, size, *x.shape[2:]), 1, 0) for x in padded]
     chunk = jax.checkpoint(lambda given: attend(*given, k, v))
-    out = jnp.moveaxis(jax.lax.map(chunk, (split(q), split(seen))), 0, 1)
+    out = jnp.moveaxis(jax.lax.map(chunk, split), 0, 1)
     return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
 
 

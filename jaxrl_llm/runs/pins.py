@@ -181,7 +181,7 @@ class Pins:
         Raises:
           InputError: they differ from those of the previous start.
         """
-        from jaxrl_llm.models.fingerprint import weights_digest
+        from jaxrl_llm.sharding.rules import weights_digest
 
         if place in self._names:
             found = weights_digest(model)

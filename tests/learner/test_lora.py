@@ -30,11 +30,10 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
-from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.models.lora import attached, create, merge, model_of
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import RULES, parameter_path
+from jaxrl_llm.sharding.rules import RULES, fingerprint, parameter_path
 
 LORA = Lora(rank=2, alpha=3.0)
 LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
