@@ -213,12 +213,12 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
     """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model or an adapter."""
-    return restore_parts(step_directory, parts_of_policy(like), mesh, base).policy.params
+    return restore_parts(step_directory, parts_of(like), mesh, base).policy.params
 
 
-def parts_of_policy(params: Any, opt_state: Any = None) -> TrainState:
-    """Return a state of only these parts of the policy, for ``restore_parts``."""
-    return TrainState({"policy": Role(params, opt_state, None)}, {})
+def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainState:
+    """Return a state of only these parts of a role, for ``restore_parts`` and ``holds``."""
+    return TrainState({role: Role(params, opt_state, None)}, {})
 
 
 def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, whole: bool = False) -> Any:

@@ -229,6 +229,4 @@ def logits(model: Decoder, tokens: Any) -> jax.Array:
     return _logits(model, jnp.asarray(tokens, jnp.int32))
 
 
-@jax.jit
-def _logits(model: Decoder, tokens: jax.Array) -> jax.Array:
-    return unembed(model, forward(model, causal_rows(tokens)))
+_logits = jax.jit(lambda model, tokens: unembed(model, forward(model, causal_rows(tokens))))

@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Llama3Rope
 from jaxrl_llm.models.families import Family, family_of
+from jaxrl_llm.models.hf_config import read_config, write_scaling
 from jaxrl_llm.models.weights import StoredTensor
 
 ARCHITECTURES = types.MappingProxyType({
@@ -76,7 +77,6 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None)
     """Return (model, tokenizer or None) of a GGUF file, dequantised to ``dtype`` and laid out on the mesh."""
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.hf import with_special_ids
-    from jaxrl_llm.models.hf_config import read_config
     from jaxrl_llm.models.weights import read_parameters
 
     attributes, stored, tokenizer = read_gguf(path)
@@ -172,10 +172,9 @@ def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarra
         return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": factor}}
     base = value(f"{architecture}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):
-        known = llama3_table(Llama3Rope(factor, 1.0, 4.0, 8192), base, len(table))
-        if np.allclose(known, table.astype(np.float64), rtol=1e-4):
-            return {"rope_scaling": {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}  # fmt: skip
+        published = Llama3Rope(factor, 1.0, 4.0, 8192)
+        if np.allclose(llama3_table(published, base, len(table)), table.astype(np.float64), rtol=1e-4):
+            return {"rope_scaling": write_scaling(published)}
     raise InputError(
         f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory"
     )

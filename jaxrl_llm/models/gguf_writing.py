@@ -1,7 +1,6 @@
 """Write a model as one GGUF file in the layout of llama.cpp's converter, by the tables of ``gguf``."""
 
 import dataclasses
-import functools
 import math
 import operator
 import os
@@ -23,7 +22,6 @@ from jaxrl_llm.models.gguf import (
     NAMED,
     PATHS,
     USER_DEFINED,
-    Change,
     attributes_of,
     changes_of,
     llama3_table,
@@ -136,16 +134,14 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
         for layer in range(config.layers) if tensor.layered else (0,):
             prefix = f"blk.{layer}." if tensor.layered else ""
             plain = stored[tensor.name.format(layer)]
-            found[prefix + names[tensor.path]] = StoredTensor(plain.shape, functools.partial(_part, plain, change))
+            found[prefix + names[tensor.path]] = StoredTensor(
+                plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
+            )
     attention = config.attention
     if isinstance(attention.rope_scaling, Llama3Rope):
         table = llama3_table(attention.rope_scaling, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
         found[LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
     return found
-
-
-def _part(tensor: StoredTensor, change: Change, place: tuple[slice, ...]) -> np.ndarray:
-    return change(tensor.part(place).astype(np.float32))
 
 
 def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm, TokenIds
-from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, Family, Mark, family_of
+from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 
 OURS = "jaxrl_llm"
 """The config.json attribute that describes the training of a reward model written by this package."""
@@ -118,7 +118,10 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
     written |= {name: value for name, value in sliding.items() if name in family.defaults}
-    written |= _write_rope(config.attention) | write_token_ids(config.tokens)
+    written |= {"rope_theta": config.attention.rope_theta, "rope_scaling": write_scaling(config.attention.rope_scaling)}
+    if config.attention.local_rope_theta is not None:
+        written["rope_local_base_freq"] = config.attention.local_rope_theta
+    written |= write_token_ids(config.tokens)
     lost = differences(config, read_config(written))
     if lost:
         value = operator.attrgetter(lost[0])(config)
@@ -154,7 +157,7 @@ def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
 
 def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
     known = {name: attributes.get(name, default) for name, default in family.defaults.items()}
-    missing = [name for name, value in known.items() if value is Mark.REQUIRED]
+    missing = [name for name, value in known.items() if value is REQUIRED]
     if missing:
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
     if known["num_key_value_heads"] is None:
@@ -234,17 +237,12 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | f
     raise InputError(f"config.json names the rope type {kind!r}; known are default, linear, llama3")
 
 
-def _write_rope(attention: Attention) -> dict[str, Any]:
-    scaling = attention.rope_scaling
-    written: dict[str, Any] = {"rope_theta": attention.rope_theta, "rope_scaling": None}
+def write_scaling(scaling: Llama3Rope | float | None) -> dict[str, Any] | None:
+    """Return config.json's ``rope_scaling``: the rescaling of rotary positions, or None without any."""
     if isinstance(scaling, Llama3Rope):
-        written["rope_scaling"] = {
+        return {
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_positions,
         }  # fmt: skip
-    elif scaling is not None:
-        written["rope_scaling"] = {"rope_type": "linear", "factor": float(scaling)}
-    if attention.local_rope_theta is not None:
-        written["rope_local_base_freq"] = attention.local_rope_theta
-    return written
+    return None if scaling is None else {"rope_type": "linear", "factor": float(scaling)}
