@@ -39,9 +39,8 @@ def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
 def kept(directory: Path) -> dict[int, Path]:
     """Return the directories of the steps that a run keeps, in order; a checkpoint precedes a snapshot of the same
     step."""
-    found = {step: directory / SNAPSHOTS / str(step) for step in steps_in(directory / SNAPSHOTS)}
-    found |= {step: directory / CHECKPOINTS / str(step) for step in steps_in(directory / CHECKPOINTS)}
-    return dict(sorted(found.items()))
+    folders = (directory / SNAPSHOTS, directory / CHECKPOINTS)
+    return dict(sorted({step: folder / str(step) for folder in folders for step in steps_in(folder)}.items()))
 
 
 def phase_of(place: Path) -> int:

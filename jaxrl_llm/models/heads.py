@@ -188,17 +188,14 @@ def token_logprobs(
     size = -(-total // pieces)
     static = Head(letters, layout, config.logit_softcap, size, entropy_gradient)
 
-    def fill(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
-
-    count = jnp.asarray(total if count is None else count, jnp.int32)
-    chosen = Targets(
-        targets=fill(jnp.asarray(targets)),
-        kept=None if kept is None else fill(jnp.asarray(kept)),
-        temperature=jnp.asarray(temperature, _wide(hidden)),
-        chunks=-(-jnp.minimum(count, pieces * size) // size),
+    room = (0, pieces * size - total)
+    hidden, targets, kept = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))), (hidden, jnp.asarray(targets), kept)
     )
-    logp, entropy = _logprobs(static, fill(hidden), head, chosen)
+    count = jnp.asarray(total if count is None else count, jnp.int32)
+    chunks = -(-jnp.minimum(count, pieces * size) // size)
+    chosen = Targets(targets, kept, jnp.asarray(temperature, _wide(hidden)), chunks)
+    logp, entropy = _logprobs(static, hidden, head, chosen)
     return logp[:, :total], entropy[:, :total]
 
 

@@ -21,15 +21,10 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
     "embed": (("tensor", "fsdp"), None),
     "head": ("fsdp", "tensor"),
-    "blocks/attn/q": (None, "fsdp", "tensor", None),
-    "blocks/attn/k": (None, "fsdp", "tensor", None),
-    "blocks/attn/v": (None, "fsdp", "tensor", None),
+    **dict.fromkeys(("blocks/attn/q", "blocks/attn/k", "blocks/attn/v"), (None, "fsdp", "tensor", None)),
     "blocks/attn/o": (None, "tensor", None, "fsdp"),
-    "blocks/attn/q_bias": (None, "tensor", None),
-    "blocks/attn/k_bias": (None, "tensor", None),
-    "blocks/attn/v_bias": (None, "tensor", None),
-    "blocks/mlp/gate": (None, "fsdp", "tensor"),
-    "blocks/mlp/up": (None, "fsdp", "tensor"),
+    **dict.fromkeys(("blocks/attn/q_bias", "blocks/attn/k_bias", "blocks/attn/v_bias"), (None, "tensor", None)),
+    **dict.fromkeys(("blocks/mlp/gate", "blocks/mlp/up"), (None, "fsdp", "tensor")),
     "blocks/mlp/down": (None, "tensor", "fsdp"),
 }
 """The mesh axis of each dimension, by parameter path; unlisted parameters (norms) are on every device."""
