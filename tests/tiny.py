@@ -14,9 +14,9 @@ VOCAB = 50
 KINDS = {
     "plain": ModelConfig("llama", VOCAB, 16, 2, 24, Attention(4, 2, 8)),
     "windows": ModelConfig("mistral", VOCAB, 16, 3, 24, Attention(4, 2, 8, windows=(0, 3, 4)), tied_embeddings=True),
-    "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, bias=True, rope_scaling=2.0)),
-    "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8, qk_norm="head")),
-    "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8, qk_norm="full"), Norm(placement="post")),
+    "bias": ModelConfig("qwen2", VOCAB, 16, 2, 24, Attention(2, 1, 8, rope_scaling=2.0)),
+    "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8)),
+    "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8), Norm(placement="post")),
     "gemma": ModelConfig(
         "gemma2", VOCAB, 16, 3, 24,
         Attention(4, 2, 8, scale=0.5, softcap=5.0, windows=(3, 0, 4), local_rope_theta=100.0),

@@ -32,7 +32,7 @@ from jaxrl_llm.learner.samples import to_samples
 from jaxrl_llm.models import logits
 from jaxrl_llm.models.config import Attention, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import initialise
-from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout import Collect, Engine, Replay, Sampling
 from jaxrl_llm.rollout.collect import Sampler, collect
@@ -177,13 +177,13 @@ def run(options: Options, name: str, seed: int, replay: bool) -> Found:
     found = Found([float(chances[at])], [], None)
     for step in range(1, options.steps + 1):
         version = int(state.policy.updates)
-        batch = collect(sampler, policy_model(state), version, left)
+        batch = collect(sampler, model_of(state), version, left)
         left = batch.left
         rewards = np.stack([group.rewards for group in batch.groups])
         samples, _ = to_samples(algorithm, batch.groups, version, rewards, (), LENGTH, {})
         state, _ = learn(state, samples, settings, forward, (training,), {}, seed)
         found.informative.append(any(informative(group) for group in batch.groups))
-        found.success.append(float(pairs(policy_model(state))[at]))
+        found.success.append(float(pairs(model_of(state))[at]))
         if found.begun is None and batch.metrics["reward/accuracy"] > 0:
             found = dataclasses.replace(found, begun=step)
         if found.solved_at is not None:

@@ -34,7 +34,7 @@ from jaxrl_llm.rollout import Engine, Sampling
 
 def qwen3_shape(width: int, layers: int) -> ModelConfig:
     """A small model of Qwen3's architecture with 8192 words."""
-    attention = Attention(width // 64, width // 128, 64, 1e6, qk_norm="head")
+    attention = Attention(width // 64, width // 128, 64, 1e6)
     return ModelConfig("qwen3", 8192, width, layers, 3 * width, attention, Norm(1e-6), tied_embeddings=True)
 
 

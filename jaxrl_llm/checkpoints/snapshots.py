@@ -5,12 +5,14 @@ the parameters of every role, and the fingerprint of its weights in place of a f
 checkpoint is, and read by the same functions.
 """
 
+import hashlib
+import itertools
 import json
+import os
 import tempfile
 from pathlib import Path
 
-from jaxrl_llm.checkpoints import integrity
-from jaxrl_llm.checkpoints.store import Checkpoints, host_file, steps_in
+from jaxrl_llm.checkpoints.store import CHECKSUMS, Checkpoints, Sums, host_file, steps_in, sums
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import TrainState
 
@@ -37,9 +39,8 @@ def keep(directory: Path, step: int, state: TrainState, phase: int = 0) -> None:
 def kept(directory: Path) -> dict[int, Path]:
     """Return the directories of the steps that a run keeps, in order; a checkpoint precedes a snapshot of the same
     step."""
-    found = {step: directory / SNAPSHOTS / str(step) for step in steps_in(directory / SNAPSHOTS)}
-    found |= {step: directory / CHECKPOINTS / str(step) for step in steps_in(directory / CHECKPOINTS)}
-    return dict(sorted(found.items()))
+    folders = (directory / SNAPSHOTS, directory / CHECKPOINTS)
+    return dict(sorted({step: folder / str(step) for folder in folders for step in steps_in(folder)}.items()))
 
 
 def phase_of(place: Path) -> int:
@@ -80,12 +81,8 @@ def newest_whole(directory: Path) -> tuple[int | None, str]:
         raise InputError(f"{directory} has no whole checkpoint: {told}; take {begin}--fresh to start over")
     for step in damaged:
         place = directory / CHECKPOINTS / str(step)
-        aside = place.with_name(f"{step}.{DAMAGED}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = place.with_name(f"{step}.{DAMAGED}-{number}")
-        place.rename(aside)
+        names = (f"{step}.{DAMAGED}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+        place.rename(next(aside for aside in map(place.with_name, names) if not aside.exists()))
     return whole, f"{told}; going on from {whole}"
 
 
@@ -94,12 +91,12 @@ def damage(step: Path) -> str:
 
     One without checksums, written by an earlier version, counts as whole if its files can be read.
     """
-    if integrity.written(step):
-        return integrity.fault(step)
+    if written(step):
+        return fault(step)
     import tensorstore as ts
 
     try:
-        json.loads((step / "host" / "metadata").read_text())
+        json.loads(host_file(step).read_text())
         place = {"driver": "ocdbt", "base": f"file://{step.absolute()}/state/"}
         keys = [key.decode() for key in ts.KvStore.open(place).result().list().result()]
         names = [key.removesuffix(ARRAY) for key in keys if key.endswith(ARRAY)]
@@ -110,13 +107,47 @@ def damage(step: Path) -> str:
     return "" if names else "it holds no arrays"
 
 
+def fault(step: Path) -> str:
+    """Describe the first bad file of a sealed step; return an empty string if all are intact, or the step has no
+    checksums.
+    """
+    wanted = written(step)
+    missing = next((name for name in wanted if not (step / name).is_file()), None)
+    if missing is not None:
+        return f"file {missing} is missing"
+    for name, (was, _) in wanted.items():
+        size = os.path.getsize(step / name)
+        if size != was:
+            more = "missing" if size < was else "too many"
+            count = abs(size - was)
+            return f"file {name}: {count} byte{'s' * (count > 1)} {more}"
+    for name, found in sums(step, list(wanted)).items():
+        if found != wanted[name]:
+            return f"file {name} is not what was written: its checksum differs"
+    return ""
+
+
+def written(step: Path) -> Sums:
+    """Return the recorded sizes and checksums of a step, by file; {} if the record is missing or unreadable."""
+    try:
+        return {name: [size, crc] for name, (size, crc) in json.loads((step / CHECKSUMS).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def mark(step: Path) -> str:
+    """Return 16 hexadecimal digits that identify the files of a sealed step; empty for one without checksums."""
+    found = dict(sorted(written(step).items()))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16] if found else ""
+
+
 def check_whole(step: Path) -> None:
     """Refuse a checkpoint or snapshot that differs from its checksums.
 
     Raises:
       InputError: names the first bad file, and the other steps that the run keeps.
     """
-    why = integrity.fault(step)
+    why = fault(step)
     if why:
         run = step.parents[1]
         others = [f"{run}@{number}" for number, place in kept(run).items() if place != step]

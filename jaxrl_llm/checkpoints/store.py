@@ -1,15 +1,17 @@
-"""Checkpoints: everything that a run needs to resume, written by Orbax in the background.
+"""Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums.
 
 A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state:
 data cursor, surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in
 a file next to it. Random numbers need no state: they are functions of the run's seed and of counters.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import codec
-from jaxrl_llm.checkpoints import integrity
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.sharding import abstract, replicated, shardings
+from jaxrl_llm.sharding.rules import fingerprint
 from jaxrl_llm.types import Role, TrainState
 
 
@@ -56,12 +57,35 @@ SHORT = {
 
 
 def _name(path: tuple) -> str:
-    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     name = "/".join(part for part in parts if part not in ("weights", "value"))
     for long, short in SHORT.items():
         if name == long or name.startswith(f"{long}/"):
             return short + name.removeprefix(long)
     return name
+
+
+CHECKSUMS = "checksums.json"
+"""The file of a step with the sizes and checksums of its other files."""
+READERS = 8
+"""The number of threads that compute checksums of files, in parallel with each other and with the interpreter."""
+Sums = dict[str, list[int]]
+"""The size in bytes and CRC-32 of files, by name: against accidents of disks and copies."""
+
+
+def sums(step: Path, names: list[str]) -> Sums:
+    """Compute the sizes and checksums of these files."""
+
+    def of_file(name: str) -> list[int]:
+        crc = size = 0
+        with open(step / name, "rb") as file:
+            while chunk := file.read(1 << 22):
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+        return [size, crc]
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return dict(zip(names, readers.map(of_file, names), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +108,7 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"
 """Folders of steps in writing, or left behind by a killed process."""
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
 
     Args:
@@ -155,7 +179,9 @@ class Checkpoints:
                 arrays = self._arrays.pop(int(step.name.partition(".")[0]), b"")
                 if arrays:
                     (step / "host" / ARRAYS).write_bytes(zlib.compress(arrays, 1))
-                integrity.seal(step)
+                # Files next to the step's folders are Orbax's own.
+                names = sorted(str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file())
+                (step / CHECKSUMS).write_text(json.dumps(sums(step, names)))
 
     def close(self) -> None:
         """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
@@ -175,9 +201,6 @@ class Checkpoints:
                 for unfinished in self._directory.glob(UNFINISHED):
                     shutil.rmtree(unfinished, ignore_errors=True)
 
-    def __enter__(self) -> "Checkpoints":
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and jax.process_count() > 1:
             return  # a write is done when all processes are, and they may be gone: the next start removes what it left
@@ -190,12 +213,12 @@ class Checkpoints:
 
 def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
     """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model or an adapter."""
-    return restore_parts(step_directory, parts_of_policy(like), mesh, base).policy.params
+    return restore_parts(step_directory, parts_of(like), mesh, base).policy.params
 
 
-def parts_of_policy(params: Any, opt_state: Any = None) -> TrainState:
-    """Return a state of only these parts of the policy, for ``restore_parts``."""
-    return TrainState({"policy": Role(params, opt_state, None)}, {})
+def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainState:
+    """Return a state of only these parts of a role, for ``restore_parts`` and ``holds``."""
+    return TrainState({role: Role(params, opt_state, None)}, {})
 
 
 def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, whole: bool = False) -> Any:
@@ -215,8 +238,10 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
 
     wanted = flatten(abstract(like, shardings(like, mesh)))
     parts = {_part(name) for name in wanted} | {"base"}
-    for path, x in () if base is None else jax.tree.leaves_with_path(jax.eval_shape(fingerprint, base)):
-        wanted[f"base/{_name(path)}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
+    prints = () if base is None else jax.tree.leaves_with_path(jax.device_get(fingerprint(base)))
+    prints = {_name(path): value for path, value in prints}
+    for name, x in prints.items():
+        wanted[f"base/{name}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
     saved = _saved(step_directory)
     for name in sorted(saved.keys() | wanted.keys()):
         has = saved.get(name) if whole or _part(name) in parts else None
@@ -229,8 +254,7 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
     with ocp.PyTreeCheckpointer() as reader:
         args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
         arrays = reader.restore(Path(step_directory).absolute() / "state", args=args)
-    for path, value in () if base is None else jax.tree.leaves_with_path(jax.device_get(fingerprint(base))):
-        name = _name(path)
+    for name, value in prints.items():
         if not np.array_equal(arrays[f"base/{name}"], value):
             raise InputError(
                 f"the adapter was trained beside another model than the one that is loaded now ({name} differs): "

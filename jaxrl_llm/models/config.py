@@ -27,8 +27,6 @@ class Attention:
       head_dim: H.
       rope_theta: base of the rotary frequencies.
       rope_scaling: Llama-3 rescaling, a float (linear: positions divided by it), or None.
-      bias: query, key and value projections have a bias.
-      qk_norm: "none", "head" (RMS norm over each head) or "full" (over all heads together).
       scale: factor on the scores; None means H ** -0.5.
       softcap: scores become softcap * tanh(scores / softcap); None means off.
       windows: sliding window of each layer in tokens, 0 for full attention; () means all full.
@@ -41,8 +39,6 @@ class Attention:
     head_dim: int
     rope_theta: float = 10000.0
     rope_scaling: Llama3Rope | float | None = None
-    bias: bool = False
-    qk_norm: str = "none"
     scale: float | None = None
     softcap: float | None = None
     windows: tuple[int, ...] = ()
@@ -107,7 +103,7 @@ class ModelConfig:
     """A decoder-only transformer.
 
     Attributes:
-      family: key of ``families.FAMILIES``.
+      family: key of ``families.FAMILIES``, whose tensors say which biases and norms a layer has.
       vocab_size: V.
       width: D.
       layers: L.

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over
 from jaxrl_llm.sharding import activation
 
@@ -54,27 +55,8 @@ class Decoder(nnx.Module):
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Any]:
     """Return the shape of every parameter of the architecture as a nested dict."""
-    a = config.attention
-    L = config.layers
-    D = config.width
-    F = config.mlp_width
-    N = a.heads
-    K = a.kv_heads
-    H = a.head_dim
-    attn = {"q": (L, D, N, H), "k": (L, D, K, H), "v": (L, D, K, H), "o": (L, N, H, D)}
-    if a.bias:
-        attn |= {"q_bias": (L, N, H), "k_bias": (L, K, H), "v_bias": (L, K, H)}
-    if a.qk_norm != "none":
-        full = a.qk_norm == "full"
-        attn |= {"q_norm": (L, N, H) if full else (L, H), "k_norm": (L, K, H) if full else (L, H)}
-    norms = {}
-    if config.norm.placement in ("pre", "both"):
-        norms |= {"attn": (L, D), "mlp": (L, D)}
-    if config.norm.placement in ("post", "both"):
-        norms |= {"attn_post": (L, D), "mlp_post": (L, D)}
-    mlp = {"gate": (L, D, F), "up": (L, D, F), "down": (L, F, D)}
-    shapes = {"embed": (config.vocab_size, D), "final_norm": (D,), "blocks": {"attn": attn, "mlp": mlp, "norms": norms}}
-    return shapes if config.tied_embeddings else shapes | {"head": (D, config.vocab_size)}
+    shapes = {tensor.path: our_shape(tensor, config) for tensor in tensors_of(config)}
+    return traverse_util.unflatten_dict(shapes, sep=".")
 
 
 def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.02) -> Decoder:
@@ -171,9 +153,8 @@ def block(w: Weights, config: ModelConfig, x: jax.Array, angles: jax.Array, atte
             biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
             q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
         if hasattr(w.attn, "q_norm"):
-            head_norm = layers.full_norm if config.attention.qk_norm == "full" else layers.rms_norm
-            q = head_norm(q, w.attn.q_norm[...], config.norm)
-            k = head_norm(k, w.attn.k_norm[...], config.norm)
+            q = norm(q, w.attn.q_norm[...])
+            k = norm(k, w.attn.k_norm[...])
         q = layers.rotate(q, angles)
         k = layers.rotate(k, angles)
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
@@ -248,6 +229,4 @@ def logits(model: Decoder, tokens: Any) -> jax.Array:
     return _logits(model, jnp.asarray(tokens, jnp.int32))
 
 
-@jax.jit
-def _logits(model: Decoder, tokens: jax.Array) -> jax.Array:
-    return unembed(model, forward(model, causal_rows(tokens)))
+_logits = jax.jit(lambda model, tokens: unembed(model, forward(model, causal_rows(tokens))))

@@ -42,11 +42,9 @@ def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int
     """
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
-
-    def put(of_part: jax.Array) -> jax.Array:
-        return jnp.zeros(count, jnp.int32).at[of_part].set(jnp.arange(len(of_part)), mode="drop")
-
-    return SharedPrefix(cache, lengths, jax.vmap(put)(lanes), jnp.minimum(lanes, count - 1))
+    unused = jnp.zeros(count, jnp.int32)
+    rows = jax.vmap(lambda of_part: unused.at[of_part].set(jnp.arange(len(of_part)), mode="drop"))(lanes)
+    return SharedPrefix(cache, lengths, rows, jnp.minimum(lanes, count - 1))
 
 
 def _moved(x: jax.Array, index: jax.Array, count: int) -> jax.Array:

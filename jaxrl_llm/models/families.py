@@ -8,7 +8,6 @@ Sources: the ``configuration_*`` and ``modeling_*`` files of transformers for ea
 """
 
 import dataclasses
-import enum
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +15,8 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 
-
-class Mark(enum.Enum):
-    """Markers in ``Family.defaults`` for attributes without a default."""
-
-    REQUIRED = "the attribute must be there"
-    ABSENT = "the family has no such attribute"
+REQUIRED = object()
+"""Marks attributes in ``Family.defaults`` that config.json must have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Family:
       architecture: the class that transformers loads.
       classifier: the class that transformers loads for a reward model.
       defaults: every attribute that config.json may set and the model obeys, with the value that holds where it
-        is left out (``Mark.REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
+        is left out (``REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
       tensors: the tensors of a checkpoint.
       slides: (attributes, layer) -> whether the layer has a window, where ``layer_types`` is missing.
@@ -98,20 +93,18 @@ FIELDS = types.MappingProxyType(
 ACTIVATIONS = types.MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
 
 
-def _defaults(**changes: Any) -> Mapping[str, Any]:
+def _defaults(activation: tuple[str, str] = ("hidden_act", "silu"), **changes: Any) -> Mapping[str, Any]:
     shared = dict.fromkeys(
-        ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads"), Mark.REQUIRED
+        ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads"), REQUIRED
     )
-    shared |= {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048}
-    shared |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    return types.MappingProxyType(
-        {name: value for name, value in (shared | changes).items() if value is not Mark.ABSENT}
-    )
+    shared |= {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048}
+    shared |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, activation[0]: activation[1]}
+    return types.MappingProxyType(shared | changes)
 
 
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _GEMMA = {
-    "num_key_value_heads": 4, "head_dim": 256, "hidden_act": Mark.ABSENT, "hidden_activation": "gelu_pytorch_tanh",
+    "num_key_value_heads": 4, "head_dim": 256, "activation": ("hidden_activation", "gelu_pytorch_tanh"),
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
 }  # fmt: skip
 
@@ -169,13 +162,13 @@ MISTRAL = Family(
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, **_QWEN_WINDOWS),
-    constants={"attention.bias": True}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS,
+    constants={}, tensors=_ENDS + _MATRICES + _BIASES + _PRE_NORMS,
     slides=lambda attributes, layer: layer >= attributes["max_window_layers"],
 )  # fmt: skip
 QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification",
     _defaults(max_position_embeddings=32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
-    constants={"attention.qk_norm": "head"}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=QWEN2.slides,
+    constants={}, tensors=_ENDS + _MATRICES + _HEAD_NORMS + _PRE_NORMS, slides=QWEN2.slides,
 )  # fmt: skip
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
@@ -187,14 +180,14 @@ GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
     _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
               sliding_window_pattern=6),
-    constants={"norm.plus_one": True, "norm.placement": "both", "attention.qk_norm": "head"},
+    constants={"norm.plus_one": True, "norm.placement": "both"},
     tensors=_ENDS + _MATRICES + _HEAD_NORMS + _SANDWICH_NORMS, scaled_embedding=True,
     slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
     default_theta=1e6, local_theta=1e4,
 )  # fmt: skip
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", _defaults(rms_norm_eps=1e-5),
-    constants={"attention.qk_norm": "full", "norm.placement": "post"},
+    constants={"norm.placement": "post"},
     tensors=_ENDS + _MATRICES + _FULL_NORMS + _POST_NORMS,
 )  # fmt: skip
 
@@ -222,6 +215,12 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     headless = scalar or config.tied_embeddings
     named = tuple(t for t in FAMILIES[config.family].tensors if not (headless and t.path == "head"))
     return (*named, SCORE) if scalar else named
+
+
+def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of our parameter, with a leading layer axis if every layer has one."""
+    sizes = axis_sizes(config)
+    return ((config.layers,) if tensor.layered else ()) + tuple(sizes[letter] for letter in tensor.axes)
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:

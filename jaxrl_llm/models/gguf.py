@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Llama3Rope
 from jaxrl_llm.models.families import Family, family_of
+from jaxrl_llm.models.hf_config import read_config, write_scaling
 from jaxrl_llm.models.weights import StoredTensor
 
 ARCHITECTURES = types.MappingProxyType({
@@ -76,7 +77,6 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None)
     """Return (model, tokenizer or None) of a GGUF file, dequantised to ``dtype`` and laid out on the mesh."""
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.hf import with_special_ids
-    from jaxrl_llm.models.hf_config import read_config
     from jaxrl_llm.models.weights import read_parameters
 
     attributes, stored, tokenizer = read_gguf(path)
@@ -100,7 +100,7 @@ def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Stored
 
         def value(key: str, default: Any = None) -> Any:
             field = reader.get_field(key)
-            return default if field is None else field.contents()
+            return shortest(default if field is None else field.contents())
 
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
         tables = [np.asarray(tensor.data).ravel() for tensor in reader.tensors if tensor.name == LLAMA3_ROPE]
@@ -143,7 +143,7 @@ def attributes_of(
     for key, name in ATTRIBUTES.items():
         found = value(f"{architecture}.{key}")
         if found is not None:
-            attributes[name] = _decimal(found)
+            attributes[name] = found
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
     attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
@@ -159,7 +159,7 @@ def attributes_of(
     return attributes
 
 
-def _decimal(value: Any) -> Any:
+def shortest(value: Any) -> Any:
     """Return the shortest decimal of a float stored as float32 (1e-05, not 9.99999974e-06); other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -169,13 +169,12 @@ def _rope_scaling(value: Callable[..., Any], architecture: str, table: np.ndarra
     if table is None:
         kind = value(f"{architecture}.rope.scaling.type", "none")
         factor = value(f"{architecture}.rope.scaling.factor")
-        return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": _decimal(factor)}}
+        return {} if kind == "none" else {"rope_scaling": {"rope_type": kind, "factor": factor}}
     base = value(f"{architecture}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):
-        known = llama3_table(Llama3Rope(factor, 1.0, 4.0, 8192), base, len(table))
-        if np.allclose(known, table.astype(np.float64), rtol=1e-4):
-            return {"rope_scaling": {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}  # fmt: skip
+        published = Llama3Rope(factor, 1.0, 4.0, 8192)
+        if np.allclose(llama3_table(published, base, len(table)), table.astype(np.float64), rtol=1e-4):
+            return {"rope_scaling": write_scaling(published)}
     raise InputError(
         f"{LLAMA3_ROPE} is not a published Llama 3 rescaling; load the model from a Hugging Face directory"
     )

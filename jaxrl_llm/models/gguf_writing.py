@@ -1,8 +1,8 @@
 """Write a model as one GGUF file in the layout of llama.cpp's converter, by the tables of ``gguf``."""
 
 import dataclasses
-import functools
 import math
+import operator
 import os
 import types
 from pathlib import Path
@@ -22,10 +22,10 @@ from jaxrl_llm.models.gguf import (
     NAMED,
     PATHS,
     USER_DEFINED,
-    Change,
     attributes_of,
     changes_of,
     llama3_table,
+    shortest,
 )
 from jaxrl_llm.models.hf_config import differences, read_config, write_config
 from jaxrl_llm.models.weights import StoredTensor, to_stored
@@ -87,7 +87,7 @@ def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str
     found |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
     found["rope.dimension_count"] = config.attention.head_dim
     metadata = {"general.architecture": prefix, "general.name": name}
-    metadata |= {f"{prefix}.{key}": float(np.float32(v)) if isinstance(v, float) else v for key, v in found.items()}
+    metadata |= {f"{prefix}.{key}": shortest(value) for key, value in found.items()}
     own = None if tokenizer is None else tokenizer.eos_token_id
     ends = sorted(config.tokens.eos, key=lambda index: index != own)  # the tokenizer's own is the first
     ids = dict(zip(ENDS, ends, strict=False)) | {NAMED["bos"]: config.tokens.bos, NAMED["pad"]: config.tokens.pad}
@@ -134,16 +134,14 @@ def _tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTen
         for layer in range(config.layers) if tensor.layered else (0,):
             prefix = f"blk.{layer}." if tensor.layered else ""
             plain = stored[tensor.name.format(layer)]
-            found[prefix + names[tensor.path]] = StoredTensor(plain.shape, functools.partial(_part, plain, change))
+            found[prefix + names[tensor.path]] = StoredTensor(
+                plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
+            )
     attention = config.attention
     if isinstance(attention.rope_scaling, Llama3Rope):
         table = llama3_table(attention.rope_scaling, attention.rope_theta, attention.head_dim // 2).astype(np.float32)
         found[LLAMA3_ROPE] = StoredTensor(table.shape, lambda place: table[place])
     return found
-
-
-def _part(tensor: StoredTensor, change: Change, place: tuple[slice, ...]) -> np.ndarray:
-    return change(tensor.part(place).astype(np.float32))
 
 
 def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
@@ -164,8 +162,7 @@ def _check(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, Sto
     ]
     lost = [name for name in differences(*ordered) if name != "family"]
     if lost:
-        field = lost[0].rpartition(".")[2]
-        value = getattr(config.attention if lost[0].startswith("attention.") else config, field, None)
+        value = operator.attrgetter(lost[0])(config)
         raise InputError(
             f"a GGUF file of {metadata['general.architecture']} cannot express {lost[0]}={value!r}: write a directory"
         )

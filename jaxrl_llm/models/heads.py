@@ -48,9 +48,9 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
         scalar = jnp.zeros(decoder.config.width, weights.embed.dtype)
     if hasattr(weights, "head"):
         # Not by way of plain arrays, which would lose an attached adapter.
-        kept = {name: value for name, value in vars(weights).items() if name != "head"}
-        parts = {name: value.get_value() for name, value in kept.items() if isinstance(value, nnx.Param)}
-        parts |= {name: value for name, value in kept.items() if isinstance(value, nnx.Module)}
+        kept = {name: value for name, value in vars(weights).items() if isinstance(value, (nnx.Module, nnx.Param))}
+        parts = {name: value if isinstance(value, nnx.Module) else value.get_value() for name, value in kept.items()}
+        del parts["head"]
         decoder = Decoder(decoder.config, parts)
     return ScalarModel(decoder, {"scalar": scalar})
 
@@ -105,14 +105,23 @@ def _scores(model: ScalarModel, tokens: jax.Array, lengths: jax.Array) -> jax.Ar
 
 CHUNK = 512
 """Positions of each part that have logits in memory at one time."""
-TIED, UNTIED = "pcd,vd->pcv", "pcd,dv->pcv"
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Static options of the last layer: einsum letters, soft cap, positions per chunk, use of the entropy gradient."""
+    """Static options of the last layer.
+
+    Attributes:
+      letters: of the product with the weights.
+      layout: mesh axes of the weights while they are used: only ``tensor`` divides their vocabulary, gathered once,
+        since ``fsdp`` divides the positions.
+      cap: soft cap of the logits, or None.
+      chunk: positions at a time.
+      entropy_gradient: whether the entropy is differentiated.
+    """
 
     letters: str
+    layout: tuple[str | None, str | None]
     cap: float | None
     chunk: int
     entropy_gradient: bool
@@ -125,35 +134,13 @@ class Targets(NamedTuple):
       targets: int32[P, N].
       kept: uint32[P, N, ceil(V / 32)] as in ``token_logprobs``, or None.
       temperature: scalar, of the logits' dtype.
-      count: int32[], number of leading positions of each part that are computed.
+      chunks: int32[], number of leading chunks of each part that are computed.
     """
 
     targets: Any
     kept: Any
     temperature: Any
-    count: Any
-
-
-class Positions(NamedTuple):
-    """Saved values of each position for the backward pass, [P, N] or a chunk of it.
-
-    Attributes:
-      g_logp: gradient with respect to its log-probability.
-      g_entropy: gradient with respect to its entropy.
-      total: logsumexp of its logits.
-      among: logsumexp of its kept logits.
-      entropy: nats.
-      targets: int32, the token.
-      kept: uint32[..., ceil(V / 32)], or None.
-    """
-
-    g_logp: Any
-    g_entropy: Any
-    total: Any
-    among: Any
-    entropy: Any
-    targets: Any
-    kept: Any
+    chunks: Any
 
 
 def token_logprobs(
@@ -195,18 +182,20 @@ def token_logprobs(
     weights = model.weights
     total = hidden.shape[1]
     head = weights.embed[...] if config.tied_embeddings else weights.head[...]
+    letters, layout = ("pcd,vd->pcv", ("tensor", None)) if config.tied_embeddings else ("pcd,dv->pcv", (None, "tensor"))
     # A whole number of equal chunks: at most a few positions more than there are.
     pieces = -(-total // min(chunk, total))
     size = -(-total // pieces)
-    static = Head(TIED if config.tied_embeddings else UNTIED, config.logit_softcap, size, entropy_gradient)
+    static = Head(letters, layout, config.logit_softcap, size, entropy_gradient)
 
-    def fill(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, pieces * size - total), *[(0, 0)] * (x.ndim - 2)))
-
+    room = (0, pieces * size - total)
+    hidden, targets, kept = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))), (hidden, jnp.asarray(targets), kept)
+    )
     count = jnp.asarray(total if count is None else count, jnp.int32)
-    chosen = Targets(fill(jnp.asarray(targets)), None if kept is None else fill(jnp.asarray(kept)), None, count)
-    chosen = chosen._replace(temperature=jnp.asarray(temperature, _wide(hidden)))
-    logp, entropy = _logprobs(static, fill(hidden), head, chosen)
+    chunks = -(-jnp.minimum(count, pieces * size) // size)
+    chosen = Targets(targets, kept, jnp.asarray(temperature, _wide(hidden)), chunks)
+    logp, entropy = _logprobs(static, hidden, head, chosen)
     return logp[:, :total], entropy[:, :total]
 
 
@@ -218,34 +207,59 @@ def _logprobs(static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets)
 def _forward(
     static: Head, hidden: jax.Array, head: jax.Array, chosen: Targets
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    # Its vocabulary is divided over ``tensor`` only, and gathered once: ``fsdp`` divides the positions.
-    head = constrain(head, *_layout(static))
+    head = constrain(head, *static.layout)
 
     def body(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         h, targets, words = _take(index, static.chunk, (hidden, chosen.targets, chosen.kept))
-        scaled = _raw(static, h, head)[1] / chosen.temperature
-        kept = None if words is None else unpack_kept(words, scaled.shape[-1])
-        return _put(index, static.chunk, out, _statistics(scaled, targets, kept))
+        scaled = layers.softcap(layers.product(static.letters, h, head), static.cap) / chosen.temperature
+        # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have
+        # in common.
+        top = jnp.max(scaled, axis=-1, keepdims=True)
+        apart = scaled - top
+        weights = jnp.exp(apart)
+        # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
+        zero = np.zeros((), scaled.dtype)
+        mass, moment = jax.lax.reduce(
+            (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+        )
+        total = among = jnp.log(mass) + top[..., 0]
+        if words is not None:
+            kept = unpack_kept(words, scaled.shape[-1])
+            among = jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+        logit = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
+        return _put(index, static.chunk, out, (logit - among, jnp.log(mass) - moment / mass, total, among))
 
     zeros = jnp.zeros(chosen.targets.shape, _wide(hidden))
-    logp, entropy, total, among = jax.lax.fori_loop(0, _trips(static, chosen), body, (zeros,) * 4)
+    logp, entropy, total, among = jax.lax.fori_loop(0, chosen.chunks, body, (zeros,) * 4)
     return (logp, entropy), (hidden, head, chosen, total, among, entropy)
 
 
 def _backward(static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
     hidden, head, chosen, total, among, entropy = saved
     given = static.letters[4:6]
-    per_position = Positions(*cotangents, total, among, entropy, chosen.targets, chosen.kept)
+    per_position = (hidden, *cotangents, total, among, entropy, chosen.targets, chosen.kept)
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        h, here = _take(index, static.chunk, (hidden, per_position))
-        slope = _slope(static, *_raw(static, h, head), chosen.temperature, here).astype(h.dtype)
+        h, g_logp, g_entropy, total, among, entropy, targets, words = _take(index, static.chunk, per_position)
+        capped = layers.softcap(layers.product(static.letters, h, head), static.cap)
+        scaled = capped / chosen.temperature
+        share = jnp.exp(scaled - among[..., None])
+        if words is not None:
+            share = jnp.where(unpack_kept(words, scaled.shape[-1]), share, 0)
+        target = jnp.arange(scaled.shape[-1], dtype=jnp.int32)[None, None] == targets[..., None]
+        slope = g_logp[..., None] * (target.astype(share.dtype) - share)
+        if static.entropy_gradient:
+            logp = scaled - total[..., None]
+            slope = slope - g_entropy[..., None] * jnp.exp(logp) * (logp + entropy[..., None])
+        slope = slope / chosen.temperature
+        slope = slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
+        slope = slope.astype(h.dtype)
         up = layers.product(f"pcv,{given}->pcd", slope, head).astype(h.dtype)
         down = layers.product(f"pcv,pcd->p{given}", slope, h)
-        return _put(index, static.chunk, (out[0],), (up,))[0], out[1] + constrain(down, BATCH, *_layout(static))
+        return _put(index, static.chunk, out[0], up), out[1] + constrain(down, BATCH, *static.layout)
 
-    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), _wide(hidden)), BATCH, *_layout(static))
-    d_hidden, d_head = jax.lax.fori_loop(0, _trips(static, chosen), body, (jnp.zeros_like(hidden), parts))
+    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), _wide(hidden)), BATCH, *static.layout)
+    d_hidden, d_head = jax.lax.fori_loop(0, chosen.chunks, body, (jnp.zeros_like(hidden), parts))
     return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype), None
 
 
@@ -257,14 +271,6 @@ def _wide(x: jax.Array) -> Any:
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def _layout(static: Head) -> tuple[str | None, str | None]:
-    return ("tensor", None) if static.letters == TIED else (None, "tensor")
-
-
-def _trips(static: Head, chosen: Targets) -> jax.Array:
-    return -(-jnp.minimum(chosen.count, chosen.targets.shape[1]) // static.chunk)
-
-
 def _take(index: jax.Array, size: int, arrays: Any) -> Any:
     """Slice chunk ``index`` of every part."""
     return jax.tree.map(lambda x: constrain(jax.lax.dynamic_slice_in_dim(x, index * size, size, axis=1), BATCH), arrays)
@@ -272,45 +278,6 @@ def _take(index: jax.Array, size: int, arrays: Any) -> Any:
 
 def _put(index: jax.Array, size: int, out: Any, values: Any) -> Any:
     return jax.tree.map(lambda o, v: jax.lax.dynamic_update_slice_in_dim(o, v, index * size, axis=1), out, values)
-
-
-def _raw(static: Head, h: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return logits float32[P, C, V] before and after the soft cap."""
-    raw = layers.product(static.letters, h, head)
-    return raw, layers.softcap(raw, static.cap)
-
-
-def _statistics(scaled: jax.Array, targets: jax.Array, kept: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Compute log-probability, entropy and logsumexp [P, C] of logits [P, C, V], and the kept tokens' logsumexp."""
-    top = jnp.max(scaled, axis=-1, keepdims=True)
-    # Differences from the largest logit: the logits' mean subtracted from logsumexp would lose the digits both have in
-    # common.
-    apart = scaled - top
-    weights = jnp.exp(apart)
-    # Both sums in one pass: CPUs computed the exponentials of two passes twice, and not as vectors.
-    zero = np.zeros((), scaled.dtype)
-    total, moment = jax.lax.reduce(
-        (weights, weights * apart), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
-    )
-    whole = jnp.log(total) + top[..., 0]
-    among = whole if kept is None else jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1)
-    chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-    return chosen - among, jnp.log(total) - moment / total, whole, among
-
-
-def _slope(static: Head, raw: jax.Array, capped: jax.Array, temperature: jax.Array, here: Positions) -> jax.Array:
-    """Return the gradient float32[P, C, V] of the logits before the soft cap."""
-    scaled = capped / temperature
-    share = jnp.exp(scaled - here.among[..., None])
-    if here.kept is not None:
-        share = jnp.where(unpack_kept(here.kept, raw.shape[-1]), share, 0)
-    target = jnp.arange(raw.shape[-1], dtype=jnp.int32)[None, None] == here.targets[..., None]
-    slope = here.g_logp[..., None] * (target.astype(share.dtype) - share)
-    if static.entropy_gradient:
-        logp = scaled - here.total[..., None]
-        slope = slope - here.g_entropy[..., None] * jnp.exp(logp) * (logp + here.entropy[..., None])
-    slope = slope / temperature
-    return slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
 
 
 def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:

@@ -74,10 +74,8 @@ def save_pretrained(
         attributes["pad_token_id"] = padding_id(config, tokenizer)
         tokenizer = None if tokenizer is None else padded_with(tokenizer, attributes["pad_token_id"])
         attributes |= {} if taught is None else {OURS: dict(taught)}
-    with new_directory(directory) as folder:
+    with new_directory(directory, card) as folder:
         write_directory(folder, attributes, to_stored(config, parameters), tokenizer)
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_directory(
@@ -94,8 +92,11 @@ def write_directory(
 
 
 @contextlib.contextmanager
-def new_directory(target: str | os.PathLike) -> Generator[Path]:
-    """Yield a temporary folder next to ``target``; it is renamed to ``target`` on success and removed otherwise."""
+def new_directory(target: str | os.PathLike, card: str | None = None) -> Generator[Path]:
+    """Yield a temporary folder next to ``target``; it is renamed to ``target`` on success and removed otherwise.
+
+    ``card``: the text of its README.md, or None for no such file.
+    """
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not empty; give a new directory, or remove it first")
@@ -104,6 +105,8 @@ def new_directory(target: str | os.PathLike) -> Generator[Path]:
     with work, on_exit(lambda *reason: work.cleanup()):
         folder = Path(work.name)
         folder.chmod(0o755)
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
         yield folder
         os.replace(folder, target)
 

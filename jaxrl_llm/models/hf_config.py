@@ -1,12 +1,13 @@
 """Conversion config.json <-> ModelConfig, for transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import Attention, Llama3Rope, ModelConfig, Norm, TokenIds
-from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, Family, Mark, family_of
+from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 
 OURS = "jaxrl_llm"
 """The config.json attribute that describes the training of a reward model written by this package."""
@@ -95,14 +96,13 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     InputError where the family's config.json cannot express one of the values.
     """
     family = FAMILIES[config.family]
-    values = _flatten(config)
     written: dict[str, Any] = {
         "architectures": [family.classifier if scalar else family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
     }
     written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
-    written |= {name: values[FIELDS[name]] for name in family.defaults if name in FIELDS}
+    written |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
     written |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
@@ -118,17 +118,23 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
     written |= {name: value for name, value in sliding.items() if name in family.defaults}
-    written |= _write_rope(config.attention) | write_token_ids(config.tokens)
+    written |= {"rope_theta": config.attention.rope_theta, "rope_scaling": write_scaling(config.attention.rope_scaling)}
+    if config.attention.local_rope_theta is not None:
+        written["rope_local_base_freq"] = config.attention.local_rope_theta
+    written |= write_token_ids(config.tokens)
     lost = differences(config, read_config(written))
     if lost:
-        raise InputError(f"a {config.family} config.json cannot express {lost[0]}={values[lost[0]]!r}; set it back")
+        value = operator.attrgetter(lost[0])(config)
+        raise InputError(f"a {config.family} config.json cannot express {lost[0]}={value!r}; set it back")
     return written
 
 
 def differences(config: ModelConfig, other: ModelConfig) -> list[str]:
     """Return the dotted names of the fields that differ between two configurations."""
-    values = _flatten(other)
-    return [name for name, value in _flatten(config).items() if values[name] != value]
+    names = [field.name for field in dataclasses.fields(config) if field.name not in ("attention", "norm")]
+    for part in ("attention", "norm"):
+        names += [f"{part}.{field.name}" for field in dataclasses.fields(getattr(config, part))]
+    return [name for name in names if operator.attrgetter(name)(config) != operator.attrgetter(name)(other)]
 
 
 def read_token_ids(attributes: Mapping[str, Any]) -> TokenIds:
@@ -151,7 +157,7 @@ def write_token_ids(tokens: TokenIds) -> dict[str, Any]:
 
 def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
     known = {name: attributes.get(name, default) for name, default in family.defaults.items()}
-    missing = [name for name, value in known.items() if value is Mark.REQUIRED]
+    missing = [name for name, value in known.items() if value is REQUIRED]
     if missing:
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
     if known["num_key_value_heads"] is None:
@@ -231,25 +237,12 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | f
     raise InputError(f"config.json names the rope type {kind!r}; known are default, linear, llama3")
 
 
-def _write_rope(attention: Attention) -> dict[str, Any]:
-    scaling = attention.rope_scaling
-    written: dict[str, Any] = {"rope_theta": attention.rope_theta, "rope_scaling": None}
+def write_scaling(scaling: Llama3Rope | float | None) -> dict[str, Any] | None:
+    """Return config.json's ``rope_scaling``: the rescaling of rotary positions, or None without any."""
     if isinstance(scaling, Llama3Rope):
-        written["rope_scaling"] = {
+        return {
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_positions,
         }  # fmt: skip
-    elif scaling is not None:
-        written["rope_scaling"] = {"rope_type": "linear", "factor": float(scaling)}
-    if attention.local_rope_theta is not None:
-        written["rope_local_base_freq"] = attention.local_rope_theta
-    return written
-
-
-def _flatten(config: ModelConfig) -> dict[str, Any]:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for part in ("attention", "norm"):
-        value = values.pop(part)
-        values |= {f"{part}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
-    return values
+    return None if scaling is None else {"rope_type": "linear", "factor": float(scaling)}

@@ -77,17 +77,14 @@ project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_back)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """Compute ``x / rms(x) * weight`` over the last axis in float32 and return it in x's dtype."""
-    wide = x.astype(jnp.float32)
+    """Compute ``x / rms(x) * weight`` in float32 and return it in x's dtype.
+
+    The mean is over the axes of the weight, x's last ones together: OLMo 2 normalises all heads [N, H] as one vector.
+    """
+    wide = x.reshape(*x.shape[: x.ndim - weight.ndim], -1).astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
-    scale = weight.astype(jnp.float32) + (1.0 if norm.plus_one else 0.0)
-    return (wide * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
-
-
-def full_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """Compute the RMS norm of [..., N, H] over both last axes together (OLMo 2's query and key norm)."""
-    flat = x.reshape(*x.shape[:-2], -1)
-    return rms_norm(flat, weight.reshape(-1), norm).reshape(x.shape)
+    scale = weight.reshape((1,) * (wide.ndim - 1) + (-1,)).astype(jnp.float32) + (1.0 if norm.plus_one else 0.0)
+    return (wide * scale).reshape(x.shape).astype(x.dtype)
 
 
 def layer_constants(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -231,13 +228,11 @@ def _few_at_a_time(attend: Any, q: jax.Array, seen: jax.Array, k: jax.Array, v: 
     """Apply ``attend`` to chunks of the queries, each recomputed in the backward pass."""
     chunks = -(-q.shape[1] // MOST)
     size = -(-q.shape[1] // chunks)
-
-    def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, 0), (0, chunks * size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(len(x), chunks, size, *x.shape[2:]), 1, 0)
-
+    room = (0, chunks * size - q.shape[1])
+    padded = [jnp.pad(x, ((0, 0), room, *[(0, 0)] * (x.ndim - 2))) for x in (q, seen)]
+    split = [jnp.moveaxis(x.reshape(len(x), chunks, size, *x.shape[2:]), 1, 0) for x in padded]
     chunk = jax.checkpoint(lambda given: attend(*given, k, v))
-    out = jnp.moveaxis(jax.lax.map(chunk, (split(q), split(seen))), 0, 1)
+    out = jnp.moveaxis(jax.lax.map(chunk, split), 0, 1)
     return out.reshape(len(q), chunks * size, *out.shape[3:])[:, : q.shape[1]]
 
 
@@ -301,10 +296,8 @@ def _splash_rows(
             interpret=interpret,
         )
 
-        def one(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
-            return kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(g, g))
-
-        return jax.vmap(one)(q, k, v, group)
+        by_row = jax.vmap(lambda q, k, v, g: kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(g, g)))
+        return by_row(q, k, v, group)
 
     if mesh.empty:
         return local(q, k, v, group)

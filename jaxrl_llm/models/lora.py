@@ -84,15 +84,10 @@ def base_of(state: TrainState, name: str) -> Any:
     return state.policy.base if role is None or role.base is None else role.base
 
 
-def model_of(state: TrainState, name: str) -> Any:
-    """Return the model of a role's parameters, or of a frozen copy's."""
+def model_of(state: TrainState, name: str = "policy") -> Any:
+    """Return the model of a role's parameters, or of a frozen copy's; by default the current policy."""
     params = state.roles[name].params if name in state.roles else state.frozen[name]
     return attached(base_of(state, name), params)
-
-
-def policy_model(state: TrainState) -> Any:
-    """Return the current policy's model."""
-    return model_of(state, "policy")
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -143,9 +138,7 @@ def save_adapter(
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
-    with new_directory(directory) as folder:
+    with new_directory(directory, card) as folder:
         write_json(folder / CONFIG, described)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / WEIGHTS).chmod(0o644)
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.families import Tensor, axis_sizes, tensors_of
+from jaxrl_llm.models.families import Tensor, axis_sizes, our_shape, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -69,31 +69,22 @@ def read_parameters(
     InputError names a missing, unknown or misshapen tensor.
     """
     import jax.numpy as jnp
+    from flax import traverse_util
 
     from jaxrl_llm.sharding import from_parts, layout_of
 
     check_tensors(config, stored, scalar)
     kind = jnp.dtype(dtype)
-    parameters = {}
+    leaves = {}
     for tensor in tensors_of(config, scalar):
         shape = our_shape(tensor, config)
         read = functools.partial(read_part, config, tensor, stored, kind)
         if mesh is None:
-            leaf = jnp.array(read(tuple(slice(0, size) for size in shape)))
+            leaves[tensor.path] = jnp.array(read(tuple(slice(0, size) for size in shape)))
         else:
-            leaf = from_parts(shape, kind, layout_of(tensor.path.replace(".", "/"), shape, mesh), read)
-        *parents, last = tensor.path.split(".")
-        inner = parameters
-        for name in parents:
-            inner = inner.setdefault(name, {})
-        inner[last] = leaf
-    return parameters
-
-
-def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
-    """Return the shape of our parameter, with a leading layer axis if every layer has one."""
-    sizes = axis_sizes(config)
-    return ((config.layers,) if tensor.layered else ()) + tuple(sizes[letter] for letter in tensor.axes)
+            layout = layout_of(tensor.path.replace(".", "/"), shape, mesh)
+            leaves[tensor.path] = from_parts(shape, kind, layout, read)
+    return traverse_util.unflatten_dict(leaves, sep=".")
 
 
 def read_part(

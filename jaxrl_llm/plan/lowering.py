@@ -28,7 +28,7 @@ from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.models.hf_config import read_config
-from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import Machine, without_compilation_cache
@@ -158,7 +158,7 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
     if name == "weights":
         with jax.set_mesh(one.mesh):
             transfer: Any = sampler.transfer(one.mesh, one.where)
-            return transfer.lower(policy_model(held.state))
+            return transfer.lower(model_of(held.state))
     shape, where = held.slot_shape, one.where
     rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, batch_parts(where))
     dtype = held.slots.cache.k.dtype

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints import integrity
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, phase_of
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, kept, listed, mark, phase_of
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.config import Found, Pin, Start
 from jaxrl_llm.config.origin import OF_CRITIC, models_of, place_of
@@ -115,8 +114,8 @@ def _at_hand(place: str) -> Pin:
 
 def _files(step: Path) -> dict[str, str]:
     """Return the fingerprint of a run's step; {} if an earlier version wrote the step, without checksums."""
-    mark = integrity.mark(step)
-    return {FILES: mark} if mark else {}
+    found = mark(step)
+    return {FILES: found} if found else {}
 
 
 class Changed(Exception):
@@ -182,7 +181,7 @@ class Pins:
         Raises:
           InputError: they differ from those of the previous start.
         """
-        from jaxrl_llm.models.fingerprint import weights_digest
+        from jaxrl_llm.sharding.rules import weights_digest
 
         if place in self._names:
             found = weights_digest(model)

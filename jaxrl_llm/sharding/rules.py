@@ -1,13 +1,17 @@
 """The layout of all arrays: a table from parameter paths to mesh axes, and one from names of activations.
 
-Arrays are created in their layout: no process ever holds more of one than its devices do.
+Arrays are created in their layout: no process ever holds more of one than its devices do. Fingerprints of weights are a
+few bytes for each, which other weights would not have, and which the layout does not change.
 """
 
+import functools
+import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -17,15 +21,10 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
     "embed": (("tensor", "fsdp"), None),
     "head": ("fsdp", "tensor"),
-    "blocks/attn/q": (None, "fsdp", "tensor", None),
-    "blocks/attn/k": (None, "fsdp", "tensor", None),
-    "blocks/attn/v": (None, "fsdp", "tensor", None),
+    **dict.fromkeys(("blocks/attn/q", "blocks/attn/k", "blocks/attn/v"), (None, "fsdp", "tensor", None)),
     "blocks/attn/o": (None, "tensor", None, "fsdp"),
-    "blocks/attn/q_bias": (None, "tensor", None),
-    "blocks/attn/k_bias": (None, "tensor", None),
-    "blocks/attn/v_bias": (None, "tensor", None),
-    "blocks/mlp/gate": (None, "fsdp", "tensor"),
-    "blocks/mlp/up": (None, "fsdp", "tensor"),
+    **dict.fromkeys(("blocks/attn/q_bias", "blocks/attn/k_bias", "blocks/attn/v_bias"), (None, "tensor", None)),
+    **dict.fromkeys(("blocks/mlp/gate", "blocks/mlp/up"), (None, "fsdp", "tensor")),
     "blocks/mlp/down": (None, "tensor", "fsdp"),
 }
 """The mesh axis of each dimension, by parameter path; unlisted parameters (norms) are on every device."""
@@ -56,48 +55,41 @@ def activation(x: jax.Array, name: str) -> jax.Array:
     return constrain(x, *ACTIVATIONS[name])
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: Any, mesh: Mesh, whole: Sequence[str] = ()) -> Any:
     """Return a ``NamedSharding`` for every leaf of a tree with models: weights, gradients, optimiser moments, states.
 
-    Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory.
+    Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory. ``whole``:
+    mesh axes that divide no weights.
     """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
-        layout = layout_of(parameter_path(path), x.shape, mesh)
-        return (
-            layout.with_memory_kind("pinned_host")
-            if any(getattr(key, "name", "") == "on_host" for key in path)
-            else layout
-        )
+        layout = layout_of(parameter_path(path), x.shape, mesh, whole)
+        on_host = any(getattr(key, "name", "") == "on_host" for key in path)
+        return layout.with_memory_kind("pinned_host") if on_host else layout
 
     return jax.tree.map_with_path(leaf, tree)
 
 
-def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Return the layout of one parameter, such as ``blocks/attn/q``."""
-    return NamedSharding(mesh, fitting(shape, RULES.get(path, ()), mesh))
+sampling_shardings = functools.partial(shardings, whole=("fsdp",))
+"""``shardings`` of weights that only sample: whole over ``fsdp``, or each decode step would gather them all."""
 
 
-def sampling_shardings(tree: Any, mesh: Mesh) -> Any:
-    """Return ``shardings`` for weights that only sample: whole over ``fsdp``, or each decode step would gather all.
+def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh, whole: Sequence[str] = ()) -> NamedSharding:
+    """Return the layout of one parameter, such as ``blocks/attn/q``, or of a layer's own, ``blocks/0/attn/q``.
 
-    The weights may be ``by_layer``.
+    ``whole``: mesh axes that do not divide it.
     """
-
-    def leaf(path: tuple, x: Any) -> NamedSharding:
-        name, layers = re.subn(r"^blocks/\d+/", "blocks/", parameter_path(path))
-        axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
-        spec = [tuple(one for one in several if one != "fsdp") or None for several in axes]
-        return NamedSharding(mesh, fitting(x.shape, spec, mesh))
-
-    return jax.tree.map_with_path(leaf, tree)
+    name, layers = re.subn(r"^blocks/\d+/", "blocks/", path)
+    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
+    spec = [tuple(one for one in several if one not in whole) for several in axes]
+    return NamedSharding(mesh, fitting(shape, spec, mesh))
 
 
 def parameter_path(path: tuple) -> str:
     """Return ``blocks/attn/q`` from the key path of a leaf inside a model; "" outside of one."""
-    names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
-    names = names[:-1] if names[-1:] == ["value"] else names
-    return "/".join(names[len(names) - names[::-1].index("weights") :]) if "weights" in names else ""
+    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    _, inside, parameter = f"/{name}".rpartition("/weights/")
+    return parameter if inside else ""
 
 
 def from_parts(
@@ -139,12 +131,53 @@ def laid_out(tree: Any, layout: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, layout)
 
-    def put(x: Any, layout: Any) -> jax.Array:
-        return jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
-
-    return jax.tree.map(put, tree, jax.tree.broadcast(layout, tree))
+    return jax.tree.map(
+        lambda x, layout: jax.make_array_from_callback(
+            np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index])
+        ),
+        tree,
+        jax.tree.broadcast(layout, tree),
+    )
 
 
 def abstract(tree: Any, layout: Any) -> Any:
     """Return the shapes and dtypes of a tree with a tree of shardings, without arrays."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, layout)
+
+
+@jax.jit
+def fingerprint(model: Any) -> Any:
+    """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it.
+
+    Each element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
+    """
+    return jax.tree.map(_checksum, model)
+
+
+def weights_digest(model: Any) -> str:
+    """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
+    return digest(jax.tree.leaves(jax.device_get(fingerprint(model))))
+
+
+def digest(arrays: Sequence[np.ndarray]) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of the contents of arrays."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.asarray(array).tobytes() + b"\n")
+    return found.hexdigest()[:16]
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    sums = [jnp.sum(_mix(_mix(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)]
+    return jnp.stack(sums)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Apply a bijection of uint32 in which every input bit moves half of the output bits (MurmurHash3's finaliser)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

@@ -15,9 +15,9 @@ from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Sample
 from jaxrl_llm.learner.comparisons import PairLoss
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.fingerprint import weights_digest
 from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.sharding.distributed import Peers
+from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.stages.dataset import DatasetStage, groups, outline_of, programs_of, read, resources, with_room
 from jaxrl_llm.stages.stage import SCORED_AT_ONCE, Outline, Pass, scored
 from jaxrl_llm.system.paths import new_file

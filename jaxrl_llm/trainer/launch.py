@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints import integrity
-from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, kept
+from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, check_whole, fault, kept
 from jaxrl_llm.checkpoints.store import steps_in
 from jaxrl_llm.collection.ledger import COLLECTED, part_of
 from jaxrl_llm.config.origin import origin_of
@@ -234,7 +233,7 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
 def finished(directory: Path, settings: configs.Configuration) -> bool:
     """Whether the run there has finished its steps with a whole last checkpoint; if so, report it."""
     done = max(steps_in(directory / CHECKPOINTS), default=0)
-    if done < settings.steps or integrity.fault(directory / CHECKPOINTS / str(done)):
+    if done < settings.steps or fault(directory / CHECKPOINTS / str(done)):
         return False
     print(
         f"{directory} is finished: {done} of {settings.steps} steps. Go on with --steps {2 * done}, or "

@@ -18,7 +18,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints import snapshots
 from jaxrl_llm.checkpoints.snapshots import check_writable, newest_whole
 from jaxrl_llm.config import Configuration, Start
-from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, decide
 from jaxrl_llm.sharding.distributed import ALONE, Peers
 from jaxrl_llm.stages import stage_of
@@ -123,7 +123,7 @@ def before_steps(context: RunContext, cursor: Cursor) -> None:
     progress.begin()
     if context.start is None:
         began = time.perf_counter()
-        found = stage.test(policy_model(cursor.state), first=True)
+        found = stage.test(model_of(cursor.state), first=True)
         row: dict[str, Any] = {"step": 0}
         if found is not None:
             row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began}

@@ -15,7 +15,7 @@ import optax
 from jaxrl_llm import config as configs
 from jaxrl_llm import learner, rules, tasks
 from jaxrl_llm.checkpoints.snapshots import CHECKPOINTS, SNAPSHOTS, damage, kept, phase_of
-from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of_policy, read_host, restore_parts, steps_in
+from jaxrl_llm.checkpoints.store import Checkpoints, holds, parts_of, read_host, restore_parts, steps_in
 from jaxrl_llm.config import Configuration, Start
 from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError
@@ -27,7 +27,7 @@ from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Fingerprints, Stage
 from jaxrl_llm.telemetry.progress import model_line
 from jaxrl_llm.trainer.context import Cursor, LoopState, RunContext
-from jaxrl_llm.types import Role, TrainState
+from jaxrl_llm.types import TrainState
 
 
 def load(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
@@ -193,7 +193,7 @@ def borrowed(
     snapshot = place.parent.name == SNAPSHOTS
     same = old.optimiser == run.learner.optimiser and not snapshot
     policy = state.policy
-    like = jax.eval_shape(parts_of_policy, policy.params, policy.opt_state if same else None)
+    like = jax.eval_shape(parts_of, policy.params, policy.opt_state if same else None)
     for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
         array.delete()  # there need not be room for both
     found = restore_parts(place, like, mesh, policy.base).policy
@@ -213,7 +213,7 @@ def with_others(
     for other in others:
         params = state.roles[other.name].params
         layout = jax.tree.map(lambda x: x.sharding, params)
-        wanted = jax.eval_shape(lambda p, name=other.name: TrainState({name: Role(p, None, None)}, {}), params)
+        wanted = jax.eval_shape(lambda p, role=other.name: parts_of(p, role=role), params)
         if holds(step_directory, wanted):
             found = restore_parts(step_directory, wanted, mesh, state.policy.base).roles[other.name].params
             note(f"the {other.name} begins with its weights there too")

@@ -18,7 +18,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
-from jaxrl_llm.models.lora import policy_model
+from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.stages.stage import Batch, Stage
 from jaxrl_llm.telemetry.records import record, training_lines
@@ -36,7 +36,7 @@ def make_step(context: RunContext, cursor: Cursor, step: int) -> tuple[dict[str,
     began = time.perf_counter()
     progress.status("sampling")
     version = int(cursor.state.policy.updates)
-    make = functools.partial(stage.next, stage.weights(policy_model(cursor.state)), version)
+    make = functools.partial(stage.next, stage.weights(model_of(cursor.state)), version)
     batch = make(host.left) if host.ready is None else host.ready
     host.left = batch.left
     host.ready = None
@@ -79,7 +79,7 @@ def finish(
       began: start of the step, by the performance counter.
     """
     stage, step, progress = cursor.stage, row["step"], context.progress
-    found = stage.test(policy_model(cursor.state)) if context.schedule.evaluates(step) else None
+    found = stage.test(model_of(cursor.state)) if context.schedule.evaluates(step) else None
     if found is not None:
         row |= found.metrics() | {"time/evaluation_s": time.perf_counter() - began - row["time/step_s"]}
         progress.tested(step, row)

@@ -10,9 +10,8 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm.checkpoints import integrity
-from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, keep, newest_whole
-from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
+from jaxrl_llm.checkpoints.snapshots import check_whole, check_writable, fault, keep, newest_whole, written
+from jaxrl_llm.checkpoints.store import CHECKSUMS, Checkpoints, steps_in
 from jaxrl_llm.cli import explain
 from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
@@ -87,7 +86,7 @@ DAMAGES = {
 def test_every_file_of_a_checkpoint_and_of_a_snapshot_has_a_checksum(run):
     for step in (run / "checkpoints" / "3", run / "snapshots" / "2"):
         files = {str(path.relative_to(step)) for path in step.glob("*/**/*") if path.is_file()}
-        assert integrity.written(step).keys() == files and integrity.fault(step) == ""
+        assert written(step).keys() == files and fault(step) == ""
         assert any(os.path.getsize(step / name) > 10_000 for name in files), "the arrays are among them"
     assert newest_whole(run) == (3, "")
 
@@ -126,7 +125,7 @@ def test_where_none_is_whole_nothing_is_touched(run):
 @pytest.mark.parametrize("content", [None, "", '{"state/x": [1', "[]"])
 def test_without_checksums_a_checkpoint_is_as_good_as_it_can_be_read(run, content):
     for step in (2, 3):
-        seal = run / "checkpoints" / str(step) / integrity.NAME
+        seal = run / "checkpoints" / str(step) / CHECKSUMS
         seal.unlink()
         if content is not None:
             seal.write_text(content)
@@ -140,7 +139,7 @@ def test_without_checksums_a_checkpoint_is_as_good_as_it_can_be_read(run, conten
 
 def test_what_host_values_cannot_be_read_is_damaged_too(run):
     step = run / "checkpoints" / "3"
-    (step / integrity.NAME).unlink()
+    (step / CHECKSUMS).unlink()
     (step / "host" / "metadata").write_text("{")
     assert newest_whole(run)[0] == 2
 

@@ -12,7 +12,7 @@ from commands import ROOT, commands
 from learner.rollouts import one_device
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.checkpoints.store import Checkpoints, parts_of_policy, restore_parts, restore_policy
+from jaxrl_llm.checkpoints.store import Checkpoints, parts_of, restore_parts, restore_policy
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
@@ -119,7 +119,7 @@ def test_another_model_or_adapter_is_refused(folder, answers):
 def test_parts_of_a_checkpoint_are_read_alone(folder, answers):
     directory = folder / "project" / "runs" / "mine"
     whole = state_of(directory, 1)
-    like = parts_of_policy(None, jax.eval_shape(lambda: whole.policy.opt_state))
+    like = parts_of(None, jax.eval_shape(lambda: whole.policy.opt_state))
     found = restore_parts(directory / "checkpoints" / "1", like, one_device()).policy
     assert same(found.opt_state, whole.policy.opt_state) and found.params is None
 

@@ -23,7 +23,7 @@ OPTIMISED = True
 pytestmark = pytest.mark.compilers
 
 SLOTS, GROUP, COLUMNS, STEPS = 32, 4, (1024, 2048), 16
-CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64, bias=True), Norm(1e-6), tied_embeddings=True)
+CONFIG = ModelConfig("qwen2", 1024, 256, 3, 512, Attention(4, 2, 64), Norm(1e-6), tied_embeddings=True)
 
 
 @functools.cache

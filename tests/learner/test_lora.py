@@ -30,11 +30,10 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
-from jaxrl_llm.models.fingerprint import fingerprint
-from jaxrl_llm.models.lora import attached, create, merge, model_of, policy_model
+from jaxrl_llm.models.lora import attached, create, merge, model_of
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import RULES, parameter_path
+from jaxrl_llm.sharding.rules import RULES, fingerprint, parameter_path
 
 LORA = Lora(rank=2, alpha=3.0)
 LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
@@ -128,7 +127,7 @@ def test_the_reference_is_the_base():
     packed = pack(rollout(), LAYOUT)
     scored = lambda model: np.asarray(score(model, packed, jnp.float32(TEMPERATURE), COMPUTE))
     np.testing.assert_array_equal(scored(model_of(state, "reference")), scored(MODEL))
-    assert np.abs(scored(policy_model(state)) - scored(MODEL)).max() > 1e-2
+    assert np.abs(scored(model_of(state)) - scored(MODEL)).max() > 1e-2
     assert sum(x.size for x in jax.tree.leaves(state.reference)) == sum(
         x.size for x in jax.tree.leaves(state.policy.params)
     )
@@ -136,7 +135,7 @@ def test_the_reference_is_the_base():
 
 def test_sampler_and_learner_agree():
     state = state_on(one_device(), policy=adapter())
-    weights = weights_for_sampling(MODEL, "float32", one_device(), one_device(), keep=True)(policy_model(state))
+    weights = weights_for_sampling(MODEL, "float32", one_device(), one_device(), keep=True)(model_of(state))
     assert jax.tree.structure(weights) == jax.tree.structure(MODEL)
     rules = Sampling(TEMPERATURE, max_new_tokens=T)
     prompts = [list(s.prompt) for s in rollout()]

@@ -24,11 +24,10 @@ from jaxrl_llm.learner.update import accumulate
 from jaxrl_llm.models import scores
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameters
-from jaxrl_llm.models.fingerprint import fingerprint
 from jaxrl_llm.models.heads import ScalarModel, split, with_scalar_head
 from jaxrl_llm.models.lora import attached, create, merge, model_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import parameter_path
+from jaxrl_llm.sharding.rules import fingerprint, parameter_path
 from jaxrl_llm.types import Role
 
 LORA = Lora(rank=2, alpha=3.0)

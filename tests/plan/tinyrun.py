@@ -10,7 +10,7 @@ from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.tasks import ReasoningGym, Task
 
-CONFIG = ModelConfig("qwen2", 512, 64, 2, 128, Attention(4, 2, 16, bias=True), Norm(1e-6), tied_embeddings=True)
+CONFIG = ModelConfig("qwen2", 512, 64, 2, 128, Attention(4, 2, 16), Norm(1e-6), tied_embeddings=True)
 
 
 def tiny_run(mesh, model="tiny-random", recipe=GRPO, **rollout):

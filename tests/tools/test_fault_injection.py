@@ -11,7 +11,7 @@ import pytest
 from learner.rollouts import one_device
 from tiny import tiny
 
-from jaxrl_llm.checkpoints import integrity
+from jaxrl_llm.checkpoints.snapshots import fault as fault_of
 from jaxrl_llm.checkpoints.snapshots import keep
 from jaxrl_llm.checkpoints.store import Checkpoints, steps_in
 from jaxrl_llm.learner import Optimiser, create_state
@@ -130,7 +130,7 @@ def test_what_is_missing_is_found(run, tmp_path):
 def test_only_the_newest_of_several_checkpoints_is_damaged(run, kind):
     fault = Fault(kind, 0, 0.0, 0.4)
     assert damage(run, fault) == 2
-    steps = [integrity.fault(run / "checkpoints" / str(step)) for step in (1, 2)]
+    steps = [fault_of(run / "checkpoints" / str(step)) for step in (1, 2)]
     assert steps[0] == "" and steps[1] != ""
     shutil.rmtree(run / "checkpoints" / "2")
     assert damage(run, fault) is None and steps_in(run / "checkpoints") == [1]

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxrl_llm.config import JUDGED, Run
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.fingerprint import digest
 from jaxrl_llm.rollout.evaluate import Evaluated, Tested
 from jaxrl_llm.sharding.distributed import ALONE, Peers
+from jaxrl_llm.sharding.rules import digest
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.system.json_lines import append_rows, read_rows
 from jaxrl_llm.system.paths import new_file
