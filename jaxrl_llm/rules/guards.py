@@ -4,38 +4,35 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
+from jaxrl_llm.rules.decision import DONE, GUARD, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.rules.resets import stalls
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 
-@dataclasses.dataclass(frozen=True)
-class NotANumber:
-    """A guard that stops at a non-finite gradient; the update was not applied, so the saved state is the one before it.
+def not_a_number(
+    row: Row, own: Own, learning_rate: float, field: str = "learner.optimiser", prefix: str = ""
+) -> Decided:
+    """Stop at a non-finite gradient; the update was not applied, so the saved state is the one before it: a ``Rule``.
 
-    Attributes:
+    Args:
+      row: of the step.
+      own: nothing.
       learning_rate: of the optimiser; the remedy is a tenth of it.
       field: the optimiser's setting, which holds that rate.
       prefix: of the names of its updates' metrics.
     """
-
-    learning_rate: float
-    field: str = "learner.optimiser"
-    prefix: str = ""
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``."""
-        if not row.get(f"{self.prefix}updates/not_finite"):
-            return Decision(), own
-        whose = f" of the {self.prefix.removesuffix('/')}" if self.prefix else ""
-        reason = f"the gradient{whose} is not a number; the state before it is saved"
-        remedy = f"--{self.field}.learning_rate {self.learning_rate / 10:g}"
-        return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
+    if not row.get(f"{prefix}updates/not_finite"):
+        return Decision(), own
+    whose = f" of the {prefix.removesuffix('/')}" if prefix else ""
+    reason = f"the gradient{whose} is not a number; the state before it is saved"
+    remedy = f"--{field}.learning_rate {learning_rate / 10:g}"
+    return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
 
 
-def reward_fails(row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+def reward_fails(row: Row, own: Own) -> Decided:
     """Stop after a step in which all calls of one reward failed, so that its values are placeholders; a ``Rule``."""
     for name, value in row.items():
         if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
@@ -70,7 +67,7 @@ class TeachesNothing:
     filter_reads: str
     ended: Callable[[str], Decision] | None = None
 
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+    def __call__(self, row: Row, own: Own) -> Decided:
         """See ``Rule``; remembers the number of ``empty`` steps in a row."""
         empty = own.get("empty", 0)
         if row["step"] == 0:
@@ -127,37 +124,34 @@ POOLED = 32
 """The fewest groups over which the share is measured; earlier ones fade."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FewKept:
-    """A rule that reports when the filter of groups begins to keep fewer than a tenth of them, with a remedy.
+def few_kept(row: Row, own: Own, filter_reads: str, group: int) -> Decided:
+    """Report when the filter of groups begins to keep fewer than a tenth of them, with a remedy: a ``Rule``.
 
-    Attributes:
+    It remembers the groups ``kept`` and ``seen``, and whether the report was made: ``told``.
+
+    Args:
+      row: of the step.
+      own: its memory.
       filter_reads: the value that the filter compares, "accuracy" or "reward".
       group: completions of a prompt.
     """
-
-    filter_reads: str
-    group: int
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the groups ``kept`` and ``seen``, and whether the report was made: ``told``."""
-        share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
-        if math.isnan(share) or not new:
-            return Decision(), own
-        fade = min(1.0, POOLED / max(own.get("seen", 0.0), 1.0))
-        kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
-        told = own.get("told", False)
-        few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
-        now = {"kept": kept, "seen": seen, "told": few}
-        if told or not few:
-            return Decision(), now
-        differ = 1 - row.get("reward/zero_std_fraction", 1.0)
-        helps = f"--rollout.group {2 * self.group} makes more of them differ, rollout.collect.curriculum asks others"
-        if self.filter_reads == "accuracy" and differ > 0.5:
-            helps = f"rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
-        same = f"{self.filter_reads} is the same for all completions of the others"
-        said = f"{100 * (kept / seen):.1f} % of groups kept: {same}; {helps}"
-        return Decision(events={"event/few_kept": said}), now
+    share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
+    if math.isnan(share) or not new:
+        return Decision(), own
+    fade = min(1.0, POOLED / max(own.get("seen", 0.0), 1.0))
+    kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
+    told = own.get("told", False)
+    few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
+    now = {"kept": kept, "seen": seen, "told": few}
+    if told or not few:
+        return Decision(), now
+    differ = 1 - row.get("reward/zero_std_fraction", 1.0)
+    helps = f"--rollout.group {2 * group} makes more of them differ, rollout.collect.curriculum asks others"
+    if filter_reads == "accuracy" and differ > 0.5:
+        helps = f"rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
+    same = f"{filter_reads} is the same for all completions of the others"
+    said = f"{100 * (kept / seen):.1f} % of groups kept: {same}; {helps}"
+    return Decision(events={"event/few_kept": said}), now
 
 
 FOUND = "found/"
@@ -170,40 +164,24 @@ ALL = "all"
 """A placeholder for all kinds of findings."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OnFinding:
-    """A guard that stops or rolls back when a finding of certain kinds begins.
+def on_finding(row: Row, own: Own, rules: Rules) -> Decided:
+    """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``.
 
-    Attributes:
-      kinds: of findings; ``ALL`` for all.
-      rolls_back: whether it rolls back, the first ``rollbacks`` times.
-      slower: the factor on the learning rate at each rollback.
-      rollbacks: the largest number of rollbacks.
+    It remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled back.
     """
-
-    kinds: tuple[str, ...]
-    rolls_back: bool
-    slower: float
-    rollbacks: int
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled
-        back.
-        """
-        found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
-        guarded = [kind for kind in found if kind in self.kinds or ALL in self.kinds]
-        known = own.get("known", [])
-        new = [kind for kind in guarded if kind not in known]
-        if not new:
-            return Decision(), own
-        began, what, remedy = found[new[0]]
-        reason = f"{new[0].replace('_', ' ')} since step {began}: {what}"
-        times = own.get("times", 0)
-        if self.rolls_back and times < self.rollbacks:
-            scale = row.get(LR_SCALE, 1.0) * self.slower
-            return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
-        stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
-        return stopped, own | {"known": [*known, *new]}
+    found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
+    known = own.get("known", [])
+    new = [kind for kind in found if kind not in known and (kind in rules.guards or ALL in rules.guards)]
+    if not new:
+        return Decision(), own
+    began, what, remedy = found[new[0]]
+    reason = f"{new[0].replace('_', ' ')} since step {began}: {what}"
+    times = own.get("times", 0)
+    if rules.on_guard == "rollback" and times < rules.rollbacks:
+        scale = row.get(LR_SCALE, 1.0) * rules.slower
+        return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
+    stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
+    return stopped, own | {"known": [*known, *new]}
 
 
 OF_PHASES = "phase"
@@ -223,7 +201,7 @@ class PhaseEnds:
     Attributes:
       phase: that the run is in.
       following: the one after it.
-      evaluation_every: steps between evaluations; those of other steps are ignored (see ``OnStall``).
+      evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
 
@@ -232,7 +210,7 @@ class PhaseEnds:
     evaluation_every: int
     test: str = ""
 
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+    def __call__(self, row: Row, own: Own) -> Decided:
         """See ``Rule``; remembers the ``steps`` of the phase and the state of its condition: ``times`` in a row, or
         the ``best`` result and the ``stalled`` evaluations.
 
@@ -296,12 +274,13 @@ def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), ot
     """
     algorithm = run.recipe.algorithm
     others = others or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
-    unstable: dict[str, Rule] = {"not_a_number": NotANumber(run.learner.optimiser.learning_rate), **own}
+    unstable: dict[str, Rule] = {
+        "not_a_number": partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate),
+        **own,
+    }
     rules: Rules = run.rules
-    if rules.guards:
-        back = rules.on_guard == "rollback"
-        unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
+    unstable |= {OF_GUARDS: partial(on_finding, rules=rules)} if rules.guards else {}
     reads = run.recipe.filter_groups
-    unstable |= {OF_FILTER: FewKept(reads, run.rollout.group)} if reads else {}
+    unstable |= {OF_FILTER: partial(few_kept, filter_reads=reads, group=run.rollout.group)} if reads else {}
     lessons = TeachesNothing(run.rollout.collect.patience, not others, reads or "")
     return unstable | {"reward_fails": reward_fails, OF_LESSONS: lessons}

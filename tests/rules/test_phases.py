@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import PHASE, Decision, OnStall, Phase, PhaseEnds, Reaches, Resets, Stalls, decide
+from jaxrl_llm.rules import PHASE, Decision, Phase, PhaseEnds, Reaches, Resets, Stalls, decide
 from jaxrl_llm.rules.guards import WAITS
+from jaxrl_llm.rules.resets import on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
@@ -94,11 +96,11 @@ def test_the_best_of_another_test_is_nothing_to_beat():
         for change in ({"task": other}, {"limit": 3}, {"samples": 2}, {"temperature": 0.5}, {"top_p": 0.5})
     ]
     runs = [dataclasses.replace(SMOKE, evaluation=one) for one in (SMOKE.evaluation, *changed)]
-    tests = [rules_for(configs.with_recipe(run, "prorl_v1"))["stall"].test for run in runs]
+    tests = [rules_for(configs.with_recipe(run, "prorl_v1"))["stall"].keywords["test"] for run in runs]
     assert len(set(tests)) == len(tests)
     often = dataclasses.replace(SMOKE.evaluation, every=7, judge=None)
     assert configs.evaluation_key(dataclasses.replace(SMOKE, evaluation=often)) == tests[0]
-    easy, hard = OnStall(Resets(on_stall=1), 1, test=tests[0]), OnStall(Resets(on_stall=1), 1, test=tests[1])
+    easy, hard = (partial(on_stall, resets=Resets(on_stall=1), every=1, test=test) for test in tests[:2])
     row = lambda step, result: {"step": step, "eval/x/pass@1": result}
     _, own = easy(row(0, 0.9), {})
     first, own = hard(row(1, 0.2), own)

@@ -1,6 +1,7 @@
 """PPO's critic: a role that learns the value of each state of a completion."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.rules import NotANumber
+from jaxrl_llm.rules import not_a_number
 from jaxrl_llm.stages.rl.critic_model import adapter_of, compute_beside, loaded, readable, scored
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
 from jaxrl_llm.stages.stage import Architectures, Pass
@@ -46,7 +47,8 @@ class CriticRole(Ingredient):
         critic = run.recipe.critic
         if critic is None:
             return None
-        guard = NotANumber(critic.optimiser.learning_rate, "recipe.critic.optimiser", "critic/")
+        rate, field = critic.optimiser.learning_rate, "recipe.critic.optimiser"
+        guard = functools.partial(not_a_number, learning_rate=rate, field=field, prefix="critic/")
         loads = () if critic.model is None else (critic.model,)
         return cls(run, critic, rules={"critic_not_a_number": guard}, loads=loads)
 
