@@ -63,6 +63,18 @@ def resets_at(rule, results, steps=None):
     ]
 
 
+def stalls_at(count, every, **settings):
+    return partial(on_stall, resets=Resets(on_stall=count, **settings), every=every)
+
+
+def controlled(controller):
+    return partial(kl_controlled, controller=controller)
+
+
+def checked(rate):
+    return partial(not_a_number, learning_rate=rate)
+
+
 def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
     rows = [{"step": step} for step in range(7)]
     for reference, optimiser in ((True, False), (False, True), (True, True)):
@@ -76,51 +88,42 @@ def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
 
 
 def test_a_stall_is_so_many_evaluations_without_a_better_result():
-    rule = partial(on_stall, resets=Resets(on_stall=2, with_optimiser=True), every=1)
+    rule = stalls_at(2, 1, with_optimiser=True)
     assert resets_at(rule, [0.1, 0.2, 0.2, 0.1, 0.2, 0.3, 0.3, 0.3]) == [3, 7]
     assert resets_at(rule, [0.1, None, 0.1, None, None, 0.1]) == [5], "steps without an evaluation do not count"
     assert resets_at(rule, [0.0, 0.0, 0.0]) == [2], "the evaluation before training is the first to beat"
     assert all(d.reset_optimiser == d.reset_reference for d in run_through(rule, [{"step": 0, "eval/x/pass@1": 0}] * 3))
-    assert not any(
-        d.reset_optimiser
-        for d in run_through(
-            partial(on_stall, resets=Resets(on_stall=2), every=1), [{"step": 0, "eval/x/pass@1": 0}] * 3
-        )
-    )
+    assert not any(d.reset_optimiser for d in run_through(stalls_at(2, 1), [{"step": 0, "eval/x/pass@1": 0}] * 3))
 
 
 def test_an_evaluation_that_is_only_the_last_of_a_shorter_run_does_not_count():
-    longer = resets_at(partial(on_stall, resets=Resets(on_stall=2), every=4), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
-    extended = resets_at(
-        partial(on_stall, resets=Resets(on_stall=2), every=4), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12]
-    )
+    longer = resets_at(stalls_at(2, 4), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
+    extended = resets_at(stalls_at(2, 4), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12])
     assert extended == longer == [8]
 
 
 def test_where_nothing_is_verified_the_reward_of_an_evaluation_decides():
     rows = [{"step": 0, "eval/x/reward": 0.5}, {"step": 1, "eval/x/reward": 0.4}]
-    assert [d.reset_reference for d in run_through(partial(on_stall, resets=Resets(on_stall=1), every=1), rows)] == [
+    assert [d.reset_reference for d in run_through(stalls_at(1, 1), rows)] == [
         False,
         True,
     ]
 
 
 def test_a_controller_moves_the_coefficient_of_the_next_step():
-    rule, used, coefficient = partial(kl_controlled, controller=AdaptiveKL(0.1)), [], 0.04
+    rule, used, coefficient = controlled(AdaptiveKL(0.1)), [], 0.04
     for kl in (0.2, 0.1, 0.01, math.nan):
         row = {"step": 1, "kl_coef": coefficient, "controller/kl": kl, "completions": 64}
         coefficient = rule(row, {})[0].coefficients.get("kl_coef", coefficient)
         used.append(coefficient)
     assert used == [0.08, 0.08, 0.04, 0.04]
     row = {"step": 1, "kl_coef": 0.2, "controller/kl": 0.1, "controller/kl_sequence": 12.0, "completions": 256}
-    assert partial(kl_controlled, controller=ProportionalKL())(row, {})[0].coefficients["kl_coef"] == pytest.approx(
-        0.201024
-    )
-    assert partial(kl_controlled, controller=AdaptiveKL(0.1))({"step": 1}, {})[0] == Decision(), "no update, no verdict"
+    assert controlled(ProportionalKL())(row, {})[0].coefficients["kl_coef"] == pytest.approx(0.201024)
+    assert controlled(AdaptiveKL(0.1))({"step": 1}, {})[0] == Decision(), "no update, no verdict"
 
 
 def test_a_gradient_that_is_no_number_stops_the_run_with_advice():
-    rule = partial(not_a_number, learning_rate=2e-5)
+    rule = checked(2e-5)
     for updates in (0.0, 1.0):
         decision, _ = rule(TAUGHT | {"step": 4, "updates": updates, "updates/not_finite": 1.0}, {})
         assert (decision.stop, decision.remedy) == (GUARD, "--learner.optimiser.learning_rate 2e-06")
@@ -277,7 +280,7 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     rules = {
         "a": EVERY_2,
         "b": partial(on_schedule, resets=Resets(), every=3, reference=False),
-        "guard": partial(not_a_number, learning_rate=1.0),
+        "guard": checked(1.0),
     }
     decision, memory = decide(rules, TAUGHT | {"step": 6}, {})
     assert decision.reset_reference and decision.reset_optimiser and decision.stop is None
@@ -286,28 +289,6 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     broken, _ = decide(rules, TAUGHT | {"step": 6, "updates/not_finite": 1.0}, {})
     assert broken.stop == GUARD and not broken.reset_reference and not broken.reset_optimiser
     assert broken.events.keys() == {"event/not_a_number"}
-
-
-def test_a_run_has_the_rules_of_its_recipe():
-    guards = {"not_a_number", "reward_fails", "teaches_nothing"}
-    assert rules_for(SMOKE).keys() == guards | {"by_hand"}
-    one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
-    filtered = guards | {"few_kept"}
-    resets = RECIPES["prorl_v1"].resets
-    assert (resets.on_stall, resets.with_optimiser) == (3, True)
-    test = configs.evaluation_key(SMOKE)
-    assert one["stall"].keywords == {"resets": resets, "every": SMOKE.evaluation.every, "test": test}
-    assert one.keys() == filtered | {"stall", "by_hand"}
-    assert two["reference"].keywords["every"] == 300 and not two["reference"].keywords["resets"].with_optimiser
-    assert two.keys() == filtered | {"reference", "by_hand"}
-    without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])
-    assert rules_for(without).keys() == filtered, "there is no reference that could be reset by hand"
-    kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
-    assert kimi["optimiser"].keywords["every"] == 1 and kimi["optimiser"].keywords["reference"] is False
-    controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
-    assert rules_for(controlled)["controller"].keywords == {"controller": AdaptiveKL(0.1)}
-    patience = {name: rules_for(configs.with_recipe(SMOKE, name))["teaches_nothing"] for name in RECIPES}
-    assert patience["grpo"].only_advantages is False and patience["dr_grpo"].only_advantages is True
 
 
 def test_apply_copies_the_policy_and_empties_the_optimiser():
@@ -346,7 +327,7 @@ def test_resets_after_the_first_compile_nothing():
 
 def test_what_rules_remember_that_are_not_there_stays():
     before = {"by_hand": {"id": "a", "step": 3}, "controller": {}}
-    _, memory = decide({"controller": partial(kl_controlled, controller=AdaptiveKL(0.1))}, {"step": 4}, before)
+    _, memory = decide({"controller": controlled(AdaptiveKL(0.1))}, {"step": 4}, before)
     assert memory == before
 
 
@@ -354,7 +335,7 @@ def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
     rules = {
         "guard": partial(on_finding, rules=Rules((), ("truncation",), "rollback", 0.5, 2)),
         "reference": partial(on_schedule, resets=Resets(with_optimiser=True), every=1),
-        "controller": partial(kl_controlled, controller=AdaptiveKL(0.1)),
+        "controller": controlled(AdaptiveKL(0.1)),
         "phase": PhaseEnds(Phase("a", steps=1), Phase("b"), 0),
     }
     row = {"step": 9, "kl_coef": 0.04, "controller/kl": 0.2, "completions": 64, "lr_scale": 1.0, "updates": 1.0}
@@ -362,7 +343,5 @@ def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
     decision, memory = decide(rules, row, {})
     assert decision == Decision(rollback=7, reason=decision.reason, coefficients={"lr_scale": 0.5})
     assert memory["guard"] == {"times": 1} and memory["phase"] == {} and LAST not in memory
-    stopped, memory = decide(
-        rules | {"stop": partial(not_a_number, learning_rate=0.1)}, row | {"updates/not_finite": 1.0}, {}
-    )
+    stopped, memory = decide(rules | {"stop": checked(0.1)}, row | {"updates/not_finite": 1.0}, {})
     assert stopped.stop == GUARD and stopped.rollback is None and memory["guard"] == {}, "it has not gone back"
