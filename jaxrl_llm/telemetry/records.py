@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.rollout.evaluate import Evaluated, Tested
+from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.telemetry.writers import RunWriter
 from jaxrl_llm.types import Completion, Group
 
@@ -39,7 +39,7 @@ class Learned:
 def record(
     writer: RunWriter | None,
     step: int,
-    found: Evaluated | Tested | None,
+    found: Tested | None,
     row: dict[str, Any],
     learned: Learned = Learned(),
 ) -> None:
