@@ -122,11 +122,8 @@ def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
-    def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
-        before = old.astype(jnp.float32)
-        return (before + share * (new.astype(jnp.float32) - before)).astype(old.dtype)
-
-    return jax.tree.map(mixed, reference, policy)
+    before, now = optax.tree.cast((reference, policy), jnp.float32)
+    return jax.tree.map(lambda old, x, y: (x + share * (y - x)).astype(old.dtype), reference, before, now)
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:

@@ -251,7 +251,8 @@ def test_a_completion_that_is_handed_back_goes_on_as_if_it_had_never_been(sample
 
 def test_accuracy_is_the_share_of_what_is_verified():
     unverified = group([np.nan, np.nan], rewards=[0.5, 1.0])
-    share = lambda *groups: describe(groups)["reward/accuracy"]
+    done = completed([1], [2]).completions
+    share = lambda *groups: describe([dataclasses.replace(g, completions=done) for g in groups])["reward/accuracy"]
     assert share(group([1, 0]), group([1, 1])) == 0.75
     assert np.isnan(share(unverified)) and share(unverified, group([1, 0])) == 0.5
 
