@@ -186,9 +186,7 @@ def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forwa
 def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:
     """Yield the number and the minibatches of every epoch: in order in the first, shuffled in each later one."""
     for epoch in range(epochs):
-        order = (
-            np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
-        )
+        order = np.random.default_rng((seed, epoch)).permutation(len(batches)) if epoch else range(len(batches))
         yield from ((epoch, batches[index]) for index in order)
 
 

@@ -69,9 +69,7 @@ def _blank(
     )
     quarter = -(-part * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
-    R = layout.rows
-    S = layout.row_tokens
-    T = layout.completion_tokens
+    R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
 
     def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
         return np.zeros((count, *shape), dtype)

@@ -35,12 +35,7 @@ def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Comput
     """
     asked = settings.attention
     if asked == "auto":
-        fit = [
-            name
-            for name, where in KERNELS.items()
-            if where == platform and not _obstacle(name, settings, config, platform)
-        ]
-        asked = fit[0] if fit else "xla"
+        asked = next((name for name in KERNELS if not _obstacle(name, settings, config, platform)), "xla")
     obstacle = _obstacle(asked, settings, config, platform)
     if obstacle:
         raise InputError(f"learner.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")

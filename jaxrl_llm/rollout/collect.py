@@ -225,7 +225,7 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
     if admission.filter_groups:
         metrics["dynamic_sampling/finished"] = len(sampled)
         metrics["dynamic_sampling/kept_fraction"] = len(step.kept) / len(sampled) if sampled else math.nan
-    if admission.filter_groups or admission.partial:
+    if admission.filter_groups or admission.collect.interrupt or admission.collect.token_budget:
         metrics |= {
             "dynamic_sampling/rounds": (step.cursor - before.cursor) / admission.needed,
             "dynamic_sampling/carried_in": len(step.first),

@@ -48,23 +48,14 @@ class Evaluated:
     refused: np.ndarray | None = None
     won: np.ndarray | None = None
 
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy, avg@k: the share of correct completions; NaN if nothing is verified."""
-        return math.nan if self.correct is None else float(self.correct.mean())
-
-    @property
-    def reward(self) -> float:
-        """Mean reward of the completions that could be scored; NaN if the answers are verified."""
-        return math.nan if self.rewards is None else over_known(np.nanmean, self.rewards)
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics ``eval/<task>/...``."""
         name = f"eval/{self.task}"
-        found = {f"{name}/reward": self.reward}
-        if self.correct is not None:
+        if self.correct is None:
+            found = {f"{name}/reward": math.nan if self.rewards is None else over_known(np.nanmean, self.rewards)}
+        else:
             k = self.correct.shape[1]
-            found = {f"{name}/pass@1": self.accuracy}
+            found = {f"{name}/pass@1": float(self.correct.mean())}
             if k > 1:
                 powers = {2**i for i in range(1, k.bit_length())} | {k}
                 found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in sorted(powers)}

@@ -102,7 +102,6 @@ def test_without_a_verifier_the_mean_reward_of_what_could_be_scored_is_reported(
     rows = tuple(tuple(completion("2") for _ in range(2)) for _ in range(2))
     found = Evaluated("sums", (PROBLEM, PROBLEM), rows, None, None, np.array([[1.0, np.nan], [0.5, 3.0]]))
     assert found.metrics() == {"eval/sums/reward": 1.5, "eval/sums/problems": 2.0, "eval/sums/mean_length": 3.0}
-    assert np.isnan(found.accuracy)
     nothing = Evaluated("sums", (PROBLEM,), rows[:1], None, None, np.full((1, 2), np.nan))
     assert np.isnan(nothing.metrics()["eval/sums/reward"])
 
