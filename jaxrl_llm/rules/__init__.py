@@ -9,10 +9,10 @@ from jaxrl_llm.rules.guards import (
     OF_LESSONS,
     OF_PHASES,
     PHASE,
-    PhaseEnds,
-    TeachesNothing,
     guards_of,
     not_a_number,
+    phase_ended,
+    phase_ends,
 )
 from jaxrl_llm.rules.resets import (
     AGAIN,

@@ -12,7 +12,8 @@ from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.rules import Decision, TeachesNothing, entropy_controlled
+from jaxrl_llm.rules import Decision, entropy_controlled
+from jaxrl_llm.rules.guards import teaches_nothing
 from jaxrl_llm.stages.rl.ingredients import coefficients_of, moved_by_rules, objectives_of, rules_for
 
 SMOKE = configs.load_config("smoke")[1]
@@ -44,7 +45,7 @@ def test_the_coefficient_grows_below_the_target_and_is_off_above_it():
 
 def test_a_flat_batch_still_teaches_while_there_is_a_bonus():
     flat = {"step": 1, "updates": 1.0, "advantage/nonzero_fraction": 0.0}
-    rule = TeachesNothing(1, True, "")
+    rule = partial(teaches_nothing, patience=1, only_advantages=True, filter_reads="")
     assert rule(flat | {"entropy_coef": 0.1}, {})[0] == Decision()
     assert rule(flat | {"entropy_coef": 0.0}, {})[0].stop is not None
 

@@ -24,14 +24,12 @@ from jaxrl_llm.rules import (
     LAST,
     Decision,
     Phase,
-    PhaseEnds,
     Resets,
     Rules,
-    TeachesNothing,
     decide,
     not_a_number,
 )  # fmt: skip
-from jaxrl_llm.rules.guards import few_kept, on_finding, reward_fails
+from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
 from jaxrl_llm.rules.resets import kl_controlled, on_schedule, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
 from jaxrl_llm.tasks import Table
@@ -69,6 +67,10 @@ def stalls_at(count, every, **settings):
 
 def controlled(controller):
     return partial(kl_controlled, controller=controller)
+
+
+def teaching(patience, only_advantages, reads):
+    return partial(teaches_nothing, patience=patience, only_advantages=only_advantages, filter_reads=reads)
 
 
 def checked(rate):
@@ -173,34 +175,34 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_that_teach_nothing_are_told_and_end_the_run(case):
     reads, only_advantages, empty, words = CASES[case]
-    rule = TeachesNothing(3, only_advantages, reads)
+    rule = teaching(3, only_advantages, reads)
     rows = [empty, empty, TAUGHT, empty, empty, empty]
     decisions = run_through(rule, [row | {"step": step} for step, row in enumerate(rows, start=1)])
     assert [d.stop for d in decisions] == [None] * 5 + [GUARD]
     assert all(words in d.events["event/teaches_nothing"] for d in decisions if d != decisions[2])
     assert words in decisions[5].reason and decisions[2] == Decision()
-    never = run_through(dataclasses.replace(rule, patience=0), [empty | {"step": 1}] * 9)
+    never = run_through(partial(rule, patience=0), [empty | {"step": 1}] * 9)
     assert all(d.stop is None and d.events for d in never)
 
 
 def test_a_gradient_that_is_no_number_is_another_rules_matter():
-    assert TeachesNothing(1, True, "")(EMPTY | {"step": 1, "updates/not_finite": 1.0}, {})[0] == Decision()
+    assert teaching(1, True, "")(EMPTY | {"step": 1, "updates/not_finite": 1.0}, {})[0] == Decision()
 
 
 def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0}
-    assert TeachesNothing(1, False, "")(flat, {})[0] == Decision()
-    assert TeachesNothing(1, True, "")(flat, {})[0].stop == GUARD
-    at_the_reference, _ = TeachesNothing(1, False, "")(flat | {"grad_norm": 0.0}, {})
+    assert teaching(1, False, "")(flat, {})[0] == Decision()
+    assert teaching(1, True, "")(flat, {})[0].stop == GUARD
+    at_the_reference, _ = teaching(1, False, "")(flat | {"grad_norm": 0.0}, {})
     assert at_the_reference.stop == GUARD and "the rewards of each group are equal" in at_the_reference.reason
     moving = TAUGHT | {"step": 1, "grad_norm": 0.0}
-    assert TeachesNothing(1, False, "")(moving, {})[0] == Decision(), "advantages that cancel are advantages"
+    assert teaching(1, False, "")(moving, {})[0] == Decision(), "advantages that cancel are advantages"
     texts = Ptx(Texts(Table("texts.jsonl")))
     for ptx in (None, texts):
         collect = dataclasses.replace(SMOKE.rollout.collect, ptx=ptx)
         rollout = dataclasses.replace(SMOKE.rollout, collect=collect)
         run = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"], rollout=rollout)
-        assert rules_for(run)["teaches_nothing"].only_advantages == (ptx is None)
+        assert rules_for(run)["teaches_nothing"].keywords["only_advantages"] == (ptx is None)
 
 
 @pytest.mark.parametrize("reads", ["", "accuracy"])
@@ -208,10 +210,10 @@ def test_a_step_without_any_reward_says_so(reads):
     none = {"step": 1, "reward/mean": math.nan, "reward/zero_std_fraction": math.nan, "completions/mean_length": 5.0}
     flat = TAUGHT | none | {"advantage/nonzero_fraction": 0.0, "reward/accuracy": 1.0}
     row = EMPTY | none if reads else flat
-    decision, _ = TeachesNothing(1, False, reads)(row, {})
+    decision, _ = teaching(1, False, reads)(row, {})
     assert decision.stop == GUARD and "no completion could be scored: the reward is NaN for all" in decision.reason
     carried = flat | {"advantage/nonzero_fraction": 0.5}
-    assert TeachesNothing(1, False, reads)(carried, {})[0] == Decision(), "groups of earlier steps teach"
+    assert teaching(1, False, reads)(carried, {})[0] == Decision(), "groups of earlier steps teach"
 
 
 def test_a_filter_that_keeps_few_groups_is_told_with_the_setting_that_helps():
@@ -243,7 +245,7 @@ def test_a_filter_that_keeps_few_groups_is_told_with_the_setting_that_helps():
 
 
 def test_a_step_in_which_only_the_critic_learns_teaches():
-    rule = TeachesNothing(1, True, "")
+    rule = teaching(1, True, "")
     warming = {"step": 1, "updates": 0.0, "completions/mean_length": 5.0, "critic/updates": 4.0, "critic/loss": 0.1}
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0, "critic/updates": 4.0}
     assert rule(warming, {}) == (Decision(), {"empty": 0}) == rule(flat | {"critic/loss": 0.1}, {})
@@ -255,7 +257,7 @@ def test_a_step_in_which_only_the_critic_learns_teaches():
 
 def test_a_task_that_is_solved_ends_well():
     rule, row = (
-        TeachesNothing(3, True, "accuracy"),
+        teaching(3, True, "accuracy"),
         EMPTY | {"step": 1, "reward/accuracy": 1.0, "reward/zero_std_fraction": 1.0},
     )
     last = run_through(rule, [row] * 3)[-1]
@@ -266,11 +268,11 @@ def test_a_task_that_is_solved_ends_well():
 def test_a_step_that_only_waits_for_its_groups_is_told_and_does_not_count():
     waiting = {"step": 1, "updates": 0.0, "completions/mean_length": math.nan}
     decisions = run_through(
-        TeachesNothing(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}]
+        teaching(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}]
     )
     assert [d.stop for d in decisions] == [None] * 11 + [GUARD]
     assert all(d.events for d in decisions)
-    assert TeachesNothing(1, True, "")({"step": 0}, {})[0] == Decision(), "before training there is nothing to teach"
+    assert teaching(1, True, "")({"step": 0}, {})[0] == Decision(), "before training there is nothing to teach"
 
 
 EVERY_2 = partial(on_schedule, resets=Resets(), every=2)
@@ -336,7 +338,7 @@ def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
         "guard": partial(on_finding, rules=Rules((), ("truncation",), "rollback", 0.5, 2)),
         "reference": partial(on_schedule, resets=Resets(with_optimiser=True), every=1),
         "controller": controlled(AdaptiveKL(0.1)),
-        "phase": PhaseEnds(Phase("a", steps=1), Phase("b"), 0),
+        "phase": partial(phase_ends, phase=Phase("a", steps=1), following=Phase("b"), evaluation_every=0),
     }
     row = {"step": 9, "kl_coef": 0.04, "controller/kl": 0.2, "completions": 64, "lr_scale": 1.0, "updates": 1.0}
     row[f"{FOUND}truncation"] = (7, "what", "this")
