@@ -3,6 +3,7 @@ promises.
 """
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -87,7 +88,7 @@ def test_a_change_takes_no_more_files_than_promised(heading, most):
 def test_the_example_of_a_rule_works_as_printed():
     ((path, rule),) = blocks("Add a rule")
     guards = module_with(path, rule)
-    good = guards.GoodEnough(0.9)
+    good = functools.partial(guards.good_enough, accuracy=0.9)
     rows = [{"step": 0, "eval/sums/pass@1": 0.95}, {"step": 1}, {"step": 2, "eval/sums/pass@1": 0.4}]
     rows += [{"step": step, "eval/sums/pass@1": 0.92} for step in (3, 4)]
     memory, stops = {}, []

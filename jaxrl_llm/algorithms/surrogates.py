@@ -190,16 +190,13 @@ class MiniRL(Surrogate):
     cap: Annotated[float, ABOVE_0] = 5.0
     reads_sampler = True
     idle = "the clip range never binds"
+    clipped = PPOClip.clipped
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""
         low, high = self.clipped(jnp.exp(at.log_ratio), at.advantages)
         weight = jnp.minimum(jnp.exp(clamped_log_ratio(at.logp, sampled(at, self))), self.cap)
         return -jax.lax.stop_gradient(jnp.where(low | high, 0, weight)) * at.advantages * at.logp
-
-    def clipped(self, ratio: jax.Array, advantages: jax.Array) -> Bounds:
-        """Return bool[B, T] masks of tokens with the gradient cut at the lower and at the upper bound."""
-        return PPOClip(self.low, self.high).clipped(ratio, advantages)
 
 
 @dataclasses.dataclass(frozen=True)

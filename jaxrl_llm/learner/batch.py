@@ -111,9 +111,8 @@ class Packed(NamedTuple):
     totals: Totals | None
 
     def with_tokens(self, **arrays: Any) -> "Packed":
-        """Add arrays [M, B, T] to ``by_token``; None is skipped."""
-        given = {name: x for name, x in arrays.items() if x is not None}
-        return self._replace(by_token=self.by_token | given)
+        """Add arrays [M, B, T] to ``by_token``."""
+        return self._replace(by_token=self.by_token | arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.learner.batch import Packed, Sample
 from jaxrl_llm.learner.forward import Forward
-from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence, names_of
+from jaxrl_llm.learner.objectives import BEFORE, CLIPPED, Objective, divergence
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.learner.update import Update
@@ -94,7 +94,7 @@ def learn(
       one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their gradient. Names of
       other roles' metrics begin with the role's name.
     """
-    objectives = names_of(objective for one in training for objective in one.objectives)
+    objectives = tuple(objective.name for one in training for objective in one.objectives)
     needed = set().union(*(one.needs for one in training))
     of_policy = any(one.role == "policy" for one in training)
     measure_kl = measure_kl and of_policy
@@ -186,9 +186,7 @@ def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forwa
 def _passes(batches: list[Packed], epochs: int, seed: int) -> Iterator[tuple[int, Packed]]:
     """Yield the number and the minibatches of every epoch: in order in the first, shuffled in each later one."""
     for epoch in range(epochs):
-        order = (
-            np.arange(len(batches)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(batches))
-        )
+        order = np.random.default_rng((seed, epoch)).permutation(len(batches)) if epoch else range(len(batches))
         yield from ((epoch, batches[index]) for index in order)
 
 

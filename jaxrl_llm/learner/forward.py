@@ -1,8 +1,8 @@
 """The learner's forward pass: model outputs for objectives, one row for each completion."""
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -96,11 +96,11 @@ def to_rows(values: jax.Array, batch: Packed) -> jax.Array:
 
 def microbatch(packed: Packed, index: jax.Array) -> Packed:
     """Return microbatch ``index``, without the leading axis."""
-    take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+    take = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
     return jax.tree.map(take, packed._replace(totals=None))
 
 
-@functools.partial(jax.jit, static_argnames=("compute", "output"))
+@partial(jax.jit, static_argnames=("compute", "output"))
 def score(
     model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: str = "logp"
 ) -> jax.Array:
@@ -122,10 +122,8 @@ def on_mesh(packed: Packed, mesh: Mesh) -> Packed:
 def batch_shardings(packed: Packed, mesh: Any) -> Packed:
     """Return shardings: rows and predictions divided over data and fsdp, small per-completion arrays replicated."""
     names = ("rows", "source", "target", "scatter", "by_prediction", "by_column")
-    divided = {name: getattr(packed, name) for name in names}
 
-    def lay(x: Any) -> NamedSharding:
-        return NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh))
+    def lay(name: str, x: Any) -> NamedSharding:
+        return NamedSharding(mesh, fitting(x.shape, (None, BATCH), mesh)) if name in names else replicated(mesh)
 
-    rest = jax.tree.map(lambda _: replicated(mesh), packed._replace(**dict.fromkeys(divided)))
-    return rest._replace(**jax.tree.map(lay, divided))
+    return Packed(**{name: jax.tree.map(partial(lay, name), part) for name, part in packed._asdict().items()})

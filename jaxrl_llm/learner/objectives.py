@@ -5,7 +5,7 @@ outputs that it reads, and the arrays that it needs before the first update; it 
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -165,11 +165,10 @@ class ValueLoss(Objective):
         values = outputs["values"]
         targets = batch.by_token["returns"]
         tokens = jnp.maximum(counts.tokens, 1)
-        if self.clip is None:
-            loss = value_loss(values, targets, batch.mask, token_count=tokens)
-            return loss, {"loss": loss}
-        old = batch.by_token["old_values"]
+        old = None if self.clip is None else batch.by_token["old_values"]
         loss = value_loss(values, targets, batch.mask, old, self.clip, tokens)
+        if old is None:
+            return loss, {"loss": loss}
         held = old + jnp.clip(values - old, -self.clip, self.clip)
         cut = (jnp.abs(values - old) > self.clip) & (jnp.abs(held - targets) > jnp.abs(values - targets))
         return loss, {"loss": loss, "clip_fraction": jnp.sum((cut & batch.mask).astype(jnp.float32)) / tokens}
@@ -238,8 +237,3 @@ def divergence(packed: Packed, logp: jax.Array) -> jax.Array:
         # The old policy of an earlier step's token is the one that sampled it.
         estimate = K3()(jnp.where(given["fresh"], given["old_logp"], sampler), logp)
     return jnp.sum(jnp.where(packed.mask & packed.counted["policy"][..., None], estimate, 0.0))
-
-
-def names_of(objectives: Any) -> tuple[str, ...]:
-    """Return the objectives' names, in order."""
-    return tuple(objective.name for objective in objectives)

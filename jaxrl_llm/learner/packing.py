@@ -69,9 +69,7 @@ def _blank(
     )
     quarter = -(-part * layout.row_tokens // 4)
     predictions = -(-predictions // quarter) * quarter
-    R = layout.rows
-    S = layout.row_tokens
-    T = layout.completion_tokens
+    R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
 
     def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
         return np.zeros((count, *shape), dtype)
@@ -152,28 +150,24 @@ class _Filling:
 
     def add_together(self, groups: Sequence[Sequence[int]]) -> None:
         """Add samples of one or several prompts to one microbatch: to this one, or else to the next."""
+        rows = self._layout.rows
         full = self.rows[:-1]
         last = [list(piece) for row in self.rows[-1:] for piece in row]
-        if self._one_microbatch(groups):
-            return
-        self.rows = [*full, last] if last else full
-        self.rows += [[] for _ in range(-len(self.rows) % self._layout.rows)]
-        self._left = 0
-        if not self._one_microbatch(groups):
-            raise InputError(
-                f"{sum(map(len, groups))} completions that are compared with each other fill more than one microbatch: "
-                f"raise learner.microbatch_rows (now {self._layout.rows})"
-            )
-
-    def _one_microbatch(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Add them, and return whether they are in one microbatch."""
-        begun = len(self.rows)
-        for members in groups:
-            self.add(members)
-        first = groups[0][0]
-        stands = any(first in piece for piece in self.rows[begun - 1]) if begun else False
-        start = begun - 1 if stands else begun
-        return start // self._layout.rows == (len(self.rows) - 1) // self._layout.rows
+        for here in (True, False):
+            if not here:
+                self.rows = [*full, last] if last else full
+                self.rows += [[] for _ in range(-len(self.rows) % rows)]
+                self._left = 0
+            begun = len(self.rows)
+            for members in groups:
+                self.add(members)
+            stands = begun > 0 and any(groups[0][0] in piece for piece in self.rows[begun - 1])
+            if (begun - stands) // rows == (len(self.rows) - 1) // rows:
+                return
+        raise InputError(
+            f"{sum(map(len, groups))} completions that are compared with each other fill more than one microbatch: "
+            f"raise learner.microbatch_rows (now {rows})"
+        )
 
 
 def _batches(samples: Sequence[Sample], layout: Layout) -> list[list[list[Piece]]]:

@@ -35,12 +35,7 @@ def compute_for(settings: Learner, config: ModelConfig, platform: str) -> Comput
     """
     asked = settings.attention
     if asked == "auto":
-        fit = [
-            name
-            for name, where in KERNELS.items()
-            if where == platform and not _obstacle(name, settings, config, platform)
-        ]
-        asked = fit[0] if fit else "xla"
+        asked = next((name for name in KERNELS if not _obstacle(name, settings, config, platform)), "xla")
     obstacle = _obstacle(asked, settings, config, platform)
     if obstacle:
         raise InputError(f"learner.attention {asked!r} {obstacle}: set it to 'auto' or 'xla'")
@@ -127,35 +122,29 @@ def tokens_in_memory(
     if not settings.lora.rank:  # a reference, a microbatch's gradients, their sum and two moments in float32
         each += 2 * own + 3 * 4
     free = memory - each * sum(map(math.prod, shapes)) / math.prod(sizes)
-    return ROOM * free / update_bytes(compute, config, row_tokens, 1 / sizes[1])
+    return ROOM * free / token_bytes(compute, config, row_tokens, 1 / sizes[1])
 
 
-def update_bytes(compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float) -> float:
-    """Estimate by a formula the bytes that an update needs for each token of a device's part of a microbatch.
+def token_bytes(
+    compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float, update: bool = True
+) -> float:
+    """Estimate by a formula the bytes that a pass needs for each token of a device's part of a microbatch.
 
-    It adds the needs of a forward pass and the activations that the backward pass keeps of each layer.
+    A forward pass needs the widest layer, attention scores and hidden states; an update also the activations that the
+    backward pass keeps of each layer.
 
     Args:
       compute: how the model is computed.
       config: of the model.
       row_tokens: S.
       share: of a matrix product that the device does.
+      update: whether there is a backward pass.
     """
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
+    layer = (6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
+    forward = layer + 3 * 4 * a.heads * share * min(row_tokens, 1024) + 2 * config.width * width
+    if not update:
+        return forward
     dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.mlp_width) * share
-    kept = {"full": config.width * width, "dots": dots * width, "none": _layer_bytes(compute, config, share)}
-    return kept[compute.remat] * config.layers + forward_bytes(compute, config, row_tokens, share)
-
-
-def forward_bytes(compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float) -> float:
-    """Estimate the bytes of each token in a forward pass: the widest layer, attention scores, hidden states."""
-    scores = 3 * 4 * config.attention.heads * share * min(row_tokens, 1024)
-    hidden = 2 * config.width * jnp.dtype(compute.dtype).itemsize
-    return _layer_bytes(compute, config, share) + scores + hidden
-
-
-def _layer_bytes(compute: ComputeOptions, config: ModelConfig, share: float) -> float:
-    a = config.attention
-    sizes = 6 * config.mlp_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share
-    return sizes * jnp.dtype(compute.dtype).itemsize
+    return {"full": config.width * width, "dots": dots * width, "none": layer}[compute.remat] * config.layers + forward

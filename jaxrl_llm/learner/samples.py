@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,11 +102,10 @@ def _counted(
 
 def _by_token(samples: Sequence[Sample], **arrays: np.ndarray) -> list[Sample]:
     """Return the samples, each with its rows of the arrays [B, T]."""
-    found = []
-    for row, sample in enumerate(samples):
-        own = {name: x[row, : len(sample.tokens)] for name, x in arrays.items()}
-        found.append(dataclasses.replace(sample, arrays=sample.arrays | own))
-    return found
+    return [
+        dataclasses.replace(s, arrays=s.arrays | {name: x[row, : len(s.tokens)] for name, x in arrays.items()})
+        for row, s in enumerate(samples)
+    ]
 
 
 def advantage_of(sample: Sample) -> Any:
@@ -114,12 +113,10 @@ def advantage_of(sample: Sample) -> Any:
     return sample.scalars["advantages"] if "advantages" in sample.scalars else sample.arrays["advantages"]
 
 
-def size_of_advantages(samples: Iterable[Sample]) -> float:
+def size_of_advantages(samples: Sequence[Sample]) -> float:
     """Return the mean |advantage| over the tokens that the loss counts; NaN without any."""
-    total, tokens = 0.0, 0
-    for sample in samples:
-        total += float(np.sum(np.abs(advantage_of(sample)) * sample.mask))
-        tokens += int(np.sum(sample.mask))
+    tokens = sum(int(np.sum(sample.mask)) for sample in samples)
+    total = sum(float(np.sum(np.abs(advantage_of(sample)) * sample.mask)) for sample in samples)
     return total / tokens if tokens else math.nan
 
 

@@ -106,33 +106,24 @@ def with_reference(state: TrainState, kept: bool) -> TrainState:
     return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
 
 
-def reset_reference(state: TrainState) -> TrainState:
-    """Return the state with a copy of its policy as the reference; unchanged without a reference."""
-    if state.reference is None:
-        return state
-    return state._replace(frozen=state.frozen | {"reference": jax.tree.map(jnp.copy, state.policy.params)})
-
-
-def mix_reference(state: TrainState, share: float) -> TrainState:
+def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
     """Return the state with ``(1 - share) reference + share policy`` as the reference, in buffers of its own, by
     weight.
 
-    The reference is donated. Computed in float32; the dtype of each weight stays. Unchanged without a reference.
+    A share of 1 copies the policy. Below, the reference is donated; it is computed in float32, and the dtype of each
+    weight stays. Unchanged without a reference.
     """
     if state.reference is None:
         return state
-    return state._replace(
-        frozen=state.frozen | {"reference": _mixed(state.reference, state.policy.params, jnp.float32(share))}
-    )
+    policy = state.policy.params
+    mixed = jax.tree.map(jnp.copy, policy) if share == 1 else _mixed(state.reference, policy, jnp.float32(share))
+    return state._replace(frozen=state.frozen | {"reference": mixed})
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _mixed(reference: Any, policy: Any, share: jax.Array) -> Any:
-    def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
-        before = old.astype(jnp.float32)
-        return (before + share * (new.astype(jnp.float32) - before)).astype(old.dtype)
-
-    return jax.tree.map(mixed, reference, policy)
+    before, now = optax.tree.cast((reference, policy), jnp.float32)
+    return jax.tree.map(lambda old, x, y: (x + share * (y - x)).astype(old.dtype), reference, before, now)
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:

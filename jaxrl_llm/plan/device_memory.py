@@ -1,13 +1,12 @@
 """Memory of one device in the two halves of a step: sampling and learning."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.learner.platform import forward_bytes, update_bytes
-from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.learner.platform import token_bytes
 from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.plan.lowering import Compiled
 from jaxrl_llm.plan.shapes import (
@@ -135,7 +134,7 @@ def learning_temporary(run: Configuration, arrays: Arrays, done: Mapping[str, Co
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
         gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
-        needs.append(gradients + pass_by_formula(one, update_bytes))
+        needs.append(gradients + pass_by_formula(one, update=True))
     for one in arrays.readings:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
@@ -150,17 +149,15 @@ def reading_bytes(one: PlannedPass, done: Mapping[str, Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
     packed = bytes_per_device(one.packed)
     if not done:
-        return packed + pass_by_formula(one, forward_bytes)
+        return packed + pass_by_formula(one, update=False)
     return packed + compiled_temporary(done[one.asked.name], packed + bytes_per_device(one.model))
 
 
-def pass_by_formula(
-    one: PlannedRole | PlannedPass, each: Callable[[ComputeOptions, ModelConfig, int, float], float]
-) -> float:
+def pass_by_formula(one: PlannedRole | PlannedPass, update: bool) -> float:
     """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
 
-    That is the model in the compute type, in its layout, ``each`` for each token, and a chunk of logits where the model
-    predicts tokens.
+    That is the model in the compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where
+    the model predicts tokens.
     """
     layout = one.forward.layout
     compute = one.forward.compute
@@ -169,7 +166,7 @@ def pass_by_formula(
     cast = sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
     logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
-    return cast + tokens * each(compute, config, layout.row_tokens, share) + logits
+    return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits
 
 
 def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:

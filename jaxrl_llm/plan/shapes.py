@@ -18,7 +18,6 @@ from jaxrl_llm.engine.slots import Slots, empty_slots, slot_shardings
 from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed
 from jaxrl_llm.learner.forward import batch_shardings
-from jaxrl_llm.learner.objectives import names_of
 from jaxrl_llm.learner.packing import packed_shapes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
@@ -145,7 +144,7 @@ def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     ``initial``: the model at the start, as shapes.
     """
     state = abstract(outline.state, shardings(outline.state, mesh))
-    names = names_of(objective for one in outline.training for objective in one.objectives)
+    names = tuple(objective.name for one in outline.training for objective in one.objectives)
     samples = outline.samples(outline.groups.longest)
     packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)

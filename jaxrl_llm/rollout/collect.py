@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.groups import (
     whole,
 )
 from jaxrl_llm.rollout.measures import describe, describe_tasks
-from jaxrl_llm.rollout.replay import PLACE, replay, stored
+from jaxrl_llm.rollout.replay import PLACE, replay
 from jaxrl_llm.rollout.respond import Requests, Status, respond
 from jaxrl_llm.types import Completion, Group
 
@@ -217,12 +217,15 @@ def _collected(step: Step, before: Carryover, seconds: dict[str, float]) -> Roll
         "rollout/expired": len(expired),
     }
     if admission.collect.replay is not None:
-        counts = (len(step.replaced), stored(step.successes), len(step.successes))
-        metrics |= dict(zip(("replay/replaced", "replay/stored", "replay/prompts"), counts, strict=True))
+        metrics |= {
+            "replay/replaced": len(step.replaced),
+            "replay/stored": sum(len(solved.successes) for solved in step.successes.values()),
+            "replay/prompts": len(step.successes),
+        }
     if admission.filter_groups:
         metrics["dynamic_sampling/finished"] = len(sampled)
         metrics["dynamic_sampling/kept_fraction"] = len(step.kept) / len(sampled) if sampled else math.nan
-    if admission.filter_groups or admission.partial:
+    if admission.filter_groups or admission.collect.interrupt or admission.collect.token_budget:
         metrics |= {
             "dynamic_sampling/rounds": (step.cursor - before.cursor) / admission.needed,
             "dynamic_sampling/carried_in": len(step.first),

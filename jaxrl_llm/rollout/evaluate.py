@@ -48,28 +48,14 @@ class Evaluated:
     refused: np.ndarray | None = None
     won: np.ndarray | None = None
 
-    @property
-    def answers(self) -> tuple["Evaluated", ...]:
-        """This evaluation alone; see ``Tested``."""
-        return (self,)
-
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy, avg@k: the share of correct completions; NaN if nothing is verified."""
-        return math.nan if self.correct is None else float(self.correct.mean())
-
-    @property
-    def reward(self) -> float:
-        """Mean reward of the completions that could be scored; NaN if the answers are verified."""
-        return math.nan if self.rewards is None else over_known(np.nanmean, self.rewards)
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics ``eval/<task>/...``."""
         name = f"eval/{self.task}"
-        found = {f"{name}/reward": self.reward}
-        if self.correct is not None:
+        if self.correct is None:
+            found = {f"{name}/reward": math.nan if self.rewards is None else over_known(np.nanmean, self.rewards)}
+        else:
             k = self.correct.shape[1]
-            found = {f"{name}/pass@1": self.accuracy}
+            found = {f"{name}/pass@1": float(self.correct.mean())}
             if k > 1:
                 powers = {2**i for i in range(1, k.bit_length())} | {k}
                 found |= {f"{name}/pass@{j}": float(pass_at(self.correct, j).mean()) for j in sorted(powers)}
@@ -94,23 +80,21 @@ class Evaluated:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a record for each completion, for a file: the messages, the completion, and its score."""
-        found = []
-        for i, (problem, completions) in enumerate(zip(self.problems, self.completions, strict=True)):
-            for j, completion in enumerate(completions):
-                found.append(
-                    {
-                        "task": self.task,
-                        "problem": problem.id,
-                        "sample": j,
-                        "messages": list(problem.prompt),
-                        "answer": problem.answer,
-                        "completion": completion.text,
-                        **self.worth(i, j),
-                        "finish_reason": completion.finish_reason,
-                        "tokens": len(completion.tokens),
-                    }
-                )
-        return found
+        return [
+            {
+                "task": self.task,
+                "problem": problem.id,
+                "sample": j,
+                "messages": list(problem.prompt),
+                "answer": problem.answer,
+                "completion": completion.text,
+                **self.worth(i, j),
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.tokens),
+            }
+            for i, (problem, completions) in enumerate(zip(self.problems, self.completions, strict=True))
+            for j, completion in enumerate(completions)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,47 +170,41 @@ def evaluate(
         [asked.limits.get(problem.task, sampling.max_new_tokens) for problem in wanted],
     )
     done = gather(requests, by.model, by.tokenizer, lambda text: status(f"evaluating: {text}"), watch)
-    answers = list(done.values())
+    answers = tuple(done.values())
+    rows = [answers[i : i + asked.samples] for i in range(0, len(answers), asked.samples)]
     labels = [problem.task for problem in asked.problems]
     if len(asked.prompts.tasks) == 1:
         labels = [asked.prompts.tasks[0].label] * len(labels)
     found = []
-    begin = 0
     for label in dict.fromkeys(labels):
-        problems = [problem for problem, own in zip(asked.problems, labels, strict=True) if own == label]
-        end = begin + len(problems) * asked.samples
-        found.append(checked(label, problems, asked.samples, answers[begin:end], by.scorer, watch is not None))
-        begin = end
+        own = [place for place, other in enumerate(labels) if other == label]
+        problems = tuple(asked.problems[place] for place in own)
+        found.append(checked(label, problems, tuple(rows[place] for place in own), by.scorer, watch is not None))
     return tuple(found)
 
 
 def checked(
     task: str,
-    problems: Sequence[Problem],
-    samples: int,
-    done: Sequence[Completion],
+    problems: tuple[Problem, ...],
+    rows: tuple[tuple[Completion, ...], ...],
     scorer: Scorer,
     watched: bool = False,
 ) -> Evaluated:
-    """Verify or score the answers to one task's problems; ``watched``: whether completions could be stopped early."""
-    items = [(problems[i // samples], c) for i, c in enumerate(done)]
-    rows = tuple(tuple(done[i * samples : (i + 1) * samples]) for i in range(len(problems)))
+    """Verify or score the k answers to each of one task's problems; ``watched``: whether they could be stopped early.
+
+    An aborted completion does not count as an answer.
+    """
+    items = [(problem, c) for problem, row in zip(problems, rows, strict=True) for c in row]
     unverified = problems[0].verifier == "none"
     scores = scorer.score(items, only=None if unverified else (REFUSED,))
-    refused = scores.parts[REFUSED].reshape(len(problems), samples) if REFUSED in scores.parts else None
+    whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in rows])
+    refused = scores.parts[REFUSED].reshape(whole.shape) if REFUSED in scores.parts else None
     if unverified:
-        rewards = scores.reward.reshape(len(problems), samples)
-        return Evaluated(task, tuple(problems), rows, None, None, rewards, refused=refused)
-    whole = np.asarray([is_whole(c) for c in done])
-    correct = ((scores.accuracy >= 1) & whole).reshape(len(problems), samples)
+        return Evaluated(task, problems, rows, None, None, scores.reward.reshape(whole.shape), refused=refused)
+    correct = (scores.accuracy.reshape(whole.shape) >= 1) & whole
     maj = np.asarray([majority(p, row, right) for p, row, right in zip(problems, rows, correct, strict=True)])
     given_up = 1.0 - float(whole.mean()) if watched else None
-    return Evaluated(task, tuple(problems), rows, correct, maj, given_up=given_up, refused=refused)
-
-
-def is_whole(completion: Completion) -> bool:
-    """Whether a completion reached its own end or its limit; an aborted one does not count as an answer."""
-    return completion.finish_reason != "aborted"
+    return Evaluated(task, problems, rows, correct, maj, given_up=given_up, refused=refused)
 
 
 def pass_at(correct: np.ndarray, k: int) -> np.ndarray:
@@ -246,7 +224,7 @@ def majority(
 
     With ``weights``, float[k], the answer with the largest sum of weights counts. Aborted completions have no answer.
     """
-    answers = [answer_of(c.text, problem.extractor) if is_whole(c) else None for c in completions]
+    answers = [None if c.finish_reason == "aborted" else answer_of(c.text, problem.extractor) for c in completions]
     sums: dict[str, float] = collections.defaultdict(float)
     for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
         if answer is not None:
@@ -264,7 +242,7 @@ def reranked(found: Evaluated, scores: np.ndarray, weights: np.ndarray) -> Evalu
       scores: float64[n, k], the higher the better; ties go to the first. Aborted completions come last.
       weights: float64[n, k], at least 0: of each answer's vote.
     """
-    whole = np.asarray([[is_whole(c) for c in row] for row in found.completions])
+    whole = np.asarray([[c.finish_reason != "aborted" for c in row] for row in found.completions])
     first = np.argmax(np.where(whole, scores, -np.inf), axis=1)
     best = np.take_along_axis(found.correct, first[:, None], axis=1)[:, 0]
     rows = zip(found.problems, found.completions, found.correct, weights, strict=True)

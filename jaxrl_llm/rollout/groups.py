@@ -251,11 +251,6 @@ class AdmissionPolicy:
     left_out: tuple[str, ...] = ()
 
     @property
-    def partial(self) -> bool:
-        """Whether a group may be resumed in the next step."""
-        return self.collect.interrupt or self.collect.token_budget > 0
-
-    @property
     def segments(self) -> int:
         """Number of steps that the longest completion takes under the token budget."""
         return -(-self.longest // self.collect.token_budget) if self.collect.token_budget else 1

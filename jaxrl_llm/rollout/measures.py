@@ -10,7 +10,7 @@ from jaxrl_llm.rewards.bounds import REJECTED
 from jaxrl_llm.rewards.shaping import REFUSED
 from jaxrl_llm.rollout.groups import informative
 from jaxrl_llm.tasks import answer_of
-from jaxrl_llm.types import Completion, Group
+from jaxrl_llm.types import Group
 
 LONGEST_PERIOD = 128
 """Length of the longest run of tokens that is checked for repetition."""
@@ -18,11 +18,6 @@ TIMES = 4
 """Minimum number of repetitions of a loop."""
 FEWEST = 16
 """Minimum number of tokens in a loop: three equal signs or full stops do not count."""
-
-
-def written(completion: Completion) -> np.ndarray:
-    """Return a completion's tokens without the one that stopped it."""
-    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
 
 
 def loops(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -61,10 +56,12 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     if not groups:
         return dict.fromkeys(MEASURED, math.nan)
     scores = np.stack([g.rewards for g in groups])
+    accuracy = np.stack([g.accuracy for g in groups])
     completions = [c for g in groups for c in g.completions]
     ended = [c.finish_reason for c in completions]
     lengths = np.array([len(c.tokens) for c in completions])
-    looping = loops([written(c) for c in completions]) | (np.array(ended) == "repetition")
+    written = [c.tokens[:-1] if c.finish_reason == "stop" else c.tokens for c in completions]
+    looping = loops(written) | (np.array(ended) == "repetition")
     found = {}
     for name in groups[0].parts:
         if all(name in g.parts for g in groups):  # older ones may lack some
@@ -83,7 +80,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": over_known(np.nanmean, scores),
         "reward/std": over_known(np.nanstd, scores),
         "reward/zero_std_fraction": equal,
-        "reward/accuracy": share_correct(groups),
+        "reward/accuracy": over_known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1)),
         "completions/mean_length": float(lengths.mean()),
         "completions/truncated_fraction": ended.count("length") / len(ended),
         "completions/repetition_fraction": float(looping.mean()),
@@ -116,12 +113,6 @@ def describe_tasks(labels: Sequence[str], sampled: Sequence[Group], learned: Seq
         found |= {f"task/{label}/{name}": own[metric] for name, metric in OF_A_TASK.items()}
         found[f"task/{label}/groups"] = sum(group.problem.task == label for group in learned)
     return found
-
-
-def share_correct(groups: Sequence[Group]) -> float:
-    """Return the share of completions that the verifier calls correct; NaN if nothing is verified."""
-    accuracy = np.stack([g.accuracy for g in groups])
-    return over_known(np.nanmean, np.where(np.isnan(accuracy), np.nan, accuracy >= 1))
 
 
 def over_known(statistic: Callable[[np.ndarray], Any], values: np.ndarray) -> float:

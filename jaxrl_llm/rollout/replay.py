@@ -117,11 +117,6 @@ def chosen(successes: tuple[Success, ...], seed: int, number: int) -> Success:
     return successes[int(bits % len(successes))]
 
 
-def stored(store: Store) -> int:
-    """Count all stored completions."""
-    return sum(len(solved.successes) for solved in store.values())
-
-
 def no_longer_than(store: Store, limits: Mapping[str, int], names: Mapping[str, str]) -> Store:
     """Return the store's successes of these tasks, by label, in completions of at most so many tokens; stored by the
     names that the tasks have from here on.

@@ -19,8 +19,10 @@ UNDONE = "undone"
 
 Row = Mapping[str, Any]
 """A step's metrics by name, including ``step``; unmeasured ones are absent or not a number."""
-Memory = dict[str, dict[str, Any]]
-"""The memory of each rule, by its name: JSON values, saved with the run."""
+Own = dict[str, Any]
+"""The memory of one rule, empty before the first step: JSON values, saved with the run."""
+Memory = dict[str, Own]
+"""The memory of each rule, by its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,10 @@ class Decision:
     events: dict[str, bool | str] = dataclasses.field(default_factory=dict)
 
 
-Rule = Callable[[Row, dict[str, Any]], tuple[Decision, dict[str, Any]]]
-"""A pure function of a step's row and of its own memory, empty before the first step: it returns the decision and the
-memory. Equal rows and memories give equal decisions, on every process and after every resume."""
+Decided = tuple[Decision, Own]
+Rule = Callable[[Row, Own], Decided]
+"""A pure function of a step's row and of its own memory: it returns the decision and the new memory. Equal rows and
+memories give equal decisions, on every process and after every resume."""
 
 
 def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decision, Memory]:
@@ -90,12 +93,10 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
     events = _merged(d.events for d in decisions)
     if REFERENCE_RESET in events:
         remembered[LAST] = {REFERENCE_RESET: row["step"]}
+    acts = ("reset_reference", "reset_optimiser", "snapshot", "next_phase")
     return Decision(
+        **{act: any(getattr(d, act) for d in decisions) for act in acts},
         mix=max((d.mix for d in decisions if d.reset_reference), default=1.0),
-        reset_reference=any(d.reset_reference for d in decisions),
-        reset_optimiser=any(d.reset_optimiser for d in decisions),
-        snapshot=any(d.snapshot for d in decisions),
-        next_phase=any(d.next_phase for d in decisions),
         reason="; ".join(d.reason for d in decisions if d.reason),
         coefficients=_merged(d.coefficients for d in decisions),
         events=events,

@@ -4,38 +4,35 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from jaxrl_llm.rules.decision import DONE, GUARD, Decision, Row, Rule
+from jaxrl_llm.rules.decision import DONE, GUARD, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.rules.resets import stalls
 from jaxrl_llm.rules.settings import Phase, Reaches, Rules, Stalls
 
 
-@dataclasses.dataclass(frozen=True)
-class NotANumber:
-    """A guard that stops at a non-finite gradient; the update was not applied, so the saved state is the one before it.
+def not_a_number(
+    row: Row, own: Own, learning_rate: float, field: str = "learner.optimiser", prefix: str = ""
+) -> Decided:
+    """Stop at a non-finite gradient; the update was not applied, so the saved state is the one before it: a ``Rule``.
 
-    Attributes:
+    Args:
+      row: of the step.
+      own: nothing.
       learning_rate: of the optimiser; the remedy is a tenth of it.
       field: the optimiser's setting, which holds that rate.
       prefix: of the names of its updates' metrics.
     """
-
-    learning_rate: float
-    field: str = "learner.optimiser"
-    prefix: str = ""
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``."""
-        if not row.get(f"{self.prefix}updates/not_finite"):
-            return Decision(), own
-        whose = f" of the {self.prefix.removesuffix('/')}" if self.prefix else ""
-        reason = f"the gradient{whose} is not a number; the state before it is saved"
-        remedy = f"--{self.field}.learning_rate {self.learning_rate / 10:g}"
-        return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
+    if not row.get(f"{prefix}updates/not_finite"):
+        return Decision(), own
+    whose = f" of the {prefix.removesuffix('/')}" if prefix else ""
+    reason = f"the gradient{whose} is not a number; the state before it is saved"
+    remedy = f"--{field}.learning_rate {learning_rate / 10:g}"
+    return Decision(GUARD, reason, remedy, events={"event/not_a_number": reason}), own
 
 
-def reward_fails(row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
+def reward_fails(row: Row, own: Own) -> Decided:
     """Stop after a step in which all calls of one reward failed, so that its values are placeholders; a ``Rule``."""
     for name, value in row.items():
         if name.startswith("reward/") and name.endswith("/failed_fraction") and value == 1:
@@ -48,9 +45,15 @@ OF_LESSONS = "teaches_nothing"
 """The name of the rule that watches whether steps teach."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TeachesNothing:
-    """A guard that reports steps that teach nothing, and stops after ``patience`` of them in a row.
+def teaches_nothing(
+    row: Row,
+    own: Own,
+    patience: int,
+    only_advantages: bool,
+    filter_reads: str,
+    ended: Callable[[str], Decision] | None = None,
+) -> Decided:
+    """Report steps that teach nothing, and stop after ``patience`` of them in a row: a ``Rule``.
 
     A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: the loss
     has no other term, the gradient is exactly 0 (as that of a KL while the policy equals the reference), or every
@@ -58,65 +61,60 @@ class TeachesNothing:
     finished group neither counts nor ends the series. If all completions last sampled are correct, the task is solved,
     and the run is done.
 
-    Attributes:
+    Args:
+      row: of the step.
+      own: the number of ``empty`` steps in a row.
       patience: steps; 0 never stops.
       only_advantages: whether the loss has no KL, no entropy term and no texts.
       filter_reads: the value that the filter of groups compares, "accuracy" or "reward"; empty without a filter.
       ended: in a phase before another, maps a reason to the decision that ends the phase once the task is solved.
     """
+    empty = own.get("empty", 0)
+    if row["step"] == 0:
+        return Decision(), own
+    if not row.get("updates") and math.isnan(row.get("completions/mean_length", math.nan)):
+        return _told("no group was finished"), own
+    reason = _emptiness(row, only_advantages, filter_reads)
+    if not reason:
+        return Decision(), {"empty": 0}
+    empty += 1
+    if not patience or empty < patience:
+        return _told(reason), {"empty": empty}
+    solved = row.get("reward/accuracy") == 1 and not _unscored(row)
+    lasted = f"{empty} steps in a row taught nothing: {reason}"
+    if solved:
+        lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
+    if solved and ended is not None:
+        decision = ended(f"since it is {lasted}")
+        return dataclasses.replace(decision, events=decision.events | _told(reason).events), {"empty": 0}
+    return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
 
-    patience: int
-    only_advantages: bool
-    filter_reads: str
-    ended: Callable[[str], Decision] | None = None
 
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the number of ``empty`` steps in a row."""
-        empty = own.get("empty", 0)
-        if row["step"] == 0:
-            return Decision(), own
-        if not row.get("updates") and math.isnan(row.get("completions/mean_length", math.nan)):
-            return _told("no group was finished"), own
-        reason = self.reason(row)
-        if not reason:
-            return Decision(), {"empty": 0}
-        empty += 1
-        if not self.patience or empty < self.patience:
-            return _told(reason), {"empty": empty}
-        solved = row.get("reward/accuracy") == 1 and not _unscored(row)
-        lasted = f"{empty} steps in a row taught nothing: {reason}"
-        if solved:
-            lasted = f"solved: every completion of the last {empty} steps that could not teach was correct"
-        if solved and self.ended is not None:
-            decision = self.ended(f"since it is {lasted}")
-            return dataclasses.replace(decision, events=decision.events | _told(reason).events), {"empty": 0}
-        return dataclasses.replace(_told(reason), stop=DONE if solved else GUARD, reason=lasted), {"empty": empty}
-
-    def reason(self, row: Row) -> str:
-        """Return why the step taught nothing; empty if it taught."""
-        if row.get("critic/updates") and row.get("critic/loss"):
+def _emptiness(row: Row, only_advantages: bool, filter_reads: str) -> str:
+    """Return why the step taught nothing; empty if it taught."""
+    if row.get("critic/updates") and row.get("critic/loss"):
+        return ""
+    if row.get("updates") or row.get("updates/not_finite"):
+        others = row.get("entropy_coef") or not only_advantages
+        still = _unscored(row) or row.get("grad_norm") == 0
+        if row.get("advantage/nonzero_fraction") != 0 or (others and not still):
             return ""
-        if row.get("updates") or row.get("updates/not_finite"):
-            others = row.get("entropy_coef") or not self.only_advantages
-            still = _unscored(row) or row.get("grad_norm") == 0
-            if row.get("advantage/nonzero_fraction") != 0 or (others and not still):
-                return ""
-            if _unscored(row):
-                return UNSCORED
-            if "critic/loss" in row:
-                return "all advantages are 0, since the critic foresees every reward"
-            return "all advantages are 0, since the rewards of each group are equal"
-        kept = row.get("dynamic_sampling/kept_fraction", 0.0)
-        # Nothing went through the filter, or it kept some.
-        if not self.filter_reads or row.get("completions") or math.isnan(kept):
-            return "no token is in the loss"
         if _unscored(row):
             return UNSCORED
-        varies = row.get("reward/zero_std_fraction", 1.0) < 1
-        if varies and self.filter_reads == "accuracy":
-            return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
-        same = f"within each group {self.filter_reads} is the same for all completions"
-        return f"{100 * kept:.0f} % of groups kept: {same}"
+        if "critic/loss" in row:
+            return "all advantages are 0, since the critic foresees every reward"
+        return "all advantages are 0, since the rewards of each group are equal"
+    kept = row.get("dynamic_sampling/kept_fraction", 0.0)
+    # Nothing went through the filter, or it kept some.
+    if not filter_reads or row.get("completions") or math.isnan(kept):
+        return "no token is in the loss"
+    if _unscored(row):
+        return UNSCORED
+    varies = row.get("reward/zero_std_fraction", 1.0) < 1
+    if varies and filter_reads == "accuracy":
+        return f"{100 * kept:.0f} % of groups kept: your reward varies, accuracy does not"
+    same = f"within each group {filter_reads} is the same for all completions"
+    return f"{100 * kept:.0f} % of groups kept: {same}"
 
 
 OF_FILTER = "few_kept"
@@ -127,37 +125,34 @@ POOLED = 32
 """The fewest groups over which the share is measured; earlier ones fade."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FewKept:
-    """A rule that reports when the filter of groups begins to keep fewer than a tenth of them, with a remedy.
+def few_kept(row: Row, own: Own, filter_reads: str, group: int) -> Decided:
+    """Report when the filter of groups begins to keep fewer than a tenth of them, with a remedy: a ``Rule``.
 
-    Attributes:
+    It remembers the groups ``kept`` and ``seen``, and whether the report was made: ``told``.
+
+    Args:
+      row: of the step.
+      own: its memory.
       filter_reads: the value that the filter compares, "accuracy" or "reward".
       group: completions of a prompt.
     """
-
-    filter_reads: str
-    group: int
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the groups ``kept`` and ``seen``, and whether the report was made: ``told``."""
-        share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
-        if math.isnan(share) or not new:
-            return Decision(), own
-        fade = min(1.0, POOLED / max(own.get("seen", 0.0), 1.0))
-        kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
-        told = own.get("told", False)
-        few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
-        now = {"kept": kept, "seen": seen, "told": few}
-        if told or not few:
-            return Decision(), now
-        differ = 1 - row.get("reward/zero_std_fraction", 1.0)
-        helps = f"--rollout.group {2 * self.group} makes more of them differ, rollout.collect.curriculum asks others"
-        if self.filter_reads == "accuracy" and differ > 0.5:
-            helps = f"rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
-        same = f"{self.filter_reads} is the same for all completions of the others"
-        said = f"{100 * (kept / seen):.1f} % of groups kept: {same}; {helps}"
-        return Decision(events={"event/few_kept": said}), now
+    share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
+    if math.isnan(share) or not new:
+        return Decision(), own
+    fade = min(1.0, POOLED / max(own.get("seen", 0.0), 1.0))
+    kept, seen = fade * own.get("kept", 0.0) + share * new, fade * own.get("seen", 0.0) + new
+    told = own.get("told", False)
+    few = kept < (2 * FEW if told else FEW) * seen and (told or seen >= POOLED)
+    now = {"kept": kept, "seen": seen, "told": few}
+    if told or not few:
+        return Decision(), now
+    differ = 1 - row.get("reward/zero_std_fraction", 1.0)
+    helps = f"--rollout.group {2 * group} makes more of them differ, rollout.collect.curriculum asks others"
+    if filter_reads == "accuracy" and differ > 0.5:
+        helps = f"rewards differ in {100 * differ:.0f} %: --recipe.filter_groups reward keeps those"
+    same = f"{filter_reads} is the same for all completions of the others"
+    said = f"{100 * (kept / seen):.1f} % of groups kept: {same}; {helps}"
+    return Decision(events={"event/few_kept": said}), now
 
 
 FOUND = "found/"
@@ -170,40 +165,24 @@ ALL = "all"
 """A placeholder for all kinds of findings."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OnFinding:
-    """A guard that stops or rolls back when a finding of certain kinds begins.
+def on_finding(row: Row, own: Own, rules: Rules) -> Decided:
+    """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``.
 
-    Attributes:
-      kinds: of findings; ``ALL`` for all.
-      rolls_back: whether it rolls back, the first ``rollbacks`` times.
-      slower: the factor on the learning rate at each rollback.
-      rollbacks: the largest number of rollbacks.
+    It remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled back.
     """
-
-    kinds: tuple[str, ...]
-    rolls_back: bool
-    slower: float
-    rollbacks: int
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled
-        back.
-        """
-        found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
-        guarded = [kind for kind in found if kind in self.kinds or ALL in self.kinds]
-        known = own.get("known", [])
-        new = [kind for kind in guarded if kind not in known]
-        if not new:
-            return Decision(), own
-        began, what, remedy = found[new[0]]
-        reason = f"{new[0].replace('_', ' ')} since step {began}: {what}"
-        times = own.get("times", 0)
-        if self.rolls_back and times < self.rollbacks:
-            scale = row.get(LR_SCALE, 1.0) * self.slower
-            return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
-        stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
-        return stopped, own | {"known": [*known, *new]}
+    found = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
+    known = own.get("known", [])
+    new = [kind for kind in found if kind not in known and (kind in rules.guards or ALL in rules.guards)]
+    if not new:
+        return Decision(), own
+    began, what, remedy = found[new[0]]
+    reason = f"{new[0].replace('_', ' ')} since step {began}: {what}"
+    times = own.get("times", 0)
+    if rules.on_guard == "rollback" and times < rules.rollbacks:
+        scale = row.get(LR_SCALE, 1.0) * rules.slower
+        return Decision(rollback=began, reason=reason, coefficients={LR_SCALE: scale}), {"times": times + 1}
+    stopped = Decision(GUARD, f"{reason}; try {remedy}", events={"event/guard": reason})
+    return stopped, own | {"known": [*known, *new]}
 
 
 OF_PHASES = "phase"
@@ -216,61 +195,54 @@ UNMEASURED = 10
 """Steps after which that event is reported, or twice the steps between evaluations if that is more."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PhaseEnds:
-    """A rule that ends a phase after its steps, or once its condition holds.
+def phase_ends(row: Row, own: Own, phase: Phase, following: Phase, evaluation_every: int, test: str = "") -> Decided:
+    """End a phase after its steps, or once its condition holds: a ``Rule``.
 
-    Attributes:
+    It remembers the ``steps`` of the phase and the state of its condition: ``times`` in a row, or the ``best`` result
+    and the ``stalled`` evaluations. A metric that no row contains is reported once: its name may be mistyped, and the
+    phase would never end.
+
+    Args:
+      row: of the step.
+      own: its memory.
       phase: that the run is in.
       following: the one after it.
-      evaluation_every: steps between evaluations; those of other steps are ignored (see ``OnStall``).
+      evaluation_every: steps between evaluations; those of other steps are ignored (see ``on_stall``).
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
+    if row["step"] == 0:
+        return Decision(), own
+    until = phase.until
+    steps = own.get("steps", 0) + 1
+    own = own | {"steps": steps}
+    reason = ""
+    if phase.steps is not None and steps >= phase.steps:
+        reason = f"after {steps} step{'s' * (steps != 1)}"
+    if isinstance(until, Stalls):
+        own |= stalls(row, own, evaluation_every, test)
+        if own.get("stalled", 0) >= until.evaluations:
+            reason = f"since {until.evaluations} evaluations found nothing better"
+    events: dict[str, bool | str] = {}
+    if isinstance(until, Reaches):
+        value = row.get(until.metric)
+        if value is not None and not math.isnan(value):
+            beyond = value > until.above if until.above is not None else value < until.below
+            own["times"] = own.get("times", 0) + 1 if beyond else 0
+        if own.get("times", 0) >= until.times:
+            bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
+            again = f" for {until.times} steps" if until.times > 1 else ""
+            reason = f"since {until.metric} was {bound}{again}"
+        if "times" not in own and steps == max(UNMEASURED, 2 * evaluation_every):
+            events[WAITS] = f"{phase.name} waits for {until.metric}, which no step so far has measured"
+    return phase_ended(phase, following, reason) if reason else Decision(events=events), own
 
-    phase: Phase
-    following: Phase
-    evaluation_every: int
-    test: str = ""
 
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the ``steps`` of the phase and the state of its condition: ``times`` in a row, or
-        the ``best`` result and the ``stalled`` evaluations.
-
-        A metric that no row contains is reported once: its name may be mistyped, and the phase would never end.
-        """
-        if row["step"] == 0:
-            return Decision(), own
-        phase, until = self.phase, self.phase.until
-        steps = own.get("steps", 0) + 1
-        own = own | {"steps": steps}
-        reason = ""
-        if phase.steps is not None and steps >= phase.steps:
-            reason = f"after {steps} step{'s' * (steps != 1)}"
-        if isinstance(until, Stalls):
-            own |= stalls(row, own, self.evaluation_every, self.test)
-            if own.get("stalled", 0) >= until.evaluations:
-                reason = f"since {until.evaluations} evaluations found nothing better"
-        events: dict[str, bool | str] = {}
-        if isinstance(until, Reaches):
-            value = row.get(until.metric)
-            if value is not None and not math.isnan(value):
-                beyond = value > until.above if until.above is not None else value < until.below
-                own["times"] = own.get("times", 0) + 1 if beyond else 0
-            if own.get("times", 0) >= until.times:
-                bound = f"above {until.above:g}" if until.above is not None else f"below {until.below:g}"
-                again = f" for {until.times} steps" if until.times > 1 else ""
-                reason = f"since {until.metric} was {bound}{again}"
-            if "times" not in own and steps == max(UNMEASURED, 2 * self.evaluation_every):
-                events[WAITS] = f"{phase.name} waits for {until.metric}, which no step so far has measured"
-        return self.ended(reason) if reason else Decision(events=events), own
-
-    def ended(self, reason: str) -> Decision:
-        """Return the decision to begin the next phase, with its resets; ``reason``: why this one has ended."""
-        following = self.following
-        events: dict[str, bool | str] = {PHASE: f"{following.name} ({self.phase.name} ended {reason})"}
-        events |= {"event/reference_reset": True} if following.reset else {}
-        events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
-        return Decision(next_phase=True, snapshot=True, events=events)
+def phase_ended(phase: Phase, following: Phase, reason: str) -> Decision:
+    """Return the decision to begin the next phase, with its resets; ``reason``: why this one has ended."""
+    events: dict[str, bool | str] = {PHASE: f"{following.name} ({phase.name} ended {reason})"}
+    events |= {"event/reference_reset": True} if following.reset else {}
+    events |= {"event/optimiser_reset": True} if following.reset_optimiser else {}
+    return Decision(next_phase=True, snapshot=True, events=events)
 
 
 UNSCORED = "no completion could be scored: the reward is NaN for all"
@@ -296,12 +268,14 @@ def guards_of(run: Any, own: Mapping[str, Rule] = types.MappingProxyType({}), ot
     """
     algorithm = run.recipe.algorithm
     others = others or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
-    unstable: dict[str, Rule] = {"not_a_number": NotANumber(run.learner.optimiser.learning_rate), **own}
+    unstable: dict[str, Rule] = {
+        "not_a_number": partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate),
+        **own,
+    }
     rules: Rules = run.rules
-    if rules.guards:
-        back = rules.on_guard == "rollback"
-        unstable[OF_GUARDS] = OnFinding(rules.guards, back, rules.slower, rules.rollbacks)
+    unstable |= {OF_GUARDS: partial(on_finding, rules=rules)} if rules.guards else {}
     reads = run.recipe.filter_groups
-    unstable |= {OF_FILTER: FewKept(reads, run.rollout.group)} if reads else {}
-    lessons = TeachesNothing(run.rollout.collect.patience, not others, reads or "")
+    unstable |= {OF_FILTER: partial(few_kept, filter_reads=reads, group=run.rollout.group)} if reads else {}
+    patience = run.rollout.collect.patience
+    lessons = partial(teaches_nothing, patience=patience, only_advantages=not others, filter_reads=reads or "")
     return unstable | {"reward_fails": reward_fails, OF_LESSONS: lessons}

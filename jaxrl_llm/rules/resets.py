@@ -4,12 +4,13 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import require
-from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decision, Row, Rule
+from jaxrl_llm.rewards.bounds import Constraint
+from jaxrl_llm.rules.decision import LAST_RESET, REFERENCE_AGE, REFERENCE_RESET, Decided, Decision, Own, Row, Rule
 from jaxrl_llm.system.setting import Range, Setting
 
 ASKED = "asked/reset"
@@ -17,7 +18,7 @@ ASKED = "asked/reset"
 BY_HAND = "by_hand"
 """The name of the rule that answers a user's request for a reset."""
 AGAIN = "again"
-"""The key in the memory of ``ByHand`` that marks an answer undone by a rollback."""
+"""The key in the memory of ``by_hand`` that marks an answer undone by a rollback."""
 OF_ENTROPY = "entropy"
 """The name of the rule that updates the coefficient of the entropy bonus."""
 
@@ -111,185 +112,125 @@ def rules_of(resets: Resets, evaluation_every: int, kl_coef: float = 0.0, test: 
       kl_coef: of the loss, if no controller updates it.
       test: identifies the evaluation's settings; results of other evaluations are not compared.
     """
-    rules: dict[str, Rule] = {}
-    if resets.on_stall:
-        rules["stall"] = OnStall(resets, evaluation_every, test)
-    if resets.reference_every:
-        every = resets.reference_every
-        rules["reference"] = OnSchedule(every, True, resets.with_optimiser, resets.mix, resets.snapshots)
-    if resets.optimiser_every:
-        rules["optimiser"] = OnSchedule(resets.optimiser_every, False, True)
-    if resets.on_kl or resets.on_kl_share or resets.on_kl_jump:
-        rules["kl"] = OnKL(resets, kl_coef)
-    if resets.ema:
-        rules["ema"] = Averaged(resets.ema)
-    return rules
+    offered: dict[str, tuple[Any, Rule]] = {
+        "stall": (resets.on_stall, partial(on_stall, resets=resets, every=evaluation_every, test=test)),
+        "reference": (resets.reference_every, partial(on_schedule, resets=resets, every=resets.reference_every)),
+        "optimiser": (
+            resets.optimiser_every,
+            partial(on_schedule, resets=resets, every=resets.optimiser_every, reference=False),
+        ),
+        "kl": (
+            resets.on_kl or resets.on_kl_share or resets.on_kl_jump,
+            partial(on_kl, resets=resets, kl_coef=kl_coef),
+        ),
+        "ema": (resets.ema, partial(averaged, ema=resets.ema)),
+    }
+    return {name: rule for name, (wanted, rule) in offered.items() if wanted}
 
 
-@dataclasses.dataclass(frozen=True)
-class OnSchedule:
-    """A rule that resets after every ``every`` steps."""
-
-    every: int
-    reference: bool
-    optimiser: bool
-    mix: float = 1.0
-    snapshot: bool = True
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``."""
-        due = row["step"] > 0 and row["step"] % self.every == 0
-        return _reset(due and self.reference, due and self.optimiser, self.mix, self.snapshot), own
+def on_schedule(row: Row, own: Own, resets: Resets, every: int, reference: bool = True) -> Decided:
+    """Reset after every ``every`` steps: a ``Rule`` for the reference, or without it for the optimiser alone."""
+    due = row["step"] > 0 and row["step"] % every == 0
+    return _reset(resets, due and reference, due and (resets.with_optimiser or not reference)), own
 
 
-@dataclasses.dataclass(frozen=True)
-class OnStall:
-    """A rule that resets the reference after ``on_stall`` evaluations in a row without a better result.
+def on_stall(row: Row, own: Own, resets: Resets, every: int, test: str = "") -> Decided:
+    """Reset the reference after ``on_stall`` evaluations in a row without a better result: a ``Rule``.
 
     Only evaluations at multiples of ``every`` count: the one at a run's end would be absent in a longer run. Results of
-    another ``test`` are not compared.
+    another ``test`` are not compared. It remembers the result of ``stalls``.
     """
-
-    resets: Resets
-    every: int
-    test: str = ""
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the result of ``stalls``."""
-        found = stalls(row, own, self.every, self.test)
-        due = bool(found) and found["stalled"] >= self.resets.on_stall
-        remembered = own | found | ({"stalled": 0} if due else {})
-        resets = self.resets
-        return _reset(due, due and resets.with_optimiser, resets.mix, resets.snapshots), remembered
+    found = stalls(row, own, every, test)
+    due = bool(found) and found["stalled"] >= resets.on_stall
+    return _reset(resets, due, due and resets.with_optimiser), own | found | ({"stalled": 0} if due else {})
 
 
-@dataclasses.dataclass(frozen=True)
-class OnKL:
-    """A rule that resets the reference if the KL is high, is a large share of the loss, or has jumped.
+def on_kl(row: Row, own: Own, resets: Resets, kl_coef: float) -> Decided:
+    """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``.
 
-    It skips the first ``kl_window`` steps after any reset. ``kl_coef``: of the loss, if no controller updates it.
+    It skips the first ``kl_window`` steps after any reset. ``kl_coef``: of the loss, if no controller updates it. It
+    remembers the last KLs ``since`` the last reset, without steps that measured none.
     """
-
-    resets: Resets
-    kl_coef: float
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the last KLs ``since`` the last reset, without steps that measured none."""
-        resets, kl = self.resets, row.get("kl", math.nan)
-        if math.isnan(kl):
-            return Decision(), own
-        since = row[LAST_RESET]
-        before = own["kls"] if own.get("since") == since else []
-        pull = row.get("kl_coef", self.kl_coef) * kl
-        whole = pull + row.get("advantage/abs_mean", math.nan)
-        usual = statistics.median(before) if len(before) == resets.kl_window else math.inf
-        reason = ""
-        if row[REFERENCE_AGE] > resets.kl_window:
-            if resets.on_kl and kl > resets.on_kl:
-                reason = f"the KL, {kl:.4g}, is above {resets.on_kl:g}"
-            elif resets.on_kl_share and pull > resets.on_kl_share * whole:
-                reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * resets.on_kl_share:g} %"
-            elif resets.on_kl_jump and kl > resets.on_kl_jump * usual > 0:
-                reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {resets.on_kl_jump:g}"
-        remembered = {"since": since, "kls": [*before, kl][-resets.kl_window :]}
-        due = bool(reason)
-        return _reset(due, due and resets.with_optimiser, resets.mix, resets.snapshots, reason), remembered
+    kl = row.get("kl", math.nan)
+    if math.isnan(kl):
+        return Decision(), own
+    since = row[LAST_RESET]
+    before = own["kls"] if own.get("since") == since else []
+    pull = row.get("kl_coef", kl_coef) * kl
+    whole = pull + row.get("advantage/abs_mean", math.nan)
+    usual = statistics.median(before) if len(before) == resets.kl_window else math.inf
+    reason = ""
+    if row[REFERENCE_AGE] > resets.kl_window:
+        if resets.on_kl and kl > resets.on_kl:
+            reason = f"the KL, {kl:.4g}, is above {resets.on_kl:g}"
+        elif resets.on_kl_share and pull > resets.on_kl_share * whole:
+            reason = f"the KL is {100 * pull / whole:.0f} % of what pulls, above {100 * resets.on_kl_share:g} %"
+        elif resets.on_kl_jump and kl > resets.on_kl_jump * usual > 0:
+            reason = f"the KL, {kl:.4g}, is {kl / usual:.1f} times what it was, above {resets.on_kl_jump:g}"
+    remembered = {"since": since, "kls": [*before, kl][-resets.kl_window :]}
+    return _reset(resets, bool(reason), bool(reason) and resets.with_optimiser, reason), remembered
 
 
-@dataclasses.dataclass(frozen=True)
-class ByHand:
-    """A rule that resets the reference once for each user request, and again after a rollback to before the reset."""
+def by_hand(row: Row, own: Own, resets: Resets) -> Decided:
+    """Reset the reference once for each user request, and again after a rollback to before the reset: a ``Rule``.
 
-    resets: Resets = Resets()
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer.
-
-        After a rollback it also remembers that the request is to be answered ``again``.
-        """
-        asked = row.get(ASKED)
-        new = asked is not None and asked["id"] != own.get("id")
-        if not new and not own.get(AGAIN):
-            return Decision(), own
-        requests = [asked] * new + [own] * bool(own.get(AGAIN))
-        optimiser = any(request.get("with_optimiser", False) for request in requests)
-        why = "by hand" if new else "by hand, again since the run went back"
-        decision = _reset(True, optimiser, self.resets.mix, self.resets.snapshots, why)
-        return decision, {"id": requests[0]["id"], "step": row["step"], "with_optimiser": optimiser}
-
-
-@dataclasses.dataclass(frozen=True)
-class Averaged:
-    """A rule that makes the reference a moving average of the policy with decay ``ema``, without reset events."""
-
-    ema: float
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; a step without an update changes nothing."""
-        moves = row["step"] > 0 and bool(row.get("updates"))
-        return Decision(reset_reference=moves, mix=1 - self.ema if moves else 1.0), own
-
-
-@dataclasses.dataclass(frozen=True)
-class Controlled:
-    """A rule that updates the KL coefficient from the KL measured after the step's last update.
-
-    Attributes:
-      controller: computes the next coefficient.
+    It remembers the last request's ``id`` and ``with_optimiser``, and the ``step`` of the answer; after a rollback also
+    that the request is to be answered ``again``.
     """
-
-    controller: AdaptiveKL | ProportionalKL
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; a step without an update leaves the coefficient unchanged."""
-        measured = row.get(self.controller.reads, math.nan)
-        if math.isnan(measured):
-            return Decision(), own
-        coefficient = self.controller(row["kl_coef"], measured, int(row["completions"]))
-        return Decision(coefficients={"kl_coef": float(coefficient)}), own
-
-
-@dataclasses.dataclass(frozen=True)
-class EntropyControlled:
-    """A rule that updates the coefficient of the entropy bonus from the step's entropy."""
-
-    controller: AdaptiveEntropy
-
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; remembers the controller's internal coefficient, which is kept while the bonus is off.
-
-        A step without a measured entropy changes nothing.
-        """
-        entropy = row.get("entropy", math.nan)
-        if math.isnan(entropy):
-            return Decision(), own
-        moved, coefficient = self.controller(own.get("moved", row["entropy_coef"]), entropy)
-        return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
+    asked = row.get(ASKED)
+    new = asked is not None and asked["id"] != own.get("id")
+    if not new and not own.get(AGAIN):
+        return Decision(), own
+    requests = [asked] * new + [own] * bool(own.get(AGAIN))
+    optimiser = any(request.get("with_optimiser", False) for request in requests)
+    why = "by hand" if new else "by hand, again since the run went back"
+    return _reset(resets, True, optimiser, why), {
+        "id": requests[0]["id"],
+        "step": row["step"],
+        "with_optimiser": optimiser,
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class Multiplier:
-    """A rule for the multiplier of a constraint: ``lam <- max(0, lam + rate * (mean cost - limit))``.
+def averaged(row: Row, own: Own, ema: float) -> Decided:
+    """Make the reference a moving average of the policy with decay ``ema``, without reset events: a ``Rule``.
 
-    Attributes:
-      cost: the metric that is the step's mean cost.
-      coefficient: the name of lam.
-      limit: of the mean cost.
-      rate: of lam.
+    A step without an update changes nothing.
     """
+    moves = row["step"] > 0 and bool(row.get("updates"))
+    return Decision(reset_reference=moves, mix=1 - ema if moves else 1.0), own
 
-    cost: str
-    coefficient: str
-    limit: float
-    rate: float
 
-    def __call__(self, row: Row, own: dict[str, Any]) -> tuple[Decision, dict[str, Any]]:
-        """See ``Rule``; a step without a cost leaves lam unchanged."""
-        cost = row.get(self.cost, math.nan)
-        if math.isnan(cost):
-            return Decision(), own
-        moved = max(0.0, row[self.coefficient] + self.rate * (cost - self.limit))
-        return Decision(coefficients={self.coefficient: moved}), own
+def kl_controlled(row: Row, own: Own, controller: AdaptiveKL | ProportionalKL) -> Decided:
+    """Update the KL coefficient from the KL measured after the step's last update, if there is one: a ``Rule``."""
+    measured = row.get(controller.reads, math.nan)
+    if math.isnan(measured):
+        return Decision(), own
+    coefficient = controller(row["kl_coef"], measured, int(row["completions"]))
+    return Decision(coefficients={"kl_coef": float(coefficient)}), own
+
+
+def entropy_controlled(row: Row, own: Own, controller: AdaptiveEntropy) -> Decided:
+    """Update the coefficient of the entropy bonus from the step's entropy, if it is measured: a ``Rule``.
+
+    It remembers the controller's internal coefficient, which is kept while the bonus is off.
+    """
+    entropy = row.get("entropy", math.nan)
+    if math.isnan(entropy):
+        return Decision(), own
+    moved, coefficient = controller(own.get("moved", row["entropy_coef"]), entropy)
+    return Decision(coefficients={"entropy_coef": coefficient}), {"moved": moved}
+
+
+def constrained(row: Row, own: Own, limited: Constraint) -> Decided:
+    """Update the multiplier of a constraint, ``lam <- max(0, lam + rate * (mean cost - limit))``: a ``Rule``.
+
+    A step without a cost leaves it unchanged.
+    """
+    cost = row.get(limited.part, math.nan)
+    if math.isnan(cost):
+        return Decision(), own
+    moved = max(0.0, row[limited.coefficient] + limited.rate * (cost - limited.limit))
+    return Decision(coefficients={limited.coefficient: moved}), own
 
 
 def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str, Any]:
@@ -308,13 +249,13 @@ def stalls(row: Row, own: Mapping[str, Any], every: int, test: str) -> dict[str,
     return {"best": result if better else best, "stalled": 0 if better else own["stalled"] + 1, "test": test}
 
 
-def _reset(reference: bool, optimiser: bool, mix: float, snapshot: bool, reason: str = "") -> Decision:
+def _reset(resets: Resets, reference: bool, optimiser: bool, reason: str = "") -> Decision:
     events: dict[str, bool | str] = {REFERENCE_RESET: reason or True} if reference else {}
     events |= {"event/optimiser_reset": True} if optimiser else {}
     return Decision(
         reset_reference=reference,
         reset_optimiser=optimiser,
-        mix=mix if reference else 1.0,
-        snapshot=reference and snapshot,
+        mix=resets.mix if reference else 1.0,
+        snapshot=reference and resets.snapshots,
         events=events,
     )

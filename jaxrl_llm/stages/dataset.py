@@ -1,6 +1,7 @@
 """The common part of stages that learn from data: rows in a seeded order, read or sampled once, and their programs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rollout.evaluate import Evaluated, Questions, Tested, evaluate
 from jaxrl_llm.rollout.respond import Answerer
-from jaxrl_llm.rules import NotANumber
+from jaxrl_llm.rules import not_a_number
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.stage import Groups, Outline, Stage, check_positions, read_parts, state_of
@@ -208,7 +209,7 @@ def read(
     return loaded, {
         "label": data.label,
         "problems": prints,
-        "rules": {"not_a_number": NotANumber(run.learner.optimiser.learning_rate)},
+        "rules": {"not_a_number": functools.partial(not_a_number, learning_rate=run.learner.optimiser.learning_rate)},
         "notes": [*loaded.notes, size],
         "rows": loaded.train,
         "held_out": loaded.held_out[: run.evaluation.limit or None],

@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.samples import advantage_of
-from jaxrl_llm.rollout.evaluate import Evaluated, Tested
+from jaxrl_llm.rollout.evaluate import Tested
 from jaxrl_llm.system.json_lines import append_rows, cut_after, jsonable, last_row
 from jaxrl_llm.system.paths import new_file, open_nofollow
 from jaxrl_llm.telemetry.report import Reporter
@@ -227,7 +227,7 @@ def logged(path: Path) -> Generator[None]:
 def record(
     writer: RunWriter | None,
     step: int,
-    found: Evaluated | Tested | None,
+    found: Tested | None,
     row: dict[str, Any],
     learned: Sequence[dict[str, Any]] = (),
 ) -> None:

@@ -4,6 +4,7 @@ A run begins or resumes with a segment, and each further phase is one; a rollbac
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,14 @@ def with_phase(stage: Stage, run: Configuration, number: int) -> Stage:
     if number + 1 == len(phases):
         return stage
     test = configs.evaluation_key(configs.in_phase(run, number))
-    ends = rules.PhaseEnds(phases[number], phases[number + 1], run.evaluation.every, test)
+    phase, following = phases[number : number + 2]
+    ends = functools.partial(
+        rules.phase_ends, phase=phase, following=following, evaluation_every=run.evaluation.every, test=test
+    )
     deciding = {**stage.rules, rules.OF_PHASES: ends}
-    lessons = deciding.get(rules.OF_LESSONS)
-    if isinstance(lessons, rules.TeachesNothing):
-        deciding[rules.OF_LESSONS] = dataclasses.replace(lessons, ended=ends.ended)
+    if rules.OF_LESSONS in deciding:
+        ended = functools.partial(rules.phase_ended, phase, following)
+        deciding[rules.OF_LESSONS] = functools.partial(deciding[rules.OF_LESSONS], ended=ended)
     return dataclasses.replace(stage, rules=deciding)
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm import learner
 from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner import Sample
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.state import mix_reference, reset_optimiser, reset_reference, with_reference
+from jaxrl_llm.learner.state import reset_optimiser, reset_reference, with_reference
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import BY_HAND, FOUND, LAST, LR_SCALE, OF_ENTROPY, OF_GUARDS, Decision, decide
 from jaxrl_llm.stages.stage import Batch, Stage
@@ -188,7 +188,7 @@ def next_phase(run: Configuration, stage: Stage, state: TrainState, host: LoopSt
 def apply(decision: Decision, state: TrainState, run: Configuration) -> TrainState:
     """Return the state after the rules' decision; only this function applies decisions to it."""
     if decision.reset_reference:
-        state = reset_reference(state) if decision.mix == 1 else mix_reference(state, decision.mix)
+        state = reset_reference(state, decision.mix)
     if decision.reset_optimiser:
         state = reset_optimiser(state, build(run.learner.optimiser))
     return state

@@ -13,14 +13,15 @@ import numpy as np
 from algorithms.batches import ragged
 from oracles import SEQUENCE_MEANS
 
-from jaxrl_llm.algorithms import PolicyBatch, policy_loss, presets, surrogates
+from jaxrl_llm import algorithms as pieces
+from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss, surrogates
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def test_the_example_of_a_new_surrogate_works_as_printed():
     surrogate, preset, oracle, test = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:4]
-    names = vars(surrogates) | vars(presets)
+    names = vars(surrogates) | vars(pieces)
     exec(surrogate, names)
     algorithm = eval("{" + preset + "}", names)["spo"]
     assert "spo" not in SEQUENCE_MEANS, "SPO is there already: print another example"
@@ -35,7 +36,7 @@ def test_the_example_of_a_new_surrogate_works_as_printed():
             wanted.append(np.mean(by_hand["terms"]("spo", ratios, float(batch.advantages[row]))))
     np.testing.assert_allclose(policy_loss(algorithm, logp, batch)[0], np.mean(wanted), rtol=2e-5)
     given = {"chex": chex, "dataclasses": dataclasses, "jax": jax, "np": np, "policy_loss": policy_loss}
-    given |= {"PRESETS": presets.PRESETS, "PolicyBatch": PolicyBatch, "SPO": names["SPO"]}
+    given |= {"PRESETS": PRESETS, "PolicyBatch": PolicyBatch, "SPO": names["SPO"]}
     exec(test, given)
     outcome = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(given["OwnLoss"]).run(outcome)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -31,14 +32,14 @@ from jaxrl_llm.rules import (
     FOUND,
     GUARD,
     LR_SCALE,
-    ByHand,
     Decision,
-    OnFinding,
     Resets,
     Rules,
+    by_hand,
     decide,
     rules_of,
 )
+from jaxrl_llm.rules.guards import on_finding
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.telemetry.pace import Schedule
 from jaxrl_llm.trainer.context import moved_until
@@ -161,7 +162,7 @@ FINDING = {f"{FOUND}truncation": (7, "what", "this")}
 
 
 def test_a_finding_is_acted_on_once_and_anew_after_a_rollback():
-    rule = OnFinding(("truncation",), True, 0.5, 2)
+    rule = partial(on_finding, rules=Rules((), ("truncation",), "rollback", 0.5, 2))
     decision, own = rule({"step": 10, "lr_scale": 0.5, **FINDING}, {})
     assert decision.rollback == 7 and decision.coefficients == {LR_SCALE: 0.25}
     decision, own = rule({"step": 20, **FINDING}, own)
@@ -172,9 +173,9 @@ def test_a_finding_is_acted_on_once_and_anew_after_a_rollback():
 
 
 def test_other_findings_are_none_of_its_business():
-    rule = OnFinding(("stalled",), False, 0.5, 1)
+    rule = partial(on_finding, rules=Rules((), ("stalled",)))
     assert rule({"step": 10, **FINDING}, {}) == (Decision(), {})
-    assert OnFinding(("all",), False, 0.5, 1)({"step": 10, **FINDING}, {})[0].stop == GUARD
+    assert on_finding({"step": 10, **FINDING}, {}, Rules((), ("all",)))[0].stop == GUARD
 
 
 def test_it_looks_at_the_same_steps_whether_it_was_interrupted_or_not():
@@ -249,7 +250,11 @@ def test_a_reference_is_no_older_for_steps_that_were_undone():
     assert jumped.reset_reference, "the KLs of before are of the same reference"
     later = quiet([21, 22], memory)
     assert ages(25, remembered(later, quiet([23, 24], later), 2)) == 7
-    reset, after = decide({"by_hand": ByHand()}, {"step": 25, ASKED: {"id": "a", "with_optimiser": False}}, memory)
+    reset, after = decide(
+        {"by_hand": partial(by_hand, resets=Resets())},
+        {"step": 25, ASKED: {"id": "a", "with_optimiser": False}},
+        memory,
+    )
     assert reset.reset_reference and ages(26, after) == 1
 
 
@@ -262,7 +267,10 @@ class Aged:
 
 
 def test_a_reset_by_hand_that_is_undone_is_made_again_once():
-    rules, ask = {BY_HAND: ByHand()}, lambda name: {ASKED: {"id": name, "with_optimiser": name == "b"}}
+    rules, ask = (
+        {BY_HAND: partial(by_hand, resets=Resets())},
+        lambda name: {ASKED: {"id": name, "with_optimiser": name == "b"}},
+    )
     _, then = decide(rules, {"step": 8} | ask("a"), {})
     assert remembered(then, then, 3)[BY_HAND] == then[BY_HAND], "this one was before"
     _, now = decide(rules, {"step": 12} | ask("b"), then)

@@ -19,7 +19,6 @@ from jaxrl_llm.config.origin import Origin
 from jaxrl_llm.data import Pairs, Steps, Texts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Critic, Learner
-from jaxrl_llm.learner.objectives import names_of
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import load_pretrained
 from jaxrl_llm.models.config import Attention, Lora, ModelConfig
@@ -213,7 +212,7 @@ def test_what_is_planned_is_what_is_trained(name, tmp_path):
         groups, _ = made.samples(None, made.next(model, 0, None), {})
     assert made.forward == one.outline.forward
     assert [t.objectives for t in made.training] == [t.objectives for t in one.outline.training]
-    names = names_of(objective for t in made.training for objective in t.objectives)
+    names = tuple(objective.name for t in made.training for objective in t.objectives)
     packed = made.forward.packed([sample for group in groups for sample in group], names)
     assert jax.tree.structure(packed) == jax.tree.structure(one.arrays.packed)
     assert [x.dtype for x in jax.tree.leaves(packed)] == [x.dtype for x in jax.tree.leaves(one.arrays.packed)]

@@ -3,16 +3,17 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import AdaptiveKL, ProportionalKL
+from jaxrl_llm.algorithms.kl import AdaptiveEntropy, AdaptiveKL, ProportionalKL
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.recipes import RECIPES
-from jaxrl_llm.rules import Controlled, Decision, EntropyControlled, TeachesNothing
+from jaxrl_llm.rules import Decision, entropy_controlled
+from jaxrl_llm.rules.guards import teaches_nothing
 from jaxrl_llm.stages.rl.ingredients import coefficients_of, moved_by_rules, objectives_of, rules_for
 
 SMOKE = configs.load_config("smoke")[1]
@@ -20,7 +21,7 @@ SMOKE = configs.load_config("smoke")[1]
 
 def used(controller, entropies, first=0.0):
     """The coefficient of each step, and of the one after; what the rule remembers goes through JSON."""
-    rule, own, found = EntropyControlled(controller), {}, [first]
+    rule, own, found = partial(entropy_controlled, controller=controller), {}, [first]
     for step, entropy in enumerate(entropies, start=1):
         row = {"step": step, "entropy": entropy, "entropy_coef": found[-1]}
         decision, own = rule(row, json.loads(json.dumps(own)))
@@ -39,12 +40,12 @@ def test_the_coefficient_grows_below_the_target_and_is_off_above_it():
     assert used(controller, [0.1] * 6)[-2:] == [1.0, 1.0], "nor above its bound"
     assert used(controller, [0.4], first=0.5) == [0.5, 0.75], "it begins as the algorithm's"
     assert used(controller, [0.4, math.nan, 0.4]) == [0.0, 0.25, 0.25, 0.5], "no update, no verdict"
-    assert EntropyControlled(controller)({"step": 0, "eval/x/pass@1": 1.0}, {}) == (Decision(), {})
+    assert entropy_controlled({"step": 0, "eval/x/pass@1": 1.0}, {}, controller) == (Decision(), {})
 
 
 def test_a_flat_batch_still_teaches_while_there_is_a_bonus():
     flat = {"step": 1, "updates": 1.0, "advantage/nonzero_fraction": 0.0}
-    rule = TeachesNothing(1, True, "")
+    rule = partial(teaches_nothing, patience=1, only_advantages=True, filter_reads="")
     assert rule(flat | {"entropy_coef": 0.1}, {})[0] == Decision()
     assert rule(flat | {"entropy_coef": 0.0}, {})[0].stop is not None
 
@@ -67,7 +68,8 @@ def test_a_run_may_have_one_for_the_kl_and_one_for_the_entropy():
         assert ("controller" in rules, "entropy" in rules) == ("kl_coef" in names, "entropy_coef" in names)
         assert objectives_of(run)[0].entropy_moves == ("entropy_coef" in names)
         assert configs.from_json(json.loads(json.dumps(configs.to_json(run)))) == run
-    assert rules["controller"] == Controlled(kl) and rules["entropy"] == EntropyControlled(entropy)
+    assert rules["controller"].keywords == {"controller": kl}
+    assert rules["entropy"].keywords == {"controller": entropy}
     assert moved_by_rules(run)["entropy_coef"] == 0.01
     assert objectives_of(with_controller(entropy))[0].entropy_gradient
 

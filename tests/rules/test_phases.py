@@ -2,21 +2,27 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.rules import PHASE, Decision, OnStall, Phase, PhaseEnds, Reaches, Resets, Stalls, decide
-from jaxrl_llm.rules.guards import WAITS
+from jaxrl_llm.rules import PHASE, Decision, Phase, Reaches, Resets, Stalls, decide
+from jaxrl_llm.rules.guards import WAITS, phase_ends
+from jaxrl_llm.rules.resets import on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
 
 SMOKE = configs.load_config("smoke")[1]
 
 
+def ending(phase, following, every, test=""):
+    return partial(phase_ends, phase=phase, following=following, evaluation_every=every, test=test)
+
+
 def ends_at(phase, rows, every=2):
     """The step after which the phase has ended, and what is said; None where it has not."""
     memory = {}
-    rules = {"phase": PhaseEnds(phase, Phase("next"), every)}
+    rules = {"phase": ending(phase, Phase("next"), every)}
     for row in rows:
         decision, memory = decide(rules, row, memory)
         if decision.next_phase:
@@ -66,7 +72,7 @@ def test_once_evaluations_found_nothing_better(results, step):
 def test_a_metric_that_nobody_measures_is_said_once(every, step):
     def events(metric):
         memory, found = {}, {}
-        rules = {"phase": PhaseEnds(Phase("a", until=Reaches("kl_", above=1.0)), Phase("next"), every)}
+        rules = {"phase": ending(Phase("a", until=Reaches("kl_", above=1.0)), Phase("next"), every)}
         for row in rows(*[0.5] * 40, metric=metric):
             decision, memory = decide(rules, row, memory)
             if decision.events:
@@ -82,7 +88,7 @@ def test_a_phase_that_a_guard_stops_is_still_to_end():
         def __call__(self, row, own):
             return Decision(stop=3, reason="x"), own
 
-    rules = {"phase": PhaseEnds(Phase("a", 2), Phase("next"), 0), "guard": Stops()}
+    rules = {"phase": ending(Phase("a", 2), Phase("next"), 0), "guard": Stops()}
     decision, memory = decide(rules, {"step": 2}, {"phase": {"steps": 1}})
     assert decision.stop == 3 and not decision.next_phase and memory["phase"] == {"steps": 1}
 
@@ -94,11 +100,11 @@ def test_the_best_of_another_test_is_nothing_to_beat():
         for change in ({"task": other}, {"limit": 3}, {"samples": 2}, {"temperature": 0.5}, {"top_p": 0.5})
     ]
     runs = [dataclasses.replace(SMOKE, evaluation=one) for one in (SMOKE.evaluation, *changed)]
-    tests = [rules_for(configs.with_recipe(run, "prorl_v1"))["stall"].test for run in runs]
+    tests = [rules_for(configs.with_recipe(run, "prorl_v1"))["stall"].keywords["test"] for run in runs]
     assert len(set(tests)) == len(tests)
     often = dataclasses.replace(SMOKE.evaluation, every=7, judge=None)
     assert configs.evaluation_key(dataclasses.replace(SMOKE, evaluation=often)) == tests[0]
-    easy, hard = OnStall(Resets(on_stall=1), 1, test=tests[0]), OnStall(Resets(on_stall=1), 1, test=tests[1])
+    easy, hard = (partial(on_stall, resets=Resets(on_stall=1), every=1, test=test) for test in tests[:2])
     row = lambda step, result: {"step": step, "eval/x/pass@1": result}
     _, own = easy(row(0, 0.9), {})
     first, own = hard(row(1, 0.2), own)
@@ -106,6 +112,6 @@ def test_the_best_of_another_test_is_nothing_to_beat():
     assert not hard(row(2, 0.3), own)[0].reset_reference and hard(row(2, 0.2), own)[0].reset_reference
     assert easy(row(1, 0.8), {"best": 0.9, "stalled": 0})[0].reset_reference, "what was saved before tests had a name"
     phase = Phase("a", until=Stalls(1))
-    ends = [PhaseEnds(phase, Phase("b"), 1, test) for test in tests[:2]]
+    ends = [ending(phase, Phase("b"), 1, test) for test in tests[:2]]
     _, own = ends[0](row(1, 0.9), {})
     assert ends[0](row(2, 0.2), own)[0].next_phase and not ends[1](row(2, 0.2), own)[0].next_phase

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,17 @@ from tiny import Compilations, tiny
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import PRESETS
+from jaxrl_llm.algorithms.kl import AdaptiveKL
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Optimiser, create_state
 from jaxrl_llm.learner.batch import Sample
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.samples import size_of_advantages
 from jaxrl_llm.models.config import Lora
-from jaxrl_llm.recipes import Recipe
-from jaxrl_llm.rules import Decision, NotANumber, OnStall, Resets, decide, rules_of
+from jaxrl_llm.recipes import RECIPES, Recipe
+from jaxrl_llm.rules import Decision, Resets, decide, not_a_number, rules_of
 from jaxrl_llm.rules.guards import GUARD
+from jaxrl_llm.rules.resets import on_stall
 from jaxrl_llm.sharding import MeshShape, make_mesh
 from jaxrl_llm.stages.rl.ingredients import rules_for
 from jaxrl_llm.trainer.step import apply
@@ -105,20 +108,46 @@ def test_soft_resets_and_averages_say_how_far_the_reference_goes():
 
 
 def test_what_a_guard_has_kept_from_being_reset_is_still_to_come():
-    rules = {"stall": OnStall(Resets(on_stall=1), 1), "guard": NotANumber(1.0)}
+    rules = {
+        "stall": partial(on_stall, resets=Resets(on_stall=1), every=1),
+        "guard": partial(not_a_number, learning_rate=1.0),
+    }
     before = {"stall": {"best": 0.5, "stalled": 0}}
     decision, memory = decide(rules, {"step": 3, "eval/x/pass@1": 0.4, "updates/not_finite": 1.0}, before)
     assert decision.stop == GUARD and not decision.reset_reference and memory["stall"] == before["stall"]
 
 
+def test_a_run_has_the_rules_of_its_recipe():
+    guards = {"not_a_number", "reward_fails", "teaches_nothing"}
+    assert rules_for(SMOKE).keys() == guards | {"by_hand"}
+    one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
+    filtered = guards | {"few_kept"}
+    resets = RECIPES["prorl_v1"].resets
+    assert (resets.on_stall, resets.with_optimiser) == (3, True)
+    test = configs.evaluation_key(SMOKE)
+    assert one["stall"].keywords == {"resets": resets, "every": SMOKE.evaluation.every, "test": test}
+    assert one.keys() == filtered | {"stall", "by_hand"}
+    assert two["reference"].keywords["every"] == 300 and not two["reference"].keywords["resets"].with_optimiser
+    assert two.keys() == filtered | {"reference", "by_hand"}
+    without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])
+    assert rules_for(without).keys() == filtered, "there is no reference that could be reset by hand"
+    kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
+    assert kimi["optimiser"].keywords["every"] == 1 and kimi["optimiser"].keywords["reference"] is False
+    controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
+    assert rules_for(controlled)["controller"].keywords == {"controller": AdaptiveKL(0.1)}
+    only = {
+        name: rules_for(configs.with_recipe(SMOKE, name))["teaches_nothing"].keywords["only_advantages"]
+        for name in RECIPES
+    }
+    assert only["grpo"] is False and only["dr_grpo"] is True
+
+
 def test_a_run_has_the_rules_of_its_resets():
     recipe = Recipe("mine", PRESETS["grpo"], resets=Resets(on_kl=0.3, on_kl_jump=4.0, mix=0.5, ema=0.9))
     found = rules_for(dataclasses.replace(SMOKE, recipe=recipe))
-    assert (
-        found["kl"].resets == recipe.resets
-        and found["kl"].kl_coef == PRESETS["grpo"].kl_coef
-        and found["ema"].ema == 0.9
-    )
+    assert found["kl"].keywords == {"resets": recipe.resets, "kl_coef": PRESETS["grpo"].kl_coef} and found[
+        "ema"
+    ].keywords == {"ema": 0.9}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +22,15 @@ from jaxrl_llm.rules import (
     FOUND,
     GUARD,
     LAST,
-    Controlled,
     Decision,
-    NotANumber,
-    OnFinding,
-    OnSchedule,
-    OnStall,
     Phase,
-    PhaseEnds,
     Resets,
-    TeachesNothing,
+    Rules,
     decide,
+    not_a_number,
 )  # fmt: skip
-from jaxrl_llm.rules.guards import FewKept, reward_fails
+from jaxrl_llm.rules.guards import few_kept, on_finding, phase_ends, reward_fails, teaches_nothing
+from jaxrl_llm.rules.resets import kl_controlled, on_schedule, on_stall
 from jaxrl_llm.stages.rl.ingredients import rules_for
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.context import LoopState
@@ -64,10 +61,27 @@ def resets_at(rule, results, steps=None):
     ]
 
 
+def stalls_at(count, every, **settings):
+    return partial(on_stall, resets=Resets(on_stall=count, **settings), every=every)
+
+
+def controlled(controller):
+    return partial(kl_controlled, controller=controller)
+
+
+def teaching(patience, only_advantages, reads):
+    return partial(teaches_nothing, patience=patience, only_advantages=only_advantages, filter_reads=reads)
+
+
+def checked(rate):
+    return partial(not_a_number, learning_rate=rate)
+
+
 def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
     rows = [{"step": step} for step in range(7)]
     for reference, optimiser in ((True, False), (False, True), (True, True)):
-        decisions = run_through(OnSchedule(3, reference, optimiser), rows)
+        resets = Resets(with_optimiser=optimiser)
+        decisions = run_through(partial(on_schedule, resets=resets, every=3, reference=reference), rows)
         assert [d.reset_reference for d in decisions] == [reference and s in (3, 6) for s in range(7)]
         assert [d.reset_optimiser for d in decisions] == [optimiser and s in (3, 6) for s in range(7)]
         events = {"event/reference_reset": reference, "event/optimiser_reset": optimiser}
@@ -76,41 +90,42 @@ def test_a_schedule_acts_at_its_multiples_and_never_at_step_0():
 
 
 def test_a_stall_is_so_many_evaluations_without_a_better_result():
-    rule = OnStall(Resets(on_stall=2, with_optimiser=True), 1)
+    rule = stalls_at(2, 1, with_optimiser=True)
     assert resets_at(rule, [0.1, 0.2, 0.2, 0.1, 0.2, 0.3, 0.3, 0.3]) == [3, 7]
     assert resets_at(rule, [0.1, None, 0.1, None, None, 0.1]) == [5], "steps without an evaluation do not count"
     assert resets_at(rule, [0.0, 0.0, 0.0]) == [2], "the evaluation before training is the first to beat"
     assert all(d.reset_optimiser == d.reset_reference for d in run_through(rule, [{"step": 0, "eval/x/pass@1": 0}] * 3))
-    assert not any(
-        d.reset_optimiser for d in run_through(OnStall(Resets(on_stall=2), 1), [{"step": 0, "eval/x/pass@1": 0}] * 3)
-    )
+    assert not any(d.reset_optimiser for d in run_through(stalls_at(2, 1), [{"step": 0, "eval/x/pass@1": 0}] * 3))
 
 
 def test_an_evaluation_that_is_only_the_last_of_a_shorter_run_does_not_count():
-    longer = resets_at(OnStall(Resets(on_stall=2), 4), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
-    extended = resets_at(OnStall(Resets(on_stall=2), 4), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12])
+    longer = resets_at(stalls_at(2, 4), [0.5, 0.4, 0.3, 0.2], [0, 4, 8, 12])
+    extended = resets_at(stalls_at(2, 4), [0.5, 0.4, 0.9, 0.3, 0.2], [0, 4, 6, 8, 12])
     assert extended == longer == [8]
 
 
 def test_where_nothing_is_verified_the_reward_of_an_evaluation_decides():
     rows = [{"step": 0, "eval/x/reward": 0.5}, {"step": 1, "eval/x/reward": 0.4}]
-    assert [d.reset_reference for d in run_through(OnStall(Resets(on_stall=1), 1), rows)] == [False, True]
+    assert [d.reset_reference for d in run_through(stalls_at(1, 1), rows)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_controller_moves_the_coefficient_of_the_next_step():
-    rule, used, coefficient = Controlled(AdaptiveKL(0.1)), [], 0.04
+    rule, used, coefficient = controlled(AdaptiveKL(0.1)), [], 0.04
     for kl in (0.2, 0.1, 0.01, math.nan):
         row = {"step": 1, "kl_coef": coefficient, "controller/kl": kl, "completions": 64}
         coefficient = rule(row, {})[0].coefficients.get("kl_coef", coefficient)
         used.append(coefficient)
     assert used == [0.08, 0.08, 0.04, 0.04]
     row = {"step": 1, "kl_coef": 0.2, "controller/kl": 0.1, "controller/kl_sequence": 12.0, "completions": 256}
-    assert Controlled(ProportionalKL())(row, {})[0].coefficients["kl_coef"] == pytest.approx(0.201024)
-    assert Controlled(AdaptiveKL(0.1))({"step": 1}, {})[0] == Decision(), "no update, no verdict"
+    assert controlled(ProportionalKL())(row, {})[0].coefficients["kl_coef"] == pytest.approx(0.201024)
+    assert controlled(AdaptiveKL(0.1))({"step": 1}, {})[0] == Decision(), "no update, no verdict"
 
 
 def test_a_gradient_that_is_no_number_stops_the_run_with_advice():
-    rule = NotANumber(2e-5)
+    rule = checked(2e-5)
     for updates in (0.0, 1.0):
         decision, _ = rule(TAUGHT | {"step": 4, "updates": updates, "updates/not_finite": 1.0}, {})
         assert (decision.stop, decision.remedy) == (GUARD, "--learner.optimiser.learning_rate 2e-06")
@@ -160,34 +175,34 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_that_teach_nothing_are_told_and_end_the_run(case):
     reads, only_advantages, empty, words = CASES[case]
-    rule = TeachesNothing(3, only_advantages, reads)
+    rule = teaching(3, only_advantages, reads)
     rows = [empty, empty, TAUGHT, empty, empty, empty]
     decisions = run_through(rule, [row | {"step": step} for step, row in enumerate(rows, start=1)])
     assert [d.stop for d in decisions] == [None] * 5 + [GUARD]
     assert all(words in d.events["event/teaches_nothing"] for d in decisions if d != decisions[2])
     assert words in decisions[5].reason and decisions[2] == Decision()
-    never = run_through(dataclasses.replace(rule, patience=0), [empty | {"step": 1}] * 9)
+    never = run_through(partial(rule, patience=0), [empty | {"step": 1}] * 9)
     assert all(d.stop is None and d.events for d in never)
 
 
 def test_a_gradient_that_is_no_number_is_another_rules_matter():
-    assert TeachesNothing(1, True, "")(EMPTY | {"step": 1, "updates/not_finite": 1.0}, {})[0] == Decision()
+    assert teaching(1, True, "")(EMPTY | {"step": 1, "updates/not_finite": 1.0}, {})[0] == Decision()
 
 
 def test_a_flat_batch_still_teaches_where_something_else_is_in_the_loss():
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0}
-    assert TeachesNothing(1, False, "")(flat, {})[0] == Decision()
-    assert TeachesNothing(1, True, "")(flat, {})[0].stop == GUARD
-    at_the_reference, _ = TeachesNothing(1, False, "")(flat | {"grad_norm": 0.0}, {})
+    assert teaching(1, False, "")(flat, {})[0] == Decision()
+    assert teaching(1, True, "")(flat, {})[0].stop == GUARD
+    at_the_reference, _ = teaching(1, False, "")(flat | {"grad_norm": 0.0}, {})
     assert at_the_reference.stop == GUARD and "the rewards of each group are equal" in at_the_reference.reason
     moving = TAUGHT | {"step": 1, "grad_norm": 0.0}
-    assert TeachesNothing(1, False, "")(moving, {})[0] == Decision(), "advantages that cancel are advantages"
+    assert teaching(1, False, "")(moving, {})[0] == Decision(), "advantages that cancel are advantages"
     texts = Ptx(Texts(Table("texts.jsonl")))
     for ptx in (None, texts):
         collect = dataclasses.replace(SMOKE.rollout.collect, ptx=ptx)
         rollout = dataclasses.replace(SMOKE.rollout, collect=collect)
         run = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"], rollout=rollout)
-        assert rules_for(run)["teaches_nothing"].only_advantages == (ptx is None)
+        assert rules_for(run)["teaches_nothing"].keywords["only_advantages"] == (ptx is None)
 
 
 @pytest.mark.parametrize("reads", ["", "accuracy"])
@@ -195,10 +210,10 @@ def test_a_step_without_any_reward_says_so(reads):
     none = {"step": 1, "reward/mean": math.nan, "reward/zero_std_fraction": math.nan, "completions/mean_length": 5.0}
     flat = TAUGHT | none | {"advantage/nonzero_fraction": 0.0, "reward/accuracy": 1.0}
     row = EMPTY | none if reads else flat
-    decision, _ = TeachesNothing(1, False, reads)(row, {})
+    decision, _ = teaching(1, False, reads)(row, {})
     assert decision.stop == GUARD and "no completion could be scored: the reward is NaN for all" in decision.reason
     carried = flat | {"advantage/nonzero_fraction": 0.5}
-    assert TeachesNothing(1, False, reads)(carried, {})[0] == Decision(), "groups of earlier steps teach"
+    assert teaching(1, False, reads)(carried, {})[0] == Decision(), "groups of earlier steps teach"
 
 
 def test_a_filter_that_keeps_few_groups_is_told_with_the_setting_that_helps():
@@ -211,7 +226,10 @@ def test_a_filter_that_keeps_few_groups_is_told_with_the_setting_that_helps():
             }
             for x in shares
         ]
-        decisions = run_through(FewKept(reads, 8), [{"step": step} | row for step, row in enumerate(rows, start=1)])
+        decisions = run_through(
+            partial(few_kept, filter_reads=reads, group=8),
+            [{"step": step} | row for step, row in enumerate(rows, start=1)],
+        )
         return {step: d.events["event/few_kept"] for step, d in enumerate(decisions, start=1) if d.events}
 
     assert told([1 / 12] * 9) == {
@@ -227,7 +245,7 @@ def test_a_filter_that_keeps_few_groups_is_told_with_the_setting_that_helps():
 
 
 def test_a_step_in_which_only_the_critic_learns_teaches():
-    rule = TeachesNothing(1, True, "")
+    rule = teaching(1, True, "")
     warming = {"step": 1, "updates": 0.0, "completions/mean_length": 5.0, "critic/updates": 4.0, "critic/loss": 0.1}
     flat = TAUGHT | {"step": 1, "advantage/nonzero_fraction": 0.0, "critic/updates": 4.0}
     assert rule(warming, {}) == (Decision(), {"empty": 0}) == rule(flat | {"critic/loss": 0.1}, {})
@@ -239,7 +257,7 @@ def test_a_step_in_which_only_the_critic_learns_teaches():
 
 def test_a_task_that_is_solved_ends_well():
     rule, row = (
-        TeachesNothing(3, True, "accuracy"),
+        teaching(3, True, "accuracy"),
         EMPTY | {"step": 1, "reward/accuracy": 1.0, "reward/zero_std_fraction": 1.0},
     )
     last = run_through(rule, [row] * 3)[-1]
@@ -250,15 +268,22 @@ def test_a_task_that_is_solved_ends_well():
 def test_a_step_that_only_waits_for_its_groups_is_told_and_does_not_count():
     waiting = {"step": 1, "updates": 0.0, "completions/mean_length": math.nan}
     decisions = run_through(
-        TeachesNothing(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}]
+        teaching(2, True, "accuracy"), [waiting] * 9 + [EMPTY | {"step": 1}, waiting, EMPTY | {"step": 1}]
     )
     assert [d.stop for d in decisions] == [None] * 11 + [GUARD]
     assert all(d.events for d in decisions)
-    assert TeachesNothing(1, True, "")({"step": 0}, {})[0] == Decision(), "before training there is nothing to teach"
+    assert teaching(1, True, "")({"step": 0}, {})[0] == Decision(), "before training there is nothing to teach"
+
+
+EVERY_2 = partial(on_schedule, resets=Resets(), every=2)
 
 
 def test_decisions_become_one_and_a_guard_comes_before_resets():
-    rules = {"a": OnSchedule(2, True, False), "b": OnSchedule(3, False, True), "guard": NotANumber(1.0)}
+    rules = {
+        "a": EVERY_2,
+        "b": partial(on_schedule, resets=Resets(), every=3, reference=False),
+        "guard": checked(1.0),
+    }
     decision, memory = decide(rules, TAUGHT | {"step": 6}, {})
     assert decision.reset_reference and decision.reset_optimiser and decision.stop is None
     assert decision.events == {"event/reference_reset": True, "event/optimiser_reset": True}
@@ -266,25 +291,6 @@ def test_decisions_become_one_and_a_guard_comes_before_resets():
     broken, _ = decide(rules, TAUGHT | {"step": 6, "updates/not_finite": 1.0}, {})
     assert broken.stop == GUARD and not broken.reset_reference and not broken.reset_optimiser
     assert broken.events.keys() == {"event/not_a_number"}
-
-
-def test_a_run_has_the_rules_of_its_recipe():
-    guards = {"not_a_number", "reward_fails", "teaches_nothing"}
-    assert rules_for(SMOKE).keys() == guards | {"by_hand"}
-    one, two = (rules_for(configs.with_recipe(SMOKE, name)) for name in ("prorl_v1", "prorl_v2"))
-    filtered = guards | {"few_kept"}
-    stall = OnStall(RECIPES["prorl_v1"].resets, SMOKE.evaluation.every, configs.evaluation_key(SMOKE))
-    assert (stall.resets.on_stall, stall.resets.with_optimiser) == (3, True)
-    assert one["stall"] == stall and one.keys() == filtered | {"stall", "by_hand"}
-    assert two["reference"] == OnSchedule(300, True, False) and two.keys() == filtered | {"reference", "by_hand"}
-    without = dataclasses.replace(SMOKE, recipe=RECIPES["dapo"])
-    assert rules_for(without).keys() == filtered, "there is no reference that could be reset by hand"
-    kimi = rules_for(configs.with_recipe(SMOKE, "kimi_k1_5"))
-    assert kimi["optimiser"] == OnSchedule(1, False, True)
-    controlled = dataclasses.replace(SMOKE, recipe=dataclasses.replace(SMOKE.recipe, controller=AdaptiveKL(0.1)))
-    assert rules_for(controlled)["controller"] == Controlled(AdaptiveKL(0.1))
-    patience = {name: rules_for(configs.with_recipe(SMOKE, name))["teaches_nothing"] for name in RECIPES}
-    assert patience["grpo"].only_advantages is False and patience["dr_grpo"].only_advantages is True
 
 
 def test_apply_copies_the_policy_and_empties_the_optimiser():
@@ -323,21 +329,21 @@ def test_resets_after_the_first_compile_nothing():
 
 def test_what_rules_remember_that_are_not_there_stays():
     before = {"by_hand": {"id": "a", "step": 3}, "controller": {}}
-    _, memory = decide({"controller": Controlled(AdaptiveKL(0.1))}, {"step": 4}, before)
+    _, memory = decide({"controller": controlled(AdaptiveKL(0.1))}, {"step": 4}, before)
     assert memory == before
 
 
 def test_nothing_else_acts_on_a_run_that_goes_back_or_is_stopped():
     rules = {
-        "guard": OnFinding(("truncation",), True, 0.5, 2),
-        "reference": OnSchedule(1, True, True),
-        "controller": Controlled(AdaptiveKL(0.1)),
-        "phase": PhaseEnds(Phase("a", steps=1), Phase("b"), 0),
+        "guard": partial(on_finding, rules=Rules((), ("truncation",), "rollback", 0.5, 2)),
+        "reference": partial(on_schedule, resets=Resets(with_optimiser=True), every=1),
+        "controller": controlled(AdaptiveKL(0.1)),
+        "phase": partial(phase_ends, phase=Phase("a", steps=1), following=Phase("b"), evaluation_every=0),
     }
     row = {"step": 9, "kl_coef": 0.04, "controller/kl": 0.2, "completions": 64, "lr_scale": 1.0, "updates": 1.0}
     row[f"{FOUND}truncation"] = (7, "what", "this")
     decision, memory = decide(rules, row, {})
     assert decision == Decision(rollback=7, reason=decision.reason, coefficients={"lr_scale": 0.5})
     assert memory["guard"] == {"times": 1} and memory["phase"] == {} and LAST not in memory
-    stopped, memory = decide(rules | {"stop": NotANumber(0.1)}, row | {"updates/not_finite": 1.0}, {})
+    stopped, memory = decide(rules | {"stop": checked(0.1)}, row | {"updates/not_finite": 1.0}, {})
     assert stopped.stop == GUARD and stopped.rollback is None and memory["guard"] == {}, "it has not gone back"

@@ -134,10 +134,10 @@ def test_the_same_answers_are_written_of_every_evaluation(tmp_path):
     count = LOGGED_ANSWERS + 9
     answers = ((completion("2"),),) * count
     found = evaluate.Evaluated("sums", (PROBLEM,) * count, answers, np.ones((count, 1), bool), None)
-    other = dataclasses.replace(found, task="words")
+    other, alone = dataclasses.replace(found, task="words"), evaluate.Tested({}, (found,))
     with RunWriter(tmp_path, None, tensorboard=False) as writer:
-        record(writer, 0, found, {})
-        record(writer, 1, found, {}, training_lines(*learned_from(group(*[completion("a")] * 3 * LOGGED_ANSWERS))))
+        record(writer, 0, alone, {})
+        record(writer, 1, alone, {}, training_lines(*learned_from(group(*[completion("a")] * 3 * LOGGED_ANSWERS))))
         record(writer, 2, evaluate.Tested({}, (found, other)), {})
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     counts = collections.Counter((line["step"], line["kind"], line["task"]) for line in lines)

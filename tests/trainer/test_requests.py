@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 from jaxrl_llm import cli
@@ -9,7 +10,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.checkpoints.store import host_file
 from jaxrl_llm.data import Texts
 from jaxrl_llm.recipes import DAPO, GRPO
-from jaxrl_llm.rules import BY_HAND, ByHand, NotANumber, Phase, Rules, decide
+from jaxrl_llm.rules import BY_HAND, Phase, Resets, Rules, by_hand, decide, not_a_number
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.context import ask_reset, asked_reset, forget_reset
 
@@ -17,7 +18,7 @@ RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 
 
 def test_a_request_is_answered_once_and_remembered_by_its_id():
-    rules, asked = {BY_HAND: ByHand()}, {"asked/reset": {"id": "a", "with_optimiser": True}}
+    rules, asked = {BY_HAND: partial(by_hand, resets=Resets())}, {"asked/reset": {"id": "a", "with_optimiser": True}}
     decision, memory = decide(rules, {"step": 3} | asked, {})
     assert decision.reset_reference and decision.reset_optimiser and decision.snapshot
     assert decision.events == {"event/reference_reset": "by hand", "event/optimiser_reset": True}
@@ -33,7 +34,9 @@ def test_a_request_is_answered_once_and_remembered_by_its_id():
 
 def test_a_guard_leaves_the_request_for_later():
     asked = {"step": 3, "updates/not_finite": 1.0, "asked/reset": {"id": "a", "with_optimiser": False}}
-    decision, memory = decide({BY_HAND: ByHand(), "guard": NotANumber(1.0)}, asked, {})
+    decision, memory = decide(
+        {BY_HAND: partial(by_hand, resets=Resets()), "guard": partial(not_a_number, learning_rate=1.0)}, asked, {}
+    )
     assert decision.stop is not None and not decision.reset_reference and memory[BY_HAND] == {}
 
 

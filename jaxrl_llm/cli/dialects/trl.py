@@ -4,8 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.algorithms.advantages import BatchScaled, GroupMean, GroupZScore, KLInReward
-from jaxrl_llm.algorithms.entropy import AdaptiveEntropy
-from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
+from jaxrl_llm.algorithms.kl import K3, AdaptiveEntropy, UnbiasedK3
 from jaxrl_llm.algorithms.loss import Algorithm
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean

@@ -1,6 +1,7 @@
 """Inputs of advantages besides the summed rewards: limits of costs, the gate, and several separate rewards."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -14,7 +15,7 @@ from jaxrl_llm.rewards import Reward
 from jaxrl_llm.rewards.bounds import REJECTED, Constraint
 from jaxrl_llm.rewards.functions import OF_STEPS
 from jaxrl_llm.rollout.groups import RolloutBatch
-from jaxrl_llm.rules import Multiplier
+from jaxrl_llm.rules import constrained
 from jaxrl_llm.stages.rl.ingredient import Ingredient
 from jaxrl_llm.types import Group
 
@@ -33,7 +34,7 @@ class Constraints(Ingredient):
     def of(cls, run: Run) -> Self | None:
         """See ``Ingredient``."""
         limits = run.scoring.constraints
-        moves = {one.coefficient: Multiplier(one.part, one.coefficient, one.limit, one.rate) for one in limits}
+        moves = {one.coefficient: functools.partial(constrained, limited=one) for one in limits}
         begins = {one.coefficient: float(one.multiplier) for one in limits}
         gated = run.scoring.gate is not None
         return cls(limits, gated, coefficients=begins, rules=moves) if limits or gated else None

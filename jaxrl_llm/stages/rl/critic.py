@@ -1,6 +1,7 @@
 """PPO's critic: a role that learns the value of each state of a completion."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from jaxrl_llm.learner.state import NewRole
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.lora import create, model_of
-from jaxrl_llm.rules import NotANumber
+from jaxrl_llm.rules import not_a_number
 from jaxrl_llm.sharding import platform_of
 from jaxrl_llm.stages.rl.device_model import critic_config, load_critic, with_score
 from jaxrl_llm.stages.rl.ingredient import Around, Ingredient
@@ -48,7 +49,8 @@ class CriticRole(Ingredient):
         critic = run.recipe.critic
         if critic is None:
             return None
-        guard = NotANumber(critic.optimiser.learning_rate, "recipe.critic.optimiser", "critic/")
+        rate, field = critic.optimiser.learning_rate, "recipe.critic.optimiser"
+        guard = functools.partial(not_a_number, learning_rate=rate, field=field, prefix="critic/")
         loads = () if critic.model is None else (critic.model,)
         return cls(run, critic, rules={"critic_not_a_number": guard}, loads=loads)
 

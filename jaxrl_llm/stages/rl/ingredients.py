@@ -1,5 +1,6 @@
 """The ingredients of reinforcement learning, and the objectives, rules and coefficients of a run's settings."""
 
+from functools import partial
 from typing import Any
 
 from jaxrl_llm import config as configs
@@ -9,11 +10,11 @@ from jaxrl_llm.rules import (
     BY_HAND,
     LR_SCALE,
     OF_ENTROPY,
-    ByHand,
-    Controlled,
-    EntropyControlled,
     Rule,
+    by_hand,
+    entropy_controlled,
     guards_of,
+    kl_controlled,
     rules_of,
 )
 from jaxrl_llm.stages.rl.constraints import Constraints
@@ -67,11 +68,11 @@ def rules_for(run: configs.Run) -> dict[str, Rule]:
     rules = guards_of(run, own, len(objectives_of(run)) > 1)
     rules |= rules_of(run.recipe.resets, run.evaluation.every, kl_coef, test)
     if configs.keeps_reference(run):
-        rules[BY_HAND] = ByHand(run.recipe.resets)
+        rules[BY_HAND] = partial(by_hand, resets=run.recipe.resets)
     if run.recipe.of_kl is not None:
-        rules["controller"] = Controlled(run.recipe.of_kl)
+        rules["controller"] = partial(kl_controlled, controller=run.recipe.of_kl)
     if run.recipe.of_entropy is not None:
-        rules[OF_ENTROPY] = EntropyControlled(run.recipe.of_entropy)
+        rules[OF_ENTROPY] = partial(entropy_controlled, controller=run.recipe.of_entropy)
     return rules
 
 
