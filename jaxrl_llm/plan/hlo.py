@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -127,28 +127,6 @@ def _closing(text: str, opened: int) -> int:
     return len(text) - 1
 
 
-def collectives(
-    program: Program, unknown: Sequence[float] = (), name: str = "", times: float = 1.0
-) -> list[Collective]:
-    """Return every transfer of one call of a computation, with repetitions by loops multiplied out.
-
-    Args:
-      program: from ``parse``.
-      unknown: trip counts of loops with a bound in the data, the outermost first; deeper loops count once.
-      name: name of the computation; "" for the program's entry.
-      times: how often it is called.
-    """
-    name = name or program.entry
-    found = list(own_collectives(program, name, times))
-    for instruction in program.computations[name].values():
-        if instruction.operation == "while":
-            trips, rest = rounds(program, name, instruction, tuple(unknown))
-            found += collectives(program, rest, calls(instruction)["body"][0], times * trips)
-        for other in called_once(instruction):
-            found += collectives(program, unknown, other, times)
-    return found
-
-
 PRODUCTS = {
     "cuBLAS": r'custom_call_target="__cublas',
     "cuDNN": r'custom_call_target="__cudnn',
@@ -185,7 +163,7 @@ def rounds(
     return (unknown[0], unknown[1:]) if unknown else (1.0, ())
 
 
-def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator[Collective]:
+def own_collectives(program: Program, name: str, times: float) -> Iterator[Collective]:
     """Yield the transfers of one computation and its fusions, without those in its loops.
 
     A transfer that is split over several fusions, to overlap, has one channel and counts once.

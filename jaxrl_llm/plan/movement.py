@@ -48,7 +48,7 @@ class Loop:
       times: how often it runs in one call of the program.
       moved: bytes that one round reads and writes in the device's memory, inner loops multiplied out.
       copies: those in its own body, of at least ``WORTH_TELLING`` bytes.
-      collectives: those in its own body, once.
+      collectives: those in its own body, ``times`` times each.
     """
 
     name: str
@@ -73,7 +73,9 @@ def _loops(program: Program, name: str, depth: int, times: float, unknown: tuple
     own = list(_straight(program, name))
     told = (_copy(program, where, one) for where, one in own)
     copies = tuple(copy for copy in told if copy is not None and copy.size >= WORTH_TELLING)
-    sent = tuple(c for where in dict.fromkeys(where for where, _ in own) for c in hlo.own_collectives(program, where))
+    sent = tuple(
+        c for where in dict.fromkeys(where for where, _ in own) for c in hlo.own_collectives(program, where, times)
+    )
     yield Loop(name, depth, times, moved(program, name, unknown), copies, sent)
     for where, one in own:
         if one.operation == "while":

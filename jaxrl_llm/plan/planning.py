@@ -199,18 +199,17 @@ def _assembled(
     held = one.arrays
     todo = work(run, outline, held.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
-    base = device_memory.resident(held)
     traffics = traffic_by_formula(run, held, todo, sizes, spots)
     traffics |= {
-        name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused
+        name: by_kind(traffic(c, spots) for loop in one.loops for c in loop.collectives)
+        for name, one in done.items()
+        if not one.refused
     }
-    learn = device_memory.learning_temporary(run, held, done, base)
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
     sampling = None
     if isinstance(held, SamplingArrays):
-        sample = device_memory.sampling_temporary(held, done, held.slot_shape.parts)
-        sampling = device_memory.sampling(run, held, base, sample, bool(done))
-        more["slots"] = (sampling.cache + sample) / held.sampler.rollout.slots
+        sampling = device_memory.sampling(run, held, done)
+        more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.slots
     products = []
     for name in ("update", "decode"):
         if name in done and done[name].products:  # the compiler had a choice
@@ -220,8 +219,8 @@ def _assembled(
     whole = policy.params if policy.base is None else policy.base  # an adapter is not counted
     return Plan(
         run, machine, sizes, sum(x.size for x in jax.tree.leaves(whole)), todo, outline.groups,
-        device_memory.learning(run, held, base, learn, bool(done)), sampling,
-        tuple(phases(run, held, todo, machine.chip, batch_parts(sizes), traffics)), done,
+        device_memory.learning(run, held, done), sampling,
+        tuple(phases(run, held, todo, machine.chip, traffics)), done,
         (f"attention: {outline.forward.compute.attention}", *products, *notes, *outline.notes), more,
     )  # fmt: skip
 

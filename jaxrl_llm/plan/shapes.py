@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxrl_llm.engine.backend import for_sampling
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.prefix_cache import LONGEST_CALL, PIECE, bucket, rows_of_call
+from jaxrl_llm.engine.prefix_cache import prefill_shape, rows_of_call
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.engine.slots import Slots, empty_slots, slot_shardings
@@ -30,32 +30,39 @@ from jaxrl_llm.types import Prompt, Role, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedRole:
-    """One role on the devices.
+class PlannedModel:
+    """A model on the devices, and the data that a program reads with it.
+
+    Attributes:
+      name: of the program: "update" for the policy, or that of another role or of a pass.
+      forward: options of the model's forward pass.
+      predicts: whether it predicts tokens; a scalar model does not.
+      model: the model that reads.
+      gathered: that model as its layers read it: in the compute type, whole over fsdp.
+      packed: the data of one call.
+      microbatches: non-empty microbatches of the data.
+    """
+
+    name: str
+    forward: Forward
+    predicts: bool
+    model: Any
+    gathered: Any
+    packed: Packed
+    microbatches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRole(PlannedModel):
+    """One role on the devices, with the program that updates it.
 
     Attributes:
       training: its training functions.
-      forward: options of its forward pass.
       role: its weights and optimiser.
-      model: the model of its weights.
-      gathered: that model as its layers read it: in the compute type, whole over fsdp.
     """
 
     training: Training
-    forward: Forward
     role: Role
-    model: Any
-    gathered: Any
-
-    @property
-    def program(self) -> str:
-        """Return the name of its update program."""
-        return "update" if self.training.role == "policy" else self.training.role
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it predicts tokens; a scalar model does not."""
-        return not isinstance(self.model, ScalarModel)
 
     @property
     def passes(self) -> int:
@@ -64,32 +71,10 @@ class PlannedRole:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedPass:
-    """A pass on the devices.
-
-    Attributes:
-      asked: the pass to run.
-      model: the model that reads.
-      gathered: as in ``PlannedRole``.
-      packed: the data of one call.
-      microbatches: non-empty microbatches of the data.
-    """
+class PlannedPass(PlannedModel):
+    """A pass on the devices; ``asked``: the pass to run."""
 
     asked: Pass
-    model: Any
-    gathered: Any
-    packed: Packed
-    microbatches: int
-
-    @property
-    def forward(self) -> Forward:
-        """Return the options of the model's forward pass."""
-        return self.asked.forward
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it predicts tokens."""
-        return self.asked.output != "values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +84,12 @@ class Arrays:
     Attributes:
       state: weights, optimiser, reference.
       packed: one optimiser update's data, for all roles.
-      microbatches: non-empty microbatches of the data.
       learned: one for each role, the policy first.
       readings: the passes.
     """
 
     state: TrainState
     packed: Packed
-    microbatches: int
     learned: tuple[PlannedRole, ...]
     readings: tuple[PlannedPass, ...]
 
@@ -151,22 +134,26 @@ def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
     needed = set().union(*(one.needs for one in outline.training)) - set(packed.by_token)
     packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
+    packed = abstract(packed, batch_shardings(packed, mesh))
     learned = []
     for one in outline.training:
         role = state.roles[one.role]._replace(base=base_of(state, one.role))
         model, forward = model_of(state, one.role), outline.forwards[one.role]
-        learned.append(PlannedRole(one, forward, role, model, gathered(model, forward)))
+        name, predicts = "update" if one.role == "policy" else one.role, not isinstance(model, ScalarModel)
+        held = (model, gathered(model, forward), packed, microbatches)
+        learned.append(PlannedRole(name, forward, predicts, *held, one, role))
     readings = []
     for asked in outline.passes:
         on = asked.forward.mesh
         model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, on))
         read, count = packed_shapes(asked.samples, asked.forward.layout)
         read = abstract(read, batch_shardings(read, on))
-        readings.append(PlannedPass(asked, model, gathered(model, asked.forward), read, count))
-    held = Arrays(state, abstract(packed, batch_shardings(packed, mesh)), microbatches, tuple(learned), tuple(readings))
+        held = (model, gathered(model, asked.forward), read, count)
+        readings.append(PlannedPass(asked.name, asked.forward, asked.output != "values", *held, asked))
+    found = Arrays(state, packed, tuple(learned), tuple(readings))
     if outline.sampler is None:
-        return held
-    return _with_sampler(held, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
+        return found
+    return _with_sampler(found, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
 
 
 def gathered(model: Any, forward: Forward) -> Any:
@@ -202,7 +189,7 @@ def bytes_per_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def width_of(one: PlannedRole | PlannedPass) -> int:
+def width_of(one: PlannedModel) -> int:
     """Return the bytes of a number in the compute type of a model's layers."""
     return jnp.dtype(one.forward.compute.dtype).itemsize
 
@@ -217,6 +204,5 @@ def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
 
     ``parts``: number of parts into which the mesh divides the sequences.
     """
-    piece = bucket(tokens) if bucket(tokens) <= LONGEST_CALL else PIECE
-    calls = -(-tokens // piece)
-    return rows_of_call(piece if calls == 1 else piece * calls, parts), piece, calls
+    shape = prefill_shape(tokens)
+    return rows_of_call(shape.piece * shape.calls, parts), shape.piece, shape.calls

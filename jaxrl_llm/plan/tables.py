@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.plan.machines import GIB
 from jaxrl_llm.plan.network import by_kind
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.system.paths import new_file
 
-GIB = 2.0**30
 KINDS = {
     "weights": ("weights ({dtype})", "#4269d0"), "optimiser": ("optimiser", "#6c8ae0"),
     "reference": ("reference", "#97bbf5"), "critic": ("critic ({dtype})", "#a463f2"),
@@ -70,7 +70,7 @@ def memory_lines(plan: Plan) -> list[str]:
         name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype)
         for name, (text, _) in KINDS.items()
     }
-    whose = "the compiler's" if plan.learning.compiled else "a formula's"
+    whose = "the compiler's" if plan.compiled else "a formula's"
     halves = plan.halves
     rows = [f"{'memory of one device, GiB':<50}" + "".join(f"{name:>10}" for name in halves)]
 
@@ -78,7 +78,7 @@ def memory_lines(plan: Plan) -> list[str]:
         return f"  {text:<48}" + "".join(f"{value / GIB:>10.2f}" if value else f"{'-':>10}" for value in values)
 
     for name, text in words.items():
-        values = [half.kinds()[name] for half in halves.values()]
+        values = [getattr(half, name) for half in halves.values()]
         if any(values):
             rows.append(row(f"{text}, {whose}" if name == "temporary" else text, values))
     rows.append(row("in all", [half.total for half in halves.values()]))
@@ -159,7 +159,7 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
     """Return everything in the report as plain values: bytes, seconds, FLOPs."""
 
     halves = {
-        name: half.kinds() | {"total": half.total, "temporary_compiled": half.compiled}
+        name: dataclasses.asdict(half) | {"total": half.total, "temporary_compiled": bool(plan.compiled)}
         for name, half in plan.halves.items()
     }
     loops: dict[str, list[dict[str, Any]]] = {}
