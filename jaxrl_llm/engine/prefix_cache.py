@@ -112,7 +112,7 @@ class PrefixCache:
 
     def keep(self, request: Request, slots: Slots, row: int) -> None:
         """Keep the columns of a request that still has its slot; ``row``: of the cache."""
-        tokens = np.concatenate([request.given, *(piece[0] for piece in request.pieces)])
+        tokens = np.concatenate([request.given, *(piece.tokens for piece in request.pieces)])
         columns = min(bucket(len(tokens)), slots.blocks.columns + slots.cache.columns)
         one = kept_sequence(slots, row, request.slot, request.lane[0], columns)
         entry = Prefix(one, 0, request.block_key[0], request.prompt_columns)

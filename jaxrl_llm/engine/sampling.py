@@ -250,11 +250,9 @@ def _sure(repetition: Repetition) -> np.float32:
 
 
 def fresh_tail(rows: int, repetition: Repetition | None) -> Tail:
-    """Return the state of B rows before the first token."""
-    period = repetition.longest_period if repetition else 0
-    return Tail(
-        jnp.full((rows, period), -1, jnp.int32), jnp.zeros((rows, period), jnp.int32), jnp.zeros(rows, jnp.int32)
-    )
+    """Return the state (NumPy) of B rows before the first token."""
+    shape = (rows, repetition.longest_period if repetition else 0)
+    return Tail(np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(rows, np.int32))
 
 
 def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: Rules) -> tuple[Tail, jax.Array]:

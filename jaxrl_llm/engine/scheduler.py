@@ -24,7 +24,7 @@ from jaxrl_llm.engine.blocks import (
 )  # fmt: skip
 from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.sampling import Tail, as_rules, asked, tail_of
+from jaxrl_llm.engine.sampling import as_rules, asked, tail_of
 from jaxrl_llm.engine.settings import Repetition, Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
@@ -32,6 +32,7 @@ from jaxrl_llm.engine.slots import (
     Slots,
     empty_slots,
     fill_slots,
+    idle_rows,
     parts_of,
     rearranged,
     run_chunk,
@@ -242,19 +243,19 @@ def _admissions(
             if request.lane[0] not in made:
                 begun.blocks[request.lane[0]] = held.row
                 made.add(request.lane[0])
-            slot = request.slot
-            begun.new[slot] = True
-            begun.before[slot] = request.prompt_columns
-            begun.lengths[slot] = request.columns
+            slot, new = request.slot, begun.slots
+            new.active[slot] = True
+            new.before[slot] = request.prompt_columns
+            new.lengths[slot] = request.columns
+            new.tokens[slot] = request.given[-1]
+            new.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
+            new.sampled[slot] = request.earlier
+            new.limits[slot] = request.limit
             begun.source[slot] = held.row if request.columns else -1
-            begun.tokens[slot] = request.given[-1]
-            begun.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
-            begun.sampled[slot] = request.earlier
-            begun.limits[slot] = request.limit
             if request.begun is not None and repetition:
                 logp = request.begun.extras.get("policy_logp", request.begun.sampler_logp)
                 logp = np.where(request.begun.mask, logp, -np.inf).astype(np.float32)  # no policy was sure of others
-                for whole, one in zip(begun.tail, tail_of(request.begun.tokens, logp, repetition), strict=True):
+                for whole, one in zip(new.tail, tail_of(request.begun.tokens, logp, repetition), strict=True):
                     whole[slot] = one
         needed = np.unique(np.concatenate([begun.blocks, begun.source]))
         needed = needed[needed >= 0]
@@ -264,20 +265,6 @@ def _admissions(
 
 def idle(shape: SlotShape, prefilled: int, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
     """Return an admission that begins no slot, for so many prefilled rows."""
-    zeros = functools.partial(np.zeros, dtype=np.int32)
-    rows = shape.rows
-    period = repetition.longest_period if repetition else 0
-    return Admission(
-        needed=zeros(prefilled) - 1,
-        blocks=zeros(shape.blocks) - 1,
-        source=zeros(rows) - 1,
-        new=np.zeros(rows, bool),
-        lanes=lanes,
-        before=zeros(rows),
-        lengths=zeros(rows),
-        tokens=zeros(rows),
-        seeds=np.zeros((rows, 2), np.uint32),
-        sampled=zeros(rows),
-        limits=zeros(rows),
-        tail=Tail(zeros((rows, period)) - 1, zeros((rows, period)), zeros(rows)),
-    )
+    none = functools.partial(np.full, fill_value=-1, dtype=np.int32)
+    slots = idle_rows(shape.rows, repetition)._replace(lanes=lanes)
+    return Admission(needed=none(prefilled), blocks=none(shape.blocks), source=none(shape.rows), slots=slots)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.blocks import SlotShape
@@ -139,6 +140,15 @@ class Emitted(NamedTuple):
     repeats: jax.Array
 
 
+def idle_rows(rows: int, repetition: Repetition | None) -> Slots:
+    """Return inactive slots in NumPy, without their cache and blocks."""
+    zeros = functools.partial(np.zeros, rows, np.int32)
+    names = ("lanes", "before", "lengths", "tokens", "sampled", "limits")
+    seeds, active = np.zeros((rows, 2), np.uint32), np.zeros(rows, bool)
+    tail = fresh_tail(rows, repetition)
+    return Slots(None, None, **{name: zeros() for name in names}, seeds=seeds, tail=tail, active=active)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "room"))
 def empty_slots(
     config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None,
@@ -148,15 +158,10 @@ def empty_slots(
 
     ``room``: rows and columns of the cache, those of the slots unless more are given.
     """
-    rows = shape.rows
-    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-    slots = Slots(
-        empty_cache(config, *(room or (rows, shape.columns)), dtype),
-        empty_cache(config, shape.blocks, shape.prompt_columns, dtype),
-        zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
-        fresh_tail(rows, repetition), jnp.zeros(rows, bool),
-    )  # fmt: skip
-    return on_mesh(slots, mesh)
+    cache = empty_cache(config, *(room or (shape.rows, shape.columns)), dtype)
+    blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
+    idle = jax.tree.map(jnp.asarray, idle_rows(shape.rows, repetition))
+    return on_mesh(idle._replace(cache=cache, blocks=blocks), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns"), donate_argnums=1)
@@ -184,15 +189,13 @@ def run_chunk(
     shapes = jax.eval_shape(lambda: pick(light, chunk, jnp.int32(0))[2])
     out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
 
-    def more(carry: tuple) -> jax.Array:
-        return (carry[0] < steps) & jnp.any(carry[1].active)
-
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
         now, chunk, new = pick(now, chunk, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
 
     # The cache is read, never carried: only the small chunk travels through the loop.
+    more = lambda carry: (carry[0] < steps) & jnp.any(carry[1].active)  # noqa: E731
     _, now, chunk, out = jax.lax.while_loop(more, one, (jnp.int32(0), light, chunk, out))
     cache = on_own_rows(flush, mesh, slots.cache, chunk, slots.lengths)
     lengths = slots.lengths + now.sampled - slots.sampled
@@ -219,46 +222,34 @@ def _pick(
 
 
 class Admission(NamedTuple):
-    """Initial values of the slots that begin, [B] each.
+    """Slots and blocks that begin, and the prefilled rows that they are made of.
 
     Attributes:
       needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
       blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
-      source: the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for none.
-      new: which slots begin; the other fields of these are those of ``Slots``.
-      lanes: of all slots, new or not.
+      source: [B], the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for
+        none.
+      slots: initial values of the slots that begin, which are active, without cache and blocks; lanes of all slots.
     """
 
     needed: Any
     blocks: Any
     source: Any
-    new: Any
-    lanes: Any
-    before: Any
-    lengths: Any
-    tokens: Any
-    seeds: Any
-    sampled: Any
-    limits: Any
-    tail: Any
-
-
-OF_EACH_SLOT = ("before", "lengths", "tokens", "seeds", "sampled", "limits", "tail")
-"""Names of the fields of an ``Admission`` that are copied to the slots that begin."""
+    slots: Slots
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None = None) -> Slots:
     """Begin slots and blocks with rows of ``given``."""
-    cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, begun.before)
+    new = begun.slots
+    cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, new.before)
     blocks = inserted(mesh, slots.blocks, given, begun.needed, begun.blocks, jnp.zeros_like(begun.blocks))
 
     def choose(given: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(begun.new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
+        return jnp.where(new.active.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
 
-    own = {name: jax.tree.map(choose, getattr(begun, name), getattr(slots, name)) for name in OF_EACH_SLOT}
-    filled = slots._replace(cache=cache, blocks=blocks, lanes=begun.lanes, active=begun.new | slots.active, **own)
-    return on_mesh(filled, mesh)
+    chosen = jax.tree.map(choose, new, slots._replace(cache=None, blocks=None))
+    return on_mesh(chosen._replace(cache=cache, blocks=blocks, lanes=new.lanes), mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
