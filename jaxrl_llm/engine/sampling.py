@@ -5,6 +5,7 @@ Truncation always keeps a set {tokens with a probability of at least a threshold
 bisection over the bits of the probabilities, so the vocabulary is never sorted.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -96,10 +97,8 @@ def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     """Return one number in [0, 1) for each row, a function of (seed uint32[B, 2], position int32[B]) only."""
 
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.key(0, impl="threefry2x32")
-        for word in (seed[0], seed[1], position.astype(jnp.uint32)):
-            key = jax.random.fold_in(key, word)
-        return jax.random.uniform(key)
+        words = (seed[0], seed[1], position.astype(jnp.uint32))
+        return jax.random.uniform(functools.reduce(jax.random.fold_in, words, jax.random.key(0, impl="threefry2x32")))
 
     return jax.vmap(one)(seeds, positions)
 

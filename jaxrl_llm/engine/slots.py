@@ -279,10 +279,8 @@ def with_blocks(
     Every device moves its own blocks, since otherwise each would gather all of them.
     """
 
-    def own(cache: Cache, _: None, order: jax.Array) -> Cache:
-        return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)
-
-    blocks = on_own_rows(own, mesh if parts > 1 else None, slots.blocks, None, order)
+    taken = lambda cache, _, order: with_columns(take_rows(cache, order % cache.v.shape[1]), columns)  # noqa: E731
+    blocks = on_own_rows(taken, mesh if parts > 1 else None, slots.blocks, None, order)
     return on_mesh(slots._replace(blocks=blocks, lanes=lanes), mesh)
 
 
@@ -316,9 +314,5 @@ def extend_prompts(
 def joined_caches(caches: list[Cache], rows: int, columns: int) -> Cache:
     """Join caches by rows and pad the result to so many rows and columns."""
     given = [with_columns(cache, columns) for cache in caches]
-
-    def join(*parts: jax.Array) -> jax.Array:
-        whole = jnp.concatenate(parts, axis=1)
-        return jnp.pad(whole, [(0, 0), (0, rows - whole.shape[1]), *[(0, 0)] * 3])
-
-    return placed(jax.tree.map(join, *given))
+    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *given)
+    return placed(jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), *[(0, 0)] * 3]), whole))

@@ -113,22 +113,34 @@ def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Comp
 
     ``done``: as in ``learning``.
     """
-    sampled, slots = bytes_per_device(arrays.sampled), bytes_per_device(arrays.slots)
+    rollout = arrays.sampler.rollout
+    parts = arrays.slot_shape.parts
+    sampled = bytes_per_device(arrays.sampled)
+    slots = bytes_per_device(arrays.slots)
+    # The blocks that prompts had before, while they become more.
+    blocks = bytes_per_device(arrays.slots.blocks) / 2
+    # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    filling = -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
     needs = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
     if done:
-        waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
-        waiting = max(waiting, 0) * prompts_waiting(arrays)
+        waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
         decode = compiled_temporary(done["decode"], sampled + slots)
         weights = done.get("weights", Compiled("weights"))
         moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
         refill = compiled_temporary(done["refill"], slots + waiting)
-        # The blocks that prompts had before, while they become more.
-        blocks = bytes_per_device(arrays.slots.blocks) / 2
         # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
         busiest = max(decode, blocks, refill, done["prompts"].temporary)
         needs += [busiest + waiting, moving - slots]
     else:
-        needs.append(sampling_formula(arrays))
+        config = arrays.sampled.config
+        share = share_of(arrays.sampled)
+        kv_heads = config.attention.kv_heads
+        heads = kv_heads * share if kv_heads * share >= 1 else kv_heads
+        tokens = filling * rows / parts * piece * calls
+        waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * arrays.slots.cache.k.dtype.itemsize
+        logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
+        needs.append(max(logits, blocks) + waiting)
     base = DeviceMemory() if run.mesh.rollout else resident(arrays)
     return dataclasses.replace(base, judges=judges(arrays), sampled=sampled, cache=slots, temporary=max(needs))
 
@@ -136,13 +148,6 @@ def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Comp
 def compiled_temporary(done: Compiled, given: float) -> float:
     """Return the bytes that a program needs in addition to arguments of ``given`` bytes; their padding counts."""
     return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
-
-
-def prompts_waiting(arrays: SamplingArrays) -> int:
-    """Return how many calls' keys and values wait at one time to be copied into slots, at the first filling."""
-    rollout = arrays.sampler.rollout
-    rows, _, _ = prompt_calls(rollout.max_prompt_tokens, arrays.slot_shape.parts)
-    return -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
 
 
 def reading_bytes(one: PlannedPass, done: Mapping[str, Compiled]) -> float:
@@ -167,18 +172,3 @@ def pass_by_formula(one: PlannedModel, each: Callable[[ComputeOptions, ModelConf
     tokens = layout.rows * layout.row_tokens / layout.parts
     logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
     return cast + tokens * each(compute, config, layout.row_tokens, share) + logits
-
-
-def sampling_formula(arrays: SamplingArrays) -> float:
-    """Estimate the bytes of sampling besides weights and cache: logits, waiting prompts, growing blocks of prompts."""
-    rollout = arrays.sampler.rollout
-    config = arrays.sampled.config
-    share = share_of(arrays.sampled)
-    parts = arrays.slot_shape.parts
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
-    width = arrays.slots.cache.k.dtype.itemsize
-    heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
-    tokens = prompts_waiting(arrays) * rows / parts * piece * calls
-    waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * width
-    logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
-    return max(logits, bytes_per_device(arrays.slots.blocks) / 2) + waiting

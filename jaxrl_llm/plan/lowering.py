@@ -196,7 +196,9 @@ def compile_one(one: Subject, name: str) -> Compiled:
     memory = done.memory_analysis()
     text = done.as_text()
     # Trip counts of loops with a bound in the data: microbatches and chunks of predictions, or decode steps.
-    repeats = (one.arrays.sampler.rollout.chunk,) if name == "decode" else ()
+    repeats: tuple[float, ...] = ()
+    if isinstance(one.arrays, SamplingArrays) and name == "decode":
+        repeats = (one.arrays.sampler.rollout.chunk,)
     for model in (*one.arrays.learned, *one.arrays.readings):
         if model.name == name:
             repeats = (model.microbatches,) + (-(-model.packed.target.shape[-1] // CHUNK),) * model.predicts

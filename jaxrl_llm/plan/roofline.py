@@ -261,39 +261,33 @@ def phases(
 def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, tuple[float, float]]]:
     """Return the calls of each sampling program, and the FLOPs and bytes of one call on one device.
 
-    Slots are assumed full until the last completions end.
+    Slots are assumed full until the last completions end; a decode chunk is averaged over the lengths of the cache as
+    it grows.
     """
     rollout = arrays.sampler.rollout
-    parts = arrays.slot_shape.parts
-    config = arrays.sampled.config
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
-    pairs = visible_pairs(config, 0, piece * calls) / calls
-    flops = forward_flops(config, piece, pairs, 0) * rows / parts * share_of(arrays.sampled)
-    waves = max(work.completions / rollout.slots, 1.0)
-    policy = arrays.state.policy
-    moved = bytes_per_device((policy.params, policy.base)) + bytes_per_device(arrays.sampled)
-    return {
-        "weights": (1.0, (0.0, moved)),
-        "prompts": (math.ceil(rollout.prompts / rows) * calls, (flops, bytes_per_device(arrays.sampled))),
-        "decode": (math.ceil(waves * work.mean / rollout.chunk), decode_cost(arrays, work)),
-    }
-
-
-def decode_cost(arrays: SamplingArrays, work: Work) -> tuple[float, float]:
-    """Return FLOPs and bytes of one decode chunk on one device, averaged over the lengths of the cache as it grows."""
-    rollout = arrays.sampler.rollout
-    config = arrays.sampled.config
     shape = arrays.slot_shape
+    config = arrays.sampled.config
+    share = share_of(arrays.sampled)
+    weights = bytes_per_device(arrays.sampled)
+    policy = arrays.state.policy
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, shape.parts)
+    pairs = visible_pairs(config, 0, piece * calls) / calls
+    prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
     slots = rollout.slots / shape.parts
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
-    flops = forward_flops(config, 1, pairs, 1) * slots * share_of(arrays.sampled)
+    decode = forward_flops(config, 1, pairs, 1) * slots * share
     # A chunk reads the next power of two of the columns that are there while all slots grow together.
     steps = range(0, work.mean, rollout.chunk)
     columns = sum(min(power_of_two(at + rollout.chunk), shape.columns) for at in steps) / len(steps)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
-    moved = bytes_per_device(arrays.sampled) + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
-    return flops * rollout.chunk, moved * rollout.chunk
+    moved = weights + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
+    waves = max(work.completions / rollout.slots, 1.0)
+    return {
+        "weights": (1.0, (0.0, bytes_per_device((policy.params, policy.base)) + weights)),
+        "prompts": (math.ceil(rollout.prompts / rows) * calls, (prefill, weights)),
+        "decode": (math.ceil(waves * work.mean / rollout.chunk), (decode * rollout.chunk, moved * rollout.chunk)),
+    }
 
 
 def pass_cost(one: PlannedModel, microbatches: int, predictions: int) -> tuple[float, float]:

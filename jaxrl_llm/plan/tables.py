@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.plan.machines import GIB
-from jaxrl_llm.plan.network import by_kind
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.system.paths import new_file
 
@@ -35,7 +34,7 @@ def lines(plan: Plan, source: str) -> list[str]:
     sent = []
     for p in plan.phases:
         whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
-        for t in by_kind(p.traffic):
+        for t in p.traffic:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
             sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
     rows += ["", *([SENT, *sent] if sent else ["nothing is sent between devices"])]
@@ -213,6 +212,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
         max(p["memory"]["available"], *(p["memory"][half]["total"] for half in shown))
         for p, shown in zip(plans, halves, strict=True)
     )
+    words = {kind: text.partition(" (")[0].replace(" and other", ",") for kind, (text, _) in KINDS.items()}
     labels = []
     for number, one in enumerate(plans):
         for offset, half in enumerate(halves[number]):
@@ -221,7 +221,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
             left = 0.0
             for kind, (_, colour) in KINDS.items():
                 if value := one["memory"][half].get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
-                    axes.barh(y, value, left=left, height=0.85, color=colour, label=_label(kind))
+                    axes.barh(y, value, left=left, height=0.85, color=colour, label=words[kind])
                     left += value
             available = one["memory"]["available"] / GIB
             axes.plot([available, available], [y - 0.5, y + 0.5], color="black", linewidth=1.5)
@@ -231,13 +231,8 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("GiB of one device (black line: what there is)")
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    shown = [label for label in map(_label, KINDS) if label in handles]
+    shown = [label for label in words.values() if label in handles]
     figure.legend(
         [handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False
     )
     figure.savefig(path)
-
-
-def _label(kind: str) -> str:
-    """Return the short name of a kind of memory, for the legend."""
-    return KINDS[kind][0].partition(" (")[0].replace(" and other", ",")
