@@ -110,20 +110,16 @@ class Engine:
         new = []
         for prompt, seed, limit, earlier in zip(prompts, seeds, limits, begun, strict=True):
             given = prompt if isinstance(prompt, Prompt) else Prompt(np.asarray(prompt, np.int32).reshape(-1))
-            request = Request(
-                self._handles + len(new), given, int(seed), int(limit),
-                earlier if earlier is not None and len(earlier.tokens) else None, keep,
-            )  # fmt: skip
+            earlier = earlier if earlier is not None and len(earlier.tokens) else None
+            request = Request(self._handles + len(new), given, int(seed), int(limit), earlier, keep)
             if not 1 <= len(given) <= room:
                 raise InputError(
                     f"a prompt of {len(given)} tokens and max_new_tokens {sampling.max_new_tokens} do not fit "
                     f"max_length {self.max_length}: prompts must have 1 to {room} tokens"
                 )
             if not request.earlier < limit <= sampling.max_new_tokens:
-                least = request.earlier + 1
-                raise InputError(
-                    f"a limit must be from {least} to max_new_tokens {sampling.max_new_tokens}, got {limit}"
-                )
+                least, most = request.earlier + 1, sampling.max_new_tokens
+                raise InputError(f"a limit must be from {least} to max_new_tokens {most}, got {limit}")
             new.append(request)
         self._queue.extend(new)
         self._handles += len(new)

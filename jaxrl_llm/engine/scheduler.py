@@ -198,9 +198,8 @@ class Scheduler:
                 begun.source[slot] = held.row if request.columns else -1
                 if request.begun is not None and repetition:
                     logp = request.begun.extras.get("policy_logp", request.begun.sampler_logp)
-                    logp = np.where(request.begun.mask, logp, -np.inf).astype(
-                        np.float32
-                    )  # no policy was sure of others
+                    # No policy was sure of the others.
+                    logp = np.where(request.begun.mask, logp, -np.inf).astype(np.float32)
                     for whole, one in zip(new.tail, tail_of(request.begun.tokens, logp, repetition), strict=True):
                         whole[slot] = one
             needed = np.unique(np.concatenate([begun.blocks, begun.source]))

@@ -1,6 +1,7 @@
 """Shapes and placement of every array that a run keeps on its devices; no array is made."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,6 @@ class PlannedModel:
       forward: options of the model's forward pass.
       predicts: whether it predicts tokens; a scalar model does not.
       model: the model that reads.
-      gathered: that model as its layers read it: in the compute type, whole over fsdp.
       packed: the data of one call.
       microbatches: non-empty microbatches of the data.
     """
@@ -47,9 +47,14 @@ class PlannedModel:
     forward: Forward
     predicts: bool
     model: Any
-    gathered: Any
     packed: Packed
     microbatches: int
+
+    @functools.cached_property
+    def gathered(self) -> Any:
+        """The model as its layers read it: in the compute type, divided over the tensor axis alone."""
+        narrow = jax.eval_shape(lambda m: cast(m, self.forward.compute.dtype), self.model)
+        return abstract(narrow, sampling_shardings(narrow, self.forward.mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,27 +144,21 @@ def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     for one in outline.training:
         role = state.roles[one.role]._replace(base=base_of(state, one.role))
         model, forward = model_of(state, one.role), outline.forwards[one.role]
-        name, predicts = "update" if one.role == "policy" else one.role, not isinstance(model, ScalarModel)
-        held = (model, gathered(model, forward), packed, microbatches)
-        learned.append(PlannedRole(name, forward, predicts, *held, one, role))
+        name = "update" if one.role == "policy" else one.role
+        predicts = not isinstance(model, ScalarModel)
+        learned.append(PlannedRole(name, forward, predicts, model, packed, microbatches, one, role))
     readings = []
     for asked in outline.passes:
         on = asked.forward.mesh
         model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, on))
         read, count = packed_shapes(asked.samples, asked.forward.layout)
         read = abstract(read, batch_shardings(read, on))
-        held = (model, gathered(model, asked.forward), read, count)
-        readings.append(PlannedPass(asked.name, asked.forward, asked.output != "values", *held, asked))
+        predicts = asked.output != "values"
+        readings.append(PlannedPass(asked.name, asked.forward, predicts, model, read, count, asked))
     found = Arrays(state, packed, tuple(learned), tuple(readings))
     if outline.sampler is None:
         return found
     return _with_sampler(found, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
-
-
-def gathered(model: Any, forward: Forward) -> Any:
-    """Return the model as its layers read it: in the compute type, divided over the tensor axis alone."""
-    narrow = jax.eval_shape(lambda m: cast(m, forward.compute.dtype), model)
-    return abstract(narrow, sampling_shardings(narrow, forward.mesh))
 
 
 def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
