@@ -10,15 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.sampling import (
-    Computed,
-    Rules,
-    Tail,
-    draw,
-    extend_tail,
-    fresh_tail,
-    uniforms,
-)  # fmt: skip
+from jaxrl_llm.engine.sampling import Computed, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.models.cache import (
     Cache,

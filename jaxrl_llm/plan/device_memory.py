@@ -10,16 +10,7 @@ from jaxrl_llm.learner.platform import forward_bytes, update_bytes
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.plan.lowering import Compiled
-from jaxrl_llm.plan.shapes import (
-    Arrays,
-    PlannedModel,
-    PlannedPass,
-    SamplingArrays,
-    bytes_per_device,
-    prompt_calls,
-    share_of,
-    width_of,
-)
+from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device, prompt_calls, share_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +141,7 @@ def compiled_temporary(done: Compiled, given: float) -> float:
     return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
 
 
-def reading_bytes(one: PlannedPass, done: Mapping[str, Compiled]) -> float:
+def reading_bytes(one: PlannedModel, done: Mapping[str, Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
     packed = bytes_per_device(one.packed)
     if not done:
@@ -168,7 +159,7 @@ def pass_by_formula(one: PlannedModel, each: Callable[[ComputeOptions, ModelConf
     compute = one.forward.compute
     config = one.model.config
     share = share_of(one.gathered)
-    cast = sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
+    cast = sum(bytes_per_device(x) * one.width / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
     logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
     return cast + tokens * each(compute, config, layout.row_tokens, share) + logits

@@ -33,14 +33,7 @@ from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import Machine, without_compilation_cache
 from jaxrl_llm.plan.movement import Loop, loops
-from jaxrl_llm.plan.shapes import (
-    Arrays,
-    SamplingArrays,
-    abstract_mesh,
-    abstract_model,
-    arrays,
-    prompt_calls,
-)
+from jaxrl_llm.plan.shapes import Arrays, SamplingArrays, abstract_mesh, abstract_model, arrays, prompt_calls
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
 from jaxrl_llm.stages import stage_of

@@ -11,7 +11,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.roofline import REMAT_PASSES, Work
-from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device, width_of
+from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device
 from jaxrl_llm.sharding import batch_parts
 
 
@@ -124,7 +124,7 @@ def _passed(one: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]
     """Return the collectives of a forward pass: weights gathered, and activations summed, in each microbatch."""
     config = one.model.config
     layout = one.forward.layout
-    size = layout.rows * layout.row_tokens / layout.parts * config.width * width_of(one)
+    size = layout.rows * layout.row_tokens / layout.parts * config.width * one.width
     return [
         Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
         Collective("all-reduce", size, axes["tensor"], 2 * config.layers * microbatches),

@@ -12,15 +12,7 @@ from jaxrl_llm.learner.platform import compute_for, tokens_in_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import device_memory
 from jaxrl_llm.plan.device_memory import DeviceMemory
-from jaxrl_llm.plan.lowering import (
-    Compiled,
-    Subject,
-    architectures,
-    compile_one,
-    planned_stage,
-    programs,
-    subject,
-)
+from jaxrl_llm.plan.lowering import Compiled, Subject, architectures, compile_one, planned_stage, programs, subject
 from jaxrl_llm.plan.machines import CUDNN, Machine, installed
 from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_formula
 from jaxrl_llm.plan.roofline import StepPart, Work, phases, work

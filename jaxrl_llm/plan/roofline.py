@@ -23,7 +23,6 @@ from jaxrl_llm.plan.shapes import (
     bytes_per_device,
     prompt_calls,
     share_of,
-    width_of,
 )
 from jaxrl_llm.stages.stage import Outline
 
@@ -308,7 +307,7 @@ def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> tuple[float, f
     config = held.model.config
     compute = held.forward.compute
     share = share_of(held.gathered)
-    width = width_of(held)
+    width = held.width
     parts = held.forward.layout.parts
     passes = 3 + REMAT_PASSES[compute.remat]
     tokens = work.rows * work.row_tokens / parts

@@ -56,6 +56,11 @@ class PlannedModel:
         narrow = jax.eval_shape(lambda m: cast(m, self.forward.compute.dtype), self.model)
         return abstract(narrow, sampling_shardings(narrow, self.forward.mesh))
 
+    @property
+    def width(self) -> int:
+        """Return the bytes of a number in the compute type of the model's layers."""
+        return jnp.dtype(self.forward.compute.dtype).itemsize
+
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRole(PlannedModel):
@@ -186,11 +191,6 @@ def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: 
 def bytes_per_device(tree: Any) -> int:
     """Return the bytes of these arrays on one device, without padding of their layout."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def width_of(one: PlannedModel) -> int:
-    """Return the bytes of a number in the compute type of a model's layers."""
-    return jnp.dtype(one.forward.compute.dtype).itemsize
 
 
 def share_of(tree: Any) -> float:
