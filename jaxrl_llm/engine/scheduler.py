@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -25,14 +24,14 @@ from jaxrl_llm.engine.blocks import (
 from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.sampling import as_rules, asked, tail_of
-from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
     Emitted,
     Slots,
     empty_slots,
     fill_slots,
-    idle_rows,
+    idle,
     parts_of,
     rearranged,
     run_chunk,
@@ -158,9 +157,9 @@ class Scheduler:
         """Stop these requests and free their slots; return those that ran."""
         gone = {slot: request for slot, request in self.running.items() if request.handle in handles}
         if gone:
-            idle = np.zeros(self._held.rows, bool)
-            idle[list(gone)] = True
-            self._state = stop_slots(self._state, idle)
+            stopped = np.zeros(self._held.rows, bool)
+            stopped[list(gone)] = True
+            self._state = stop_slots(self._state, stopped)
         for request in gone.values():
             self.release(request)
         return list(gone.values())
@@ -182,7 +181,8 @@ class Scheduler:
         fresh = {request.handle for request in taken}
         made = {request.lane[0] for request in self.running.values() if request.handle not in fresh}
         for cache, members in batches.values():
-            begun = idle(shape, cache.v.shape[1], lanes, repetition)
+            begun = idle(shape, cache.v.shape[1], repetition)
+            begun.slots.lanes[:] = lanes
             for held, request in members:
                 if request.lane[0] not in made:
                     begun.blocks[request.lane[0]] = held.row
@@ -255,10 +255,3 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
         rows = min(size for size in sizes if size >= min(rows, slots))
         blocks = held.blocks if held else 0
     return min(rows, slots), blocks
-
-
-def idle(shape: SlotShape, prefilled: int, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
-    """Return an admission that begins no slot, for so many prefilled rows."""
-    none = functools.partial(np.full, fill_value=-1, dtype=np.int32)
-    slots = idle_rows(shape.rows, repetition)._replace(lanes=lanes)
-    return Admission(needed=none(prefilled), blocks=none(shape.blocks), source=none(shape.rows), slots=slots)

@@ -132,13 +132,31 @@ class Emitted(NamedTuple):
     repeats: jax.Array
 
 
-def idle_rows(rows: int, repetition: Repetition | None) -> Slots:
-    """Return inactive slots in NumPy, without their cache and blocks."""
-    zeros = functools.partial(np.zeros, rows, np.int32)
+class Admission(NamedTuple):
+    """Slots and blocks that begin, and the prefilled rows that they are made of.
+
+    Attributes:
+      needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
+      blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
+      source: [B], the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for
+        none.
+      slots: initial values of the slots that begin, which are active, without cache and blocks; lanes of all slots.
+    """
+
+    needed: Any
+    blocks: Any
+    source: Any
+    slots: Slots
+
+
+def idle(shape: SlotShape, prefilled: int, repetition: Repetition | None) -> Admission:
+    """Return an admission in NumPy that begins no slot, for so many prefilled rows."""
+    none = functools.partial(np.full, fill_value=-1, dtype=np.int32)
+    rows = shape.rows
     names = ("lanes", "before", "lengths", "tokens", "sampled", "limits")
-    seeds, active = np.zeros((rows, 2), np.uint32), np.zeros(rows, bool)
-    tail = fresh_tail(rows, repetition)
-    return Slots(None, None, **{name: zeros() for name in names}, seeds=seeds, tail=tail, active=active)
+    numbers = {name: np.zeros(rows, np.int32) for name in names} | {"seeds": np.zeros((rows, 2), np.uint32)}
+    slots = Slots(None, None, **numbers, tail=fresh_tail(rows, repetition), active=np.zeros(rows, bool))
+    return Admission(needed=none(prefilled), blocks=none(shape.blocks), source=none(rows), slots=slots)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "room"))
@@ -152,8 +170,8 @@ def empty_slots(
     """
     cache = empty_cache(config, *(room or (shape.rows, shape.columns)), dtype)
     blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
-    idle = jax.tree.map(jnp.asarray, idle_rows(shape.rows, repetition))
-    return on_mesh(idle._replace(cache=cache, blocks=blocks), mesh)
+    slots = jax.tree.map(jnp.asarray, idle(shape, 0, repetition).slots)
+    return on_mesh(slots._replace(cache=cache, blocks=blocks), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns"), donate_argnums=1)
@@ -211,23 +229,6 @@ def _pick(
     stopped = jnp.any(drawn.token[:, None] == rules.stop_ids[None], axis=1) | (sampled >= now.limits) | repeats
     emitted = Emitted(drawn.token, drawn.logp, drawn.extras, now.active, repeats)
     return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), emitted
-
-
-class Admission(NamedTuple):
-    """Slots and blocks that begin, and the prefilled rows that they are made of.
-
-    Attributes:
-      needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
-      blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
-      source: [B], the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for
-        none.
-      slots: initial values of the slots that begin, which are active, without cache and blocks; lanes of all slots.
-    """
-
-    needed: Any
-    blocks: Any
-    source: Any
-    slots: Slots
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)

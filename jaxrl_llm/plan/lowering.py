@@ -20,8 +20,7 @@ from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.prefix_cache import bucket
 from jaxrl_llm.engine.sampling import as_rules
 from jaxrl_llm.engine.sampling import asked as asked_of
-from jaxrl_llm.engine.scheduler import idle
-from jaxrl_llm.engine.slots import extend_prompts, fill_slots, run_chunk, slot_shardings
+from jaxrl_llm.engine.slots import extend_prompts, fill_slots, idle, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.models.cache import empty_cache
@@ -161,8 +160,7 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
             given = cache if calls > 1 else None
             return extend_prompts.lower(held.sampled, given, lengths, tokens, cache.columns, where)
         if name == "refill":
-            lanes = np.zeros(shape.rows, np.int32)
-            begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], lanes, sampler.rules.repetition))
+            begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], sampler.rules.repetition))
             return fill_slots.lower(held.slots, cache, begun, where)
         rules = jax.eval_shape(lambda: as_rules(sampler.rules))
         chunk = sampler.rollout.chunk
