@@ -57,7 +57,6 @@ class Engine:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots = slots
         self.max_length = max_length
-        self.chunk = chunk
         dtype = jax.tree.leaves(model)[0].dtype
         sharing = 1 if strict else min(group, slots)
         self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing)

@@ -117,7 +117,7 @@ def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Comp
     if done:
         waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
         decode = compiled_temporary(done["decode"], sampled + slots)
-        weights = done.get("weights", Compiled("weights"))
+        weights = done.get("weights", Compiled())
         moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
         refill = compiled_temporary(done["refill"], slots + waiting)
         # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.

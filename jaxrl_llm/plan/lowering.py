@@ -47,7 +47,6 @@ class Compiled:
     """A compiled program and its needs on one device.
 
     Attributes:
-      name: "weights", "prompts", "refill", "decode", "update", or that of another role or of a pass.
       arguments: bytes of its arguments.
       outputs: bytes of its results in new memory.
       temporary: bytes of temporaries while it runs.
@@ -57,7 +56,6 @@ class Compiled:
       refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
     """
 
-    name: str
     arguments: int = 0
     outputs: int = 0
     temporary: int = 0
@@ -183,7 +181,7 @@ def compile_one(one: Subject, name: str) -> Compiled:
         try:
             done = lowered(one, name).compile()
         except jax.errors.JaxRuntimeError as error:
-            return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
+            return Compiled(seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
     text = done.as_text()
     # Trip counts of loops with a bound in the data: microbatches and chunks of predictions, or decode steps.
@@ -194,7 +192,6 @@ def compile_one(one: Subject, name: str) -> Compiled:
         if model.name == name:
             repeats = (model.microbatches,) + (-(-model.packed.target.shape[-1] // CHUNK),) * model.predicts
     return Compiled(
-        name,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,

@@ -43,7 +43,6 @@ class Loop:
     """A loop's body, or the program outside of all loops.
 
     Attributes:
-      name: name of its computation.
       depth: nesting depth of the loop; 0 for the program.
       times: how often it runs in one call of the program.
       moved: bytes that one round reads and writes in the device's memory, inner loops multiplied out.
@@ -51,7 +50,6 @@ class Loop:
       collectives: those in its own body, ``times`` times each.
     """
 
-    name: str
     depth: int
     times: float
     moved: float
@@ -77,7 +75,7 @@ def loops(
     copies = tuple(copy for copy in told if copy is not None and copy.size >= WORTH_TELLING)
     places = dict.fromkeys(where for where, _ in own)
     sent = tuple(c for where in places for c in hlo.own_collectives(program, where, times))
-    found = [Loop(name, depth, times, moved(program, name, tuple(unknown)), copies, sent)]
+    found = [Loop(depth, times, moved(program, name, tuple(unknown)), copies, sent)]
     for where, one in own:
         if one.operation == "while":
             rounds, rest = hlo.rounds(program, where, one, tuple(unknown))
