@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -153,6 +153,16 @@ def called_once(instruction: Instruction) -> list[str]:
     return [name for role, names in calls(instruction).items() if role != "condition" for name in names]
 
 
+def walk(
+    program: Program, name: str, follow: Callable[[Instruction], Sequence[str]]
+) -> Iterator[tuple[str, Instruction]]:
+    """Yield the instructions of a computation and of those that ``follow`` names, each with its computation's name."""
+    for instruction in program.computations[name].values():
+        yield name, instruction
+        for other in follow(instruction):
+            yield from walk(program, other, follow)
+
+
 def rounds(
     program: Program, where: str, loop: Instruction, unknown: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...]]:
@@ -169,15 +179,16 @@ def own_collectives(program: Program, name: str, times: float) -> Iterator[Colle
     A transfer that is split over several fusions, to overlap, has one channel and counts once.
     """
     seen: set[tuple[str, str]] = set()
-    for instruction, fusion in _flat(program, name, ""):
+    for where, instruction in walk(program, name, lambda one: calls(one)["calls"] if one.operation == "fusion" else ()):
         kind = instruction.operation.removesuffix("-start")
         if kind not in KINDS:
             continue
         channel = re.search(r"channel_id=(\d+)", instruction.rest)
-        if fusion and channel and (kind, channel[1]) in seen:
+        fused = where != name
+        if fused and channel and (kind, channel[1]) in seen:
             continue
-        seen |= {(kind, channel[1])} if fusion and channel else set()
-        if kind == "all-reduce" and fusion.startswith("all-reduce-scatter"):
+        seen |= {(kind, channel[1])} if fused and channel else set()
+        if kind == "all-reduce" and fused and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         groups = _groups(instruction.rest, program.devices)
         parts = parts_of(instruction.shapes) if instruction.operation.endswith("-start") else []
@@ -188,15 +199,6 @@ def own_collectives(program: Program, name: str, times: float) -> Iterator[Colle
         else:  # what begins only: its operands, its results, then flags
             size = bytes_of(parts[0] if kind == "reduce-scatter" else parts[1])
         yield Collective(kind, size, groups, times)
-
-
-def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instruction, str]]:
-    """Yield the instructions of a computation and of its fusions, each with the name of its fusion ("" outside)."""
-    for instruction in program.computations[name].values():
-        yield instruction, fusion
-        if instruction.operation == "fusion":
-            for other in calls(instruction).get("calls", []):
-                yield from _flat(program, other, other)
 
 
 def parts_of(shapes: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import Collective, Instruction, Program
@@ -70,7 +70,7 @@ def loops(
       times: how often it runs in one call of the program.
     """
     name = name or program.entry
-    own = list(_straight(program, name))
+    own = list(hlo.walk(program, name, hlo.called_once))
     told = (_copy(program, where, one) for where, one in own)
     copies = tuple(copy for copy in told if copy is not None and copy.size >= WORTH_TELLING)
     places = dict.fromkeys(where for where, _ in own)
@@ -81,14 +81,6 @@ def loops(
             rounds, rest = hlo.rounds(program, where, one, tuple(unknown))
             found += loops(program, rest, hlo.calls(one)["body"][0], depth + 1, times * rounds)
     return found
-
-
-def _straight(program: Program, name: str) -> Iterator[tuple[str, Instruction]]:
-    """Yield the instructions of a computation, and of those that it calls once, each with its computation's name."""
-    for one in program.computations[name].values():
-        yield name, one
-        for other in hlo.called_once(one):
-            yield from _straight(program, other)
 
 
 def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float:
