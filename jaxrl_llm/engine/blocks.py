@@ -50,7 +50,7 @@ class SlotShape(NamedTuple):
         return slot // each * (rows // self.parts) + slot % each
 
 
-def seated(running: dict[int, Request], shape: SlotShape) -> list[list[Request]]:
+def by_part(running: dict[int, Request], shape: SlotShape) -> list[list[Request]]:
     """Return the requests of each part, by slot."""
     members: list[list[Request]] = [[] for _ in range(shape.parts)]
     for slot in sorted(running):
@@ -62,7 +62,7 @@ def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape
     """Give each request a free slot: in a part where requests with its prompt leave a lane, or in the emptiest part."""
     each = shape.rows // shape.parts
     free = [[s for s in range(p * each, (p + 1) * each) if s not in running] for p in range(shape.parts)]
-    mates = [collections.Counter(request.block_key for request in own) for own in seated(running, shape)]
+    mates = [collections.Counter(request.block_key for request in own) for own in by_part(running, shape)]
     for request in taken:
         key = request.block_key
         part = max(
@@ -77,7 +77,7 @@ def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, f
     """Return the shape with as many more blocks as these requests need, in few sizes; ``fixed``: as any could need."""
     each = shape.rows // shape.parts
     if shape.group > 1 and not fixed:
-        mates = (collections.Counter(request.block_key for request in own) for own in seated(running, shape))
+        mates = (collections.Counter(request.block_key for request in own) for own in by_part(running, shape))
         # The part that needs most decides; no two blocks of one prompt have free lanes.
         needed = max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
         least = max(slots // shape.parts // SIZES, 1)
@@ -94,7 +94,7 @@ def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> 
     """
     before = {slot: request.lane[0] for slot, request in running.items() if request.lane}
     each = shape.blocks // shape.parts
-    members = seated(running, shape)
+    members = by_part(running, shape)
     blocks = [range(p * each, (p + 1) * each) for p in range(shape.parts)]
     if stay and all(_assigned(own, there, shape.group) for own, there in zip(members, blocks, strict=True)):
         return None

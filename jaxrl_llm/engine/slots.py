@@ -237,7 +237,6 @@ def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None =
     new = begun.slots
     cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, new.before)
     blocks = inserted(mesh, slots.blocks, given, begun.needed, begun.blocks, jnp.zeros_like(begun.blocks))
-
     choose = lambda given, old: jnp.where(new.active.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)  # noqa: E731
     chosen = jax.tree.map(choose, new, slots._replace(cache=None, blocks=None))
     return on_mesh(chosen._replace(cache=cache, blocks=blocks, lanes=new.lanes), mesh)
