@@ -119,7 +119,6 @@ def weights_for_sampling(
         narrow = for_sampling(merge(cast(policy, dtype)), platform)
         return jax.tree.map(jnp.copy, narrow) if keep else narrow
 
-    def moved(policy: Decoder) -> Decoder:
-        return jax.device_put(arranged(policy), layout)
-
-    return moved if apart else arranged  # ty: ignore[invalid-explicit-return]  a compiled function is a function
+    if apart:
+        return lambda policy: jax.device_put(arranged(policy), layout)
+    return arranged  # ty: ignore[invalid-explicit-return]  a compiled function is a function

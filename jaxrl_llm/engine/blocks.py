@@ -50,21 +50,25 @@ class SlotShape(NamedTuple):
         return slot // each * (rows // self.parts) + slot % each
 
 
+def by_part(running: dict[int, Request], shape: SlotShape) -> list[list[Request]]:
+    """Return the requests of each part, by slot."""
+    members: list[list[Request]] = [[] for _ in range(shape.parts)]
+    for slot in sorted(running):
+        members[shape.part(slot)].append(running[slot])
+    return members
+
+
 def seat(running: dict[int, Request], taken: Iterable[Request], shape: SlotShape) -> None:
     """Give each request a free slot: in a part where requests with its prompt leave a lane, or in the emptiest part."""
-    free: list[collections.deque[int]] = [collections.deque() for _ in range(shape.parts)]
-    mates = [collections.Counter() for _ in range(shape.parts)]
-    for slot in range(shape.rows):
-        if slot in running:
-            mates[shape.part(slot)][running[slot].block_key] += 1
-        else:
-            free[shape.part(slot)].append(slot)
+    each = shape.rows // shape.parts
+    free = [[s for s in range(p * each, (p + 1) * each) if s not in running] for p in range(shape.parts)]
+    mates = [collections.Counter(request.block_key for request in own) for own in by_part(running, shape)]
     for request in taken:
         key = request.block_key
         part = max(
             (p for p in range(shape.parts) if free[p]), key=lambda p: (mates[p][key] % shape.group > 0, len(free[p]))
         )
-        request.slot = free[part].popleft()
+        request.slot = free[part].pop(0)
         running[request.slot] = request
         mates[part][key] += 1
 
@@ -73,9 +77,7 @@ def with_blocks_for(running: dict[int, Request], shape: SlotShape, slots: int, f
     """Return the shape with as many more blocks as these requests need, in few sizes; ``fixed``: as any could need."""
     each = shape.rows // shape.parts
     if shape.group > 1 and not fixed:
-        mates = [collections.Counter() for _ in range(shape.parts)]
-        for slot, request in running.items():
-            mates[shape.part(slot)][request.block_key] += 1
+        mates = (collections.Counter(request.block_key for request in own) for own in by_part(running, shape))
         # The part that needs most decides; no two blocks of one prompt have free lanes.
         needed = max(sum(-(-count // shape.group) for count in of_part.values()) for of_part in mates)
         least = max(slots // shape.parts // SIZES, 1)
@@ -92,9 +94,7 @@ def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> 
     """
     before = {slot: request.lane[0] for slot, request in running.items() if request.lane}
     each = shape.blocks // shape.parts
-    members: list[list[Request]] = [[] for _ in range(shape.parts)]
-    for slot in sorted(running):
-        members[shape.part(slot)].append(running[slot])
+    members = by_part(running, shape)
     blocks = [range(p * each, (p + 1) * each) for p in range(shape.parts)]
     if stay and all(_assigned(own, there, shape.group) for own, there in zip(members, blocks, strict=True)):
         return None

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.engine.prefix_cache import PrefixCache
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, Scheduler
 from jaxrl_llm.engine.settings import Sampling
@@ -58,7 +57,6 @@ class Engine:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots = slots
         self.max_length = max_length
-        self.chunk = chunk
         dtype = jax.tree.leaves(model)[0].dtype
         sharing = 1 if strict else min(group, slots)
         self._build = Build(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing)
@@ -73,7 +71,6 @@ class Engine:
         self._scheduler = Scheduler(self._build, sampling)
         # The chunk that was given to the device and not read yet: what it samples, the requests in it, its weights'.
         self._flight: tuple[Any, dict[int, Request], int] | None = None
-        self._prefix_cache = PrefixCache(self.max_length, self._build.mesh)
         self._queue: collections.deque[Request] = collections.deque()
         self._finished: list[tuple[int, Completion]] = []
         self._handles = 0
@@ -112,19 +109,17 @@ class Engine:
         new = []
         for prompt, seed, limit, earlier in zip(prompts, seeds, limits, begun, strict=True):
             given = prompt if isinstance(prompt, Prompt) else Prompt(np.asarray(prompt, np.int32).reshape(-1))
-            count = 0 if earlier is None else len(earlier.tokens)
+            earlier = earlier if earlier is not None and len(earlier.tokens) else None
+            request = Request(self._handles + len(new), given, int(seed), int(limit), earlier, keep)
             if not 1 <= len(given) <= room:
                 raise InputError(
                     f"a prompt of {len(given)} tokens and max_new_tokens {sampling.max_new_tokens} do not fit "
                     f"max_length {self.max_length}: prompts must have 1 to {room} tokens"
                 )
-            if not count < limit <= sampling.max_new_tokens:
-                raise InputError(
-                    f"a limit must be from {count + 1} to max_new_tokens {sampling.max_new_tokens}, got {limit}"
-                )
-            new.append(
-                Request(self._handles + len(new), given, int(seed), int(limit), earlier if count else None, keep)
-            )
+            if not request.earlier < limit <= sampling.max_new_tokens:
+                least, most = request.earlier + 1, sampling.max_new_tokens
+                raise InputError(f"a limit must be from {least} to max_new_tokens {most}, got {limit}")
+            new.append(request)
         self._queue.extend(new)
         self._handles += len(new)
         return [request.handle for request in new]
@@ -147,9 +142,9 @@ class Engine:
         with _on(self._build.mesh):
             self._look_at(model)
             count = self._read() if self._queue else 0
-            self._scheduler.refill(model, self._queue, self._prefix_cache, self._flight is not None)
-            self.prompts_prefilled = self._prefix_cache.count
-            for shape in (*map(str, self._prefix_cache.shapes), str(self._scheduler)):
+            self._scheduler.refill(model, self._queue, self._flight is not None)
+            self.prompts_prefilled = self._scheduler.prefixes.count
+            for shape in (*map(str, self._scheduler.prefixes.shapes), str(self._scheduler)):
                 if shape not in self.shapes:
                     self.shapes.append(shape)
                     log.info("compiling %s", shape)
@@ -160,10 +155,9 @@ class Engine:
         ending = set(handles)
         with _on(self._build.mesh):
             self._read()
-            for request in self._scheduler.stop(ending, self._prefix_cache):
-                self._finished.append((request.handle, request.completion("aborted")))
-        waiting = [request for request in self._queue if request.handle in ending]
-        self._finished += [(request.handle, request.completion("aborted")) for request in waiting]
+            gone = self._scheduler.stop(ending)
+        gone += [request for request in self._queue if request.handle in ending]
+        self._finished += [(request.handle, request.completion("aborted")) for request in gone]
         self._queue = collections.deque(request for request in self._queue if request.handle not in ending)
 
     def collect(self) -> list[tuple[int, Completion]]:
@@ -203,7 +197,7 @@ class Engine:
         if not known or any(ref() is not leaf for ref, leaf in zip(self._leaves, leaves, strict=True)):
             # A NumPy array may change in place: with one among them, weights are never known again.
             self._leaves = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-            self._prefix_cache.clear()
+            self._scheduler.prefixes.clear()
             for request in self._scheduler.running.values():
                 request.keep = False  # its keys and values so far come from other weights
 
@@ -231,7 +225,7 @@ class Engine:
             logp = out.logp[:count, slot]
             request.add(tokens, logp, {name: out.extras[name][:count, slot] for name in names}, version)
             if not active[slot]:
-                self._scheduler.release(request, self._prefix_cache)
+                self._scheduler.release(request)
                 # The last token that a limit allows may be a stop or a repetition too.
                 reason = "repetition" if out.repeats[count - 1, slot] else "length"
                 reason = "stop" if tokens[-1] in self._sampling.stop_ids else reason

@@ -112,7 +112,7 @@ class PrefixCache:
 
     def keep(self, request: Request, slots: Slots, row: int) -> None:
         """Keep the columns of a request that still has its slot; ``row``: of the cache."""
-        tokens = np.concatenate([request.given, *(piece[0] for piece in request.pieces)])
+        tokens = np.concatenate([request.given, *(piece.tokens for piece in request.pieces)])
         columns = min(bucket(len(tokens)), slots.blocks.columns + slots.cache.columns)
         one = kept_sequence(slots, row, request.slot, request.lane[0], columns)
         entry = Prefix(one, 0, request.block_key[0], request.prompt_columns)
@@ -137,7 +137,7 @@ class PrefixCache:
             if base is not None and start >= len(request.given) - 1:
                 self._computed[request.key] = base
                 continue
-            groups.setdefault(_shape(len(request.given), start), []).append((request, start, base))
+            groups.setdefault(prefill_shape(len(request.given), start), []).append((request, start, base))
         for shape, members in groups.items():
             rows = rows_of_call(shape.columns if shape.continues else shape.piece, self._parts)
             if not shape.continues:
@@ -146,7 +146,7 @@ class PrefixCache:
                 for request in upcoming:
                     if len(found) == -len(members) % rows:
                         break
-                    if request.key not in there and _shape(len(request.given), 0) == shape:
+                    if request.key not in there and prefill_shape(len(request.given)) == shape:
                         found[request.key] = request
                 members = members + [(request, 0, None) for request in found.values()]
             for batch in (members[i : i + rows] for i in range(0, len(members), rows)):
@@ -185,7 +185,8 @@ class PrefixCache:
         self.shapes[shape] = None
 
 
-def _shape(length: int, start: int) -> PrefillShape:
+def prefill_shape(length: int, start: int = 0) -> PrefillShape:
+    """Return the shape of the calls that compute a sequence of ``length`` tokens, of which ``start`` are computed."""
     rest = bucket(length - start)
     piece = rest if rest <= LONGEST_CALL else PIECE
     calls = -(-(length - start) // piece)

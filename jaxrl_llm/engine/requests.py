@@ -1,5 +1,6 @@
 """Requests: one completion in the making, and operations on finished ones: truncate, append, resume."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
@@ -23,7 +24,7 @@ class Request:
       block_key: key of the exact contents of its prompt columns; requests with equal keys may share a block.
       slot: number of its slot.
       lane: its block, and its number among the requests of the block; None until it has one.
-      pieces: tokens, log-probabilities, versions and extras of each chunk.
+      pieces: the tokens of each chunk, with their data.
       count: tokens in them.
     """
 
@@ -36,9 +37,7 @@ class Request:
     block_key: Hashable = None
     slot: int = -1
     lane: tuple[int, int] | None = None
-    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]] = dataclasses.field(
-        default_factory=list
-    )
+    pieces: list[Completion] = dataclasses.field(default_factory=list)
     count: int = 0
 
     @property
@@ -70,29 +69,31 @@ class Request:
 
     def add(self, tokens: np.ndarray, logp: np.ndarray, extras: dict[str, np.ndarray], version: int) -> None:
         """Add the tokens that a chunk sampled."""
-        self.pieces.append((tokens, logp, np.full(len(tokens), version, np.int32), extras))
-        self.count += len(tokens)
+        count = len(tokens)
+        sampled, versions = np.ones(count, bool), np.full(count, version, np.int32)
+        self.pieces.append(Completion(tokens, logp, "aborted", sampled, versions, extras))
+        self.count += count
 
     def completion(self, reason: str) -> Completion:
         """Return the whole completion, with the reason of its end."""
-        empty = (np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), {})
-        pieces = self.pieces or [empty]
-        tokens, logp, version = (np.concatenate([piece[i] for piece in pieces]) for i in range(3))
-        extras = {name: np.concatenate([piece[3][name] for piece in pieces]) for name in pieces[0][3]}
-        new = Completion(tokens, logp, reason, np.ones(len(tokens), bool), version, extras)
-        return new if self.begun is None else joined(self.begun, new)
+        return dataclasses.replace(joined(self.begun or EMPTY, *self.pieces), finish_reason=reason)
 
 
-def joined(first: Completion, second: Completion) -> Completion:
-    """Join two completions, finished as the second is; an extra that only one of them has is 0 in the other."""
+EMPTY = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", np.zeros(0, bool), np.zeros(0, np.int32))
+ARRAYS = ("tokens", "sampler_logp", "mask", "version")
+"""Fields of a completion with an entry for each token."""
+
+
+def joined(*parts: Completion) -> Completion:
+    """Join completions, finished as the last is; an extra that only some of them have is 0 in the others."""
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
     extras = {}
-    for name, model in {**first.extras, **second.extras}.items():
-        lacking = [np.zeros((len(part.tokens), *model.shape[1:]), model.dtype) for part in (first, second)]
-        own = [part.extras.get(name, zeros) for part, zeros in zip((first, second), lacking, strict=True)]
-        extras[name] = np.concatenate(own)
-    fields = ("tokens", "sampler_logp", "mask", "version")
-    tokens, logp, mask, version = (np.concatenate([getattr(first, f), getattr(second, f)]) for f in fields)
-    return Completion(tokens, logp, second.finish_reason, mask, version, extras)
+    for name, model in collections.ChainMap(*(part.extras for part in reversed(parts))).items():
+        own = (part.extras.get(name) for part in parts)
+        shapes = ((len(part.tokens), *model.shape[1:]) for part in parts)
+        whole = [np.zeros(shape, model.dtype) if x is None else x for x, shape in zip(own, shapes, strict=True)]
+        extras[name] = np.concatenate(whole)
+    return Completion(**arrays, finish_reason=parts[-1].finish_reason, extras=extras)
 
 
 def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0) -> Completion:
@@ -107,7 +108,6 @@ def with_tokens(completion: Completion, tokens: Sequence[int], version: int = 0)
 
 def first_tokens(completion: Completion, count: int) -> Completion:
     """Truncate a completion after ``count`` tokens, so that a branch can resume there."""
-    fields = ("tokens", "sampler_logp", "mask", "version")
-    cut = {name: getattr(completion, name)[:count] for name in fields}
+    cut = {name: getattr(completion, name)[:count] for name in ARRAYS}
     extras = {name: values[:count] for name, values in completion.extras.items()}
     return Completion(**cut, finish_reason="aborted", extras=extras)

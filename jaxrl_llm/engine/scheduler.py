@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -24,14 +23,15 @@ from jaxrl_llm.engine.blocks import (
 )  # fmt: skip
 from jaxrl_llm.engine.prefix_cache import Prefix, PrefixCache
 from jaxrl_llm.engine.requests import Request
-from jaxrl_llm.engine.sampling import Tail, as_rules, asked, tail_of
-from jaxrl_llm.engine.settings import Repetition, Sampling
+from jaxrl_llm.engine.sampling import as_rules, asked, tail_of
+from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import (
     Admission,
     Emitted,
     Slots,
     empty_slots,
     fill_slots,
+    idle,
     parts_of,
     rearranged,
     run_chunk,
@@ -85,7 +85,7 @@ class Build:
 
 
 class Scheduler:
-    """Owner of the slots on the device and of the requests in them, by slot.
+    """Owner of the slots on the device, of the requests in them, by slot, and of the prefixes that these begin with.
 
     Args:
       build: settings of the engine.
@@ -99,6 +99,7 @@ class Scheduler:
         self._state: Slots | None = None
         self._held: SlotShape | None = None
         self.running: dict[int, Request] = {}
+        self.prefixes = PrefixCache(build.max_length, build.mesh)
 
     def __str__(self) -> str:
         """Describe the shape of the next chunk in words."""
@@ -108,7 +109,7 @@ class Scheduler:
             f"{self._build.chunk} steps"
         )
 
-    def refill(self, model: Decoder, queue: collections.deque[Request], prefixes: PrefixCache, unread: bool) -> None:
+    def refill(self, model: Decoder, queue: collections.deque[Request], unread: bool) -> None:
         """Compute the prompts of waiting requests and give these slots and blocks, first come first served, in a batch
         of the size that all requests need.
 
@@ -116,11 +117,11 @@ class Scheduler:
         """
         free = self._build.slots - len(self.running)
         taken = [queue.popleft() for _ in range(min(free, len(queue)))]
-        near = itertools.islice(queue, LOOK_AHEAD * prefixes.rows)
-        prefixes.prepare(model, taken, (request for request in near if request.begun is None))
+        near = itertools.islice(queue, LOOK_AHEAD * self.prefixes.rows)
+        self.prefixes.prepare(model, taken, (request for request in near if request.begun is None))
         build = self._build
         for request in taken:
-            request.block_key = prefixes.block_key(request)
+            request.block_key = self.prefixes.block_key(request)
         shape = wanted(build, self._sampling, [*self.running.values(), *taken], self._held, unread)
         if self._state is not None and shape.rows != self._held.rows:  # those who run move with their slots
             order, source, self.running = moved_slots(self.running, self._held.rows, shape.rows, shape.parts)
@@ -139,37 +140,72 @@ class Scheduler:
             lanes = lane_table(self.running, shape)
             self._state = with_blocks(self._state, order, shape.prompt_columns, lanes, build.mesh, shape.parts)
         self._held = shape
-        for cache, begun in _admissions(taken, self.running, shape, prefixes, self._sampling.repetition):
+        for cache, begun in self._admissions(taken):
             self._state = fill_slots(self._state, cache, begun, build.mesh)
         if taken:
-            prefixes.release(queue)
+            self.prefixes.release(queue)
 
     def run(self, model: Decoder) -> tuple[Emitted, jax.Array]:
         """Send a chunk to the device; return the tokens it samples, and which slots are active after it."""
-        build = self._build
-        rules = asked(self._sampling)
-        columns = self._held.columns
+        build, rules = self._build, asked(self._sampling)
         self._state, told = run_chunk(
-            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, columns
+            model, self._state, self._rules, build.chunk, rules, build.group, build.mesh, self._held.columns
         )
         return told
 
-    def stop(self, handles: set[int], prefixes: PrefixCache) -> list[Request]:
+    def stop(self, handles: set[int]) -> list[Request]:
         """Stop these requests and free their slots; return those that ran."""
         gone = {slot: request for slot, request in self.running.items() if request.handle in handles}
         if gone:
-            idle = np.zeros(self._held.rows, bool)
-            idle[list(gone)] = True
-            self._state = stop_slots(self._state, idle)
+            stopped = np.zeros(self._held.rows, bool)
+            stopped[list(gone)] = True
+            self._state = stop_slots(self._state, stopped)
         for request in gone.values():
-            self.release(request, prefixes)
+            self.release(request)
         return list(gone.values())
 
-    def release(self, request: Request, prefixes: PrefixCache) -> None:
+    def release(self, request: Request) -> None:
         """Free the slot of a request that has ended; with ``keep`` its columns go to the prefixes."""
         del self.running[request.slot]
         if request.keep:
-            prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
+            self.prefixes.keep(request, self._state, self._held.row(request.slot, self._build.slots))
+
+    def _admissions(self, taken: list[Request]) -> Iterator[tuple[Cache, Admission]]:
+        """Yield the cache of each prefilled batch that the requests taken come from, and the slots and blocks begun."""
+        shape, repetition = self._held, self._sampling.repetition
+        batches: dict[int, tuple[Cache, list[tuple[Prefix, Request]]]] = {}
+        for request in taken:
+            held = self.prefixes[request]
+            batches.setdefault(id(held.cache), (held.cache, []))[1].append((held, request))
+        lanes = lane_table(self.running, shape)
+        fresh = {request.handle for request in taken}
+        made = {request.lane[0] for request in self.running.values() if request.handle not in fresh}
+        for cache, members in batches.values():
+            begun = idle(shape, cache.v.shape[1], repetition)
+            begun.slots.lanes[:] = lanes
+            for held, request in members:
+                if request.lane[0] not in made:
+                    begun.blocks[request.lane[0]] = held.row
+                    made.add(request.lane[0])
+                slot, new = request.slot, begun.slots
+                new.active[slot] = True
+                new.before[slot] = request.prompt_columns
+                new.lengths[slot] = request.columns
+                new.tokens[slot] = request.given[-1]
+                new.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
+                new.sampled[slot] = request.earlier
+                new.limits[slot] = request.limit
+                begun.source[slot] = held.row if request.columns else -1
+                if request.begun is not None and repetition:
+                    logp = request.begun.extras.get("policy_logp", request.begun.sampler_logp)
+                    # No policy was sure of the others.
+                    logp = np.where(request.begun.mask, logp, -np.inf).astype(np.float32)
+                    for whole, one in zip(new.tail, tail_of(request.begun.tokens, logp, repetition), strict=True):
+                        whole[slot] = one
+            needed = np.unique(np.concatenate([begun.blocks, begun.source]))
+            needed = needed[needed >= 0]
+            begun.needed[: len(needed)] = needed
+            yield cache, begun
 
 
 def room(build: Build, sampling: Sampling) -> tuple[int, int]:
@@ -219,65 +255,3 @@ def _rows_and_blocks(build: Build, requests: list[Request], held: SlotShape | No
         rows = min(size for size in sizes if size >= min(rows, slots))
         blocks = held.blocks if held else 0
     return min(rows, slots), blocks
-
-
-def _admissions(
-    taken: list[Request],
-    running: dict[int, Request],
-    shape: SlotShape,
-    prefixes: PrefixCache,
-    repetition: Repetition | None,
-) -> Iterator[tuple[Cache, Admission]]:
-    """Yield the cache of each prefilled batch that the requests taken come from, and the slots and blocks begun."""
-    batches: dict[int, tuple[Cache, list[tuple[Prefix, Request]]]] = {}
-    for request in taken:
-        held = prefixes[request]
-        batches.setdefault(id(held.cache), (held.cache, []))[1].append((held, request))
-    lanes = lane_table(running, shape)
-    fresh = {request.handle for request in taken}
-    made = {request.lane[0] for request in running.values() if request.handle not in fresh}
-    for cache, members in batches.values():
-        begun = idle(shape, cache.v.shape[1], lanes, repetition)
-        for held, request in members:
-            if request.lane[0] not in made:
-                begun.blocks[request.lane[0]] = held.row
-                made.add(request.lane[0])
-            slot = request.slot
-            begun.new[slot] = True
-            begun.before[slot] = request.prompt_columns
-            begun.lengths[slot] = request.columns
-            begun.source[slot] = held.row if request.columns else -1
-            begun.tokens[slot] = request.given[-1]
-            begun.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
-            begun.sampled[slot] = request.earlier
-            begun.limits[slot] = request.limit
-            if request.begun is not None and repetition:
-                logp = request.begun.extras.get("policy_logp", request.begun.sampler_logp)
-                logp = np.where(request.begun.mask, logp, -np.inf).astype(np.float32)  # no policy was sure of others
-                for whole, one in zip(begun.tail, tail_of(request.begun.tokens, logp, repetition), strict=True):
-                    whole[slot] = one
-        needed = np.unique(np.concatenate([begun.blocks, begun.source]))
-        needed = needed[needed >= 0]
-        begun.needed[: len(needed)] = needed
-        yield cache, begun
-
-
-def idle(shape: SlotShape, prefilled: int, lanes: np.ndarray, repetition: Repetition | None) -> Admission:
-    """Return an admission that begins no slot, for so many prefilled rows."""
-    zeros = functools.partial(np.zeros, dtype=np.int32)
-    rows = shape.rows
-    period = repetition.longest_period if repetition else 0
-    return Admission(
-        needed=zeros(prefilled) - 1,
-        blocks=zeros(shape.blocks) - 1,
-        source=zeros(rows) - 1,
-        new=np.zeros(rows, bool),
-        lanes=lanes,
-        before=zeros(rows),
-        lengths=zeros(rows),
-        tokens=zeros(rows),
-        seeds=np.zeros((rows, 2), np.uint32),
-        sampled=zeros(rows),
-        limits=zeros(rows),
-        tail=Tail(zeros((rows, period)) - 1, zeros((rows, period)), zeros(rows)),
-    )

@@ -6,18 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.sampling import (
-    Computed,
-    Rules,
-    Tail,
-    draw,
-    extend_tail,
-    fresh_tail,
-    uniforms,
-)  # fmt: skip
+from jaxrl_llm.engine.sampling import Computed, Rules, Tail, draw, extend_tail, fresh_tail, uniforms
 from jaxrl_llm.engine.settings import Repetition
 from jaxrl_llm.models.cache import (
     Cache,
@@ -139,6 +132,33 @@ class Emitted(NamedTuple):
     repeats: jax.Array
 
 
+class Admission(NamedTuple):
+    """Slots and blocks that begin, and the prefilled rows that they are made of.
+
+    Attributes:
+      needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
+      blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
+      source: [B], the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for
+        none.
+      slots: initial values of the slots that begin, which are active, without cache and blocks; lanes of all slots.
+    """
+
+    needed: Any
+    blocks: Any
+    source: Any
+    slots: Slots
+
+
+def idle(shape: SlotShape, prefilled: int, repetition: Repetition | None) -> Admission:
+    """Return an admission in NumPy that begins no slot, for so many prefilled rows."""
+    none = functools.partial(np.full, fill_value=-1, dtype=np.int32)
+    rows = shape.rows
+    names = ("lanes", "before", "lengths", "tokens", "sampled", "limits")
+    numbers = {name: np.zeros(rows, np.int32) for name in names} | {"seeds": np.zeros((rows, 2), np.uint32)}
+    slots = Slots(None, None, **numbers, tail=fresh_tail(rows, repetition), active=np.zeros(rows, bool))
+    return Admission(needed=none(prefilled), blocks=none(shape.blocks), source=none(rows), slots=slots)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "shape", "dtype", "mesh", "repetition", "room"))
 def empty_slots(
     config: Any, shape: SlotShape, dtype: Any, mesh: Mesh | None = None, repetition: Repetition | None = None,
@@ -148,15 +168,10 @@ def empty_slots(
 
     ``room``: rows and columns of the cache, those of the slots unless more are given.
     """
-    rows = shape.rows
-    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-    slots = Slots(
-        empty_cache(config, *(room or (rows, shape.columns)), dtype),
-        empty_cache(config, shape.blocks, shape.prompt_columns, dtype),
-        zeros(rows), zeros(rows), zeros(rows), zeros(rows), jnp.zeros((rows, 2), jnp.uint32), zeros(rows), zeros(rows),
-        fresh_tail(rows, repetition), jnp.zeros(rows, bool),
-    )  # fmt: skip
-    return on_mesh(slots, mesh)
+    cache = empty_cache(config, *(room or (shape.rows, shape.columns)), dtype)
+    blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
+    slots = jax.tree.map(jnp.asarray, idle(shape, 0, repetition).slots)
+    return on_mesh(slots._replace(cache=cache, blocks=blocks), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "asked", "group", "mesh", "columns"), donate_argnums=1)
@@ -184,15 +199,13 @@ def run_chunk(
     shapes = jax.eval_shape(lambda: pick(light, chunk, jnp.int32(0))[2])
     out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
 
-    def more(carry: tuple) -> jax.Array:
-        return (carry[0] < steps) & jnp.any(carry[1].active)
-
     def one(carry: tuple) -> tuple:
         step, now, chunk, out = carry
         now, chunk, new = pick(now, chunk, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), out, new)
 
     # The cache is read, never carried: only the small chunk travels through the loop.
+    more = lambda carry: (carry[0] < steps) & jnp.any(carry[1].active)  # noqa: E731
     _, now, chunk, out = jax.lax.while_loop(more, one, (jnp.int32(0), light, chunk, out))
     cache = on_own_rows(flush, mesh, slots.cache, chunk, slots.lengths)
     lengths = slots.lengths + now.sampled - slots.sampled
@@ -218,47 +231,15 @@ def _pick(
     return now._replace(tokens=drawn.token, sampled=sampled, tail=tail, active=now.active & ~stopped), emitted
 
 
-class Admission(NamedTuple):
-    """Initial values of the slots that begin, [B] each.
-
-    Attributes:
-      needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
-      blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
-      source: the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for none.
-      new: which slots begin; the other fields of these are those of ``Slots``.
-      lanes: of all slots, new or not.
-    """
-
-    needed: Any
-    blocks: Any
-    source: Any
-    new: Any
-    lanes: Any
-    before: Any
-    lengths: Any
-    tokens: Any
-    seeds: Any
-    sampled: Any
-    limits: Any
-    tail: Any
-
-
-OF_EACH_SLOT = ("before", "lengths", "tokens", "seeds", "sampled", "limits", "tail")
-"""Names of the fields of an ``Admission`` that are copied to the slots that begin."""
-
-
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def fill_slots(slots: Slots, given: Cache, begun: Admission, mesh: Mesh | None = None) -> Slots:
     """Begin slots and blocks with rows of ``given``."""
-    cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, begun.before)
+    new = begun.slots
+    cache = inserted(mesh, slots.cache, given, begun.needed, begun.source, new.before)
     blocks = inserted(mesh, slots.blocks, given, begun.needed, begun.blocks, jnp.zeros_like(begun.blocks))
-
-    def choose(given: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(begun.new.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)
-
-    own = {name: jax.tree.map(choose, getattr(begun, name), getattr(slots, name)) for name in OF_EACH_SLOT}
-    filled = slots._replace(cache=cache, blocks=blocks, lanes=begun.lanes, active=begun.new | slots.active, **own)
-    return on_mesh(filled, mesh)
+    choose = lambda given, old: jnp.where(new.active.reshape((-1,) + (1,) * (old.ndim - 1)), given, old)  # noqa: E731
+    chosen = jax.tree.map(choose, new, slots._replace(cache=None, blocks=None))
+    return on_mesh(chosen._replace(cache=cache, blocks=blocks, lanes=new.lanes), mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
@@ -288,10 +269,8 @@ def with_blocks(
     Every device moves its own blocks, since otherwise each would gather all of them.
     """
 
-    def own(cache: Cache, _: None, order: jax.Array) -> Cache:
-        return with_columns(take_rows(cache, order % cache.v.shape[1]), columns)
-
-    blocks = on_own_rows(own, mesh if parts > 1 else None, slots.blocks, None, order)
+    taken = lambda cache, _, order: with_columns(take_rows(cache, order % cache.v.shape[1]), columns)  # noqa: E731
+    blocks = on_own_rows(taken, mesh if parts > 1 else None, slots.blocks, None, order)
     return on_mesh(slots._replace(blocks=blocks, lanes=lanes), mesh)
 
 
@@ -325,9 +304,5 @@ def extend_prompts(
 def joined_caches(caches: list[Cache], rows: int, columns: int) -> Cache:
     """Join caches by rows and pad the result to so many rows and columns."""
     given = [with_columns(cache, columns) for cache in caches]
-
-    def join(*parts: jax.Array) -> jax.Array:
-        whole = jnp.concatenate(parts, axis=1)
-        return jnp.pad(whole, [(0, 0), (0, rows - whole.shape[1]), *[(0, 0)] * 3])
-
-    return placed(jax.tree.map(join, *given))
+    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *given)
+    return placed(jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), *[(0, 0)] * 3]), whole))

@@ -9,17 +9,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.learner.platform import token_bytes
 from jaxrl_llm.models.heads import CHUNK
 from jaxrl_llm.plan.lowering import Compiled
-from jaxrl_llm.plan.shapes import (
-    Arrays,
-    PlannedPass,
-    PlannedRole,
-    SamplingArrays,
-    bytes_per_device,
-    prompt_calls,
-    share_of,
-    width_of,
-)
-from jaxrl_llm.rollout.settings import Rollout
+from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device, prompt_calls, share_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +27,6 @@ class DeviceMemory:
       sampled: the weights to sample from.
       cache: keys and values of slots and prompts.
       temporary: memory of programs in addition to their arguments, and padding of layouts.
-      compiled: whether ``temporary`` is the compiler's number rather than a formula's.
     """
 
     weights: float = 0
@@ -50,16 +39,11 @@ class DeviceMemory:
     sampled: float = 0
     cache: float = 0
     temporary: float = 0
-    compiled: bool = False
 
     @property
     def total(self) -> float:
         """Return the sum of all kinds."""
-        return sum(self.kinds().values())
-
-    def kinds(self) -> dict[str, float]:
-        """Return bytes by kind."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "compiled"}
+        return sum(dataclasses.astuple(self))
 
 
 def resident(arrays: Arrays) -> DeviceMemory:
@@ -84,53 +68,19 @@ def judges(arrays: Arrays) -> float:
     return sum(one.asked.copies * bytes_per_device(one.model) for one in arrays.readings)
 
 
-def learning(run: Configuration, arrays: Arrays, base: DeviceMemory, temporary: float, compiled: bool) -> DeviceMemory:
+def learning(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled]) -> DeviceMemory:
     """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
 
-    Reward models count too, unless they have devices of their own.
+    Reward models count too, unless they have devices of their own. ``done``: the compiled programs; empty to use
+    formulas for temporaries.
     """
-    sampled = 0
-    if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
-        sampled = bytes_per_device(arrays.sampled)
-    return dataclasses.replace(
-        base, judges=0 if run.mesh.rollout else judges(arrays), sampled=sampled,
-        batch=bytes_per_device(arrays.packed) * run.learner.minibatches, temporary=temporary, compiled=compiled,
-    )  # fmt: skip
-
-
-def sampling(
-    run: Configuration, arrays: SamplingArrays, base: DeviceMemory, temporary: float, compiled: bool
-) -> DeviceMemory:
-    """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
-    base = DeviceMemory() if run.mesh.rollout else base
-    sampled = bytes_per_device(arrays.sampled)
-    cache = bytes_per_device(arrays.slots)
-    return dataclasses.replace(
-        base, judges=judges(arrays), sampled=sampled, cache=cache, temporary=temporary, compiled=compiled
-    )
-
-
-def compiled_temporary(done: Compiled, given: float) -> float:
-    """Return the bytes that a program needs in addition to arguments of ``given`` bytes; their padding counts."""
-    return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
-
-
-def prompts_waiting(rollout: Rollout, parts: int) -> int:
-    """Return how many calls' keys and values wait at one time to be copied into slots, at the first filling."""
-    rows, _, _ = prompt_calls(rollout.max_prompt_tokens, parts)
-    return -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
-
-
-def learning_temporary(run: Configuration, arrays: Arrays, done: Mapping[str, Compiled], base: DeviceMemory) -> float:
-    """Return the bytes of the largest learning program, in addition to the state and a step's data.
-
-    ``done``: the compiled programs; empty to use formulas. ``base``: memory of the state.
-    """
-    batch = bytes_per_device(arrays.packed)
+    base = resident(arrays)
+    packed = bytes_per_device(arrays.packed)
+    batch = packed * run.learner.minibatches
     needs = []
     for one in arrays.learned:
         if done:
-            needs.append(compiled_temporary(done[one.program], bytes_per_device(arrays.state) + batch))
+            needs.append(compiled_temporary(done[one.name], bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
         gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(one.role))
@@ -138,22 +88,67 @@ def learning_temporary(run: Configuration, arrays: Arrays, done: Mapping[str, Co
     for one in arrays.readings:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
-        there = batch * run.learner.minibatches
         if not one.asked.copies:
-            there += 0 if one.asked.calls else base.total - bytes_per_device(one.model)
+            there = batch + (0 if one.asked.calls else base.total - bytes_per_device(one.model))
             needs.append(reading_bytes(one, done) - there)
-    return max(needs)
+    sampled = 0
+    if isinstance(arrays, SamplingArrays) and arrays.sampler.rollout.collect.staleness and not run.mesh.rollout:
+        sampled = bytes_per_device(arrays.sampled)
+    held = 0 if run.mesh.rollout else judges(arrays)
+    return dataclasses.replace(base, judges=held, sampled=sampled, batch=batch, temporary=max(needs))
 
 
-def reading_bytes(one: PlannedPass, done: Mapping[str, Compiled]) -> float:
+def sampling(run: Configuration, arrays: SamplingArrays, done: Mapping[str, Compiled]) -> DeviceMemory:
+    """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache.
+
+    ``done``: as in ``learning``.
+    """
+    rollout = arrays.sampler.rollout
+    parts = arrays.slot_shape.parts
+    sampled = bytes_per_device(arrays.sampled)
+    slots = bytes_per_device(arrays.slots)
+    # The blocks that prompts had before, while they become more.
+    blocks = bytes_per_device(arrays.slots.blocks) / 2
+    # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
+    filling = -(-min(-(-rollout.slots // rollout.group), rollout.prompts) // rows)
+    needs = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
+    if done:
+        waiting = max(done["prompts"].outputs + done["prompts"].arguments - sampled, 0) * filling
+        decode = compiled_temporary(done["decode"], sampled + slots)
+        weights = done.get("weights", Compiled())
+        moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
+        refill = compiled_temporary(done["refill"], slots + waiting)
+        # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
+        busiest = max(decode, blocks, refill, done["prompts"].temporary)
+        needs += [busiest + waiting, moving - slots]
+    else:
+        config = arrays.sampled.config
+        share = share_of(arrays.sampled)
+        kv_heads = config.attention.kv_heads
+        heads = kv_heads * share if kv_heads * share >= 1 else kv_heads
+        tokens = filling * rows / parts * piece * calls
+        waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * arrays.slots.cache.k.dtype.itemsize
+        logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
+        needs.append(max(logits, blocks) + waiting)
+    base = DeviceMemory() if run.mesh.rollout else resident(arrays)
+    return dataclasses.replace(base, judges=judges(arrays), sampled=sampled, cache=slots, temporary=max(needs))
+
+
+def compiled_temporary(done: Compiled, given: float) -> float:
+    """Return the bytes that a program needs in addition to arguments of ``given`` bytes; their padding counts."""
+    return done.refused - given if done.refused else done.temporary + done.outputs + max(done.arguments - given, 0)
+
+
+def reading_bytes(one: PlannedModel, done: Mapping[str, Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
     packed = bytes_per_device(one.packed)
     if not done:
         return packed + pass_by_formula(one, update=False)
-    return packed + compiled_temporary(done[one.asked.name], packed + bytes_per_device(one.model))
+    return packed + compiled_temporary(done[one.name], packed + bytes_per_device(one.model))
 
 
-def pass_by_formula(one: PlannedRole | PlannedPass, update: bool) -> float:
+def pass_by_formula(one: PlannedModel, update: bool) -> float:
     """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
 
     That is the model in the compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where
@@ -163,42 +158,7 @@ def pass_by_formula(one: PlannedRole | PlannedPass, update: bool) -> float:
     compute = one.forward.compute
     config = one.model.config
     share = share_of(one.gathered)
-    cast = sum(bytes_per_device(x) * width_of(one) / x.dtype.itemsize for x in jax.tree.leaves(one.model))
+    cast = sum(bytes_per_device(x) * one.width / x.dtype.itemsize for x in jax.tree.leaves(one.model))
     tokens = layout.rows * layout.row_tokens / layout.parts
     logits = 3 * 4 * CHUNK * config.vocab_size * share * one.predicts
     return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits
-
-
-def sampling_temporary(arrays: SamplingArrays, done: Mapping[str, Compiled], parts: int) -> float:
-    """Return the bytes of the largest sampling program, besides weights and cache; ``parts``: parts of the slots."""
-    scoring = [reading_bytes(one, done) for one in arrays.readings if one.asked.copies]
-    if not done:
-        return max([sampling_formula(arrays, parts), *scoring])
-    size = bytes_per_device
-    sampled = size(arrays.sampled)
-    slots = size(arrays.slots)
-    waiting = done["prompts"].outputs + done["prompts"].arguments - sampled
-    waiting = max(waiting, 0) * prompts_waiting(arrays.sampler.rollout, parts)
-    decode = compiled_temporary(done["decode"], sampled + slots)
-    weights = done.get("weights", Compiled("weights"))
-    moving = weights.refused or weights.temporary + max(weights.outputs - sampled, 0)
-    refill = compiled_temporary(done["refill"], slots + waiting)
-    # The blocks that prompts had before, while they become more.
-    blocks = size(arrays.slots.blocks) / 2
-    # Slots are empty while weights are laid out; what one call of prompts returns is already among those that wait.
-    busiest = max(decode, blocks, refill, done["prompts"].temporary)
-    return max(busiest + waiting, moving - slots, *scoring)
-
-
-def sampling_formula(arrays: SamplingArrays, parts: int) -> float:
-    """Estimate the bytes of sampling besides weights and cache: logits, waiting prompts, growing blocks of prompts."""
-    rollout = arrays.sampler.rollout
-    config = arrays.sampled.config
-    share = share_of(arrays.sampled)
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
-    width = arrays.slots.cache.k.dtype.itemsize
-    heads = config.attention.kv_heads * share if config.attention.kv_heads * share >= 1 else config.attention.kv_heads
-    tokens = prompts_waiting(rollout, parts) * rows / parts * piece * calls
-    waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * width
-    logits = 4 * 4 * rollout.slots / parts * config.vocab_size * share
-    return max(logits, bytes_per_device(arrays.slots.blocks) / 2) + waiting

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,28 +127,6 @@ def _closing(text: str, opened: int) -> int:
     return len(text) - 1
 
 
-def collectives(
-    program: Program, unknown: Sequence[float] = (), name: str = "", times: float = 1.0
-) -> list[Collective]:
-    """Return every transfer of one call of a computation, with repetitions by loops multiplied out.
-
-    Args:
-      program: from ``parse``.
-      unknown: trip counts of loops with a bound in the data, the outermost first; deeper loops count once.
-      name: name of the computation; "" for the program's entry.
-      times: how often it is called.
-    """
-    name = name or program.entry
-    found = list(own_collectives(program, name, times))
-    for instruction in program.computations[name].values():
-        if instruction.operation == "while":
-            trips, rest = rounds(program, name, instruction, tuple(unknown))
-            found += collectives(program, rest, calls(instruction)["body"][0], times * trips)
-        for other in called_once(instruction):
-            found += collectives(program, unknown, other, times)
-    return found
-
-
 PRODUCTS = {
     "cuBLAS": r'custom_call_target="__cublas',
     "cuDNN": r'custom_call_target="__cudnn',
@@ -175,6 +153,16 @@ def called_once(instruction: Instruction) -> list[str]:
     return [name for role, names in calls(instruction).items() if role != "condition" for name in names]
 
 
+def walk(
+    program: Program, name: str, follow: Callable[[Instruction], Sequence[str]]
+) -> Iterator[tuple[str, Instruction]]:
+    """Yield the instructions of a computation and of those that ``follow`` names, each with its computation's name."""
+    for instruction in program.computations[name].values():
+        yield name, instruction
+        for other in follow(instruction):
+            yield from walk(program, other, follow)
+
+
 def rounds(
     program: Program, where: str, loop: Instruction, unknown: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...]]:
@@ -185,21 +173,22 @@ def rounds(
     return (unknown[0], unknown[1:]) if unknown else (1.0, ())
 
 
-def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator[Collective]:
+def own_collectives(program: Program, name: str, times: float) -> Iterator[Collective]:
     """Yield the transfers of one computation and its fusions, without those in its loops.
 
     A transfer that is split over several fusions, to overlap, has one channel and counts once.
     """
     seen: set[tuple[str, str]] = set()
-    for instruction, fusion in _flat(program, name, ""):
+    for where, instruction in walk(program, name, lambda one: calls(one)["calls"] if one.operation == "fusion" else ()):
         kind = instruction.operation.removesuffix("-start")
         if kind not in KINDS:
             continue
         channel = re.search(r"channel_id=(\d+)", instruction.rest)
-        if fusion and channel and (kind, channel[1]) in seen:
+        fused = where != name
+        if fused and channel and (kind, channel[1]) in seen:
             continue
-        seen |= {(kind, channel[1])} if fusion and channel else set()
-        if kind == "all-reduce" and fusion.startswith("all-reduce-scatter"):
+        seen |= {(kind, channel[1])} if fused and channel else set()
+        if kind == "all-reduce" and fused and where.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         groups = _groups(instruction.rest, program.devices)
         parts = parts_of(instruction.shapes) if instruction.operation.endswith("-start") else []
@@ -210,15 +199,6 @@ def own_collectives(program: Program, name: str, times: float = 1.0) -> Iterator
         else:  # what begins only: its operands, its results, then flags
             size = bytes_of(parts[0] if kind == "reduce-scatter" else parts[1])
         yield Collective(kind, size, groups, times)
-
-
-def _flat(program: Program, name: str, fusion: str) -> Iterator[tuple[Instruction, str]]:
-    """Yield the instructions of a computation and of its fusions, each with the name of its fusion ("" outside)."""
-    for instruction in program.computations[name].values():
-        yield instruction, fusion
-        if instruction.operation == "fusion":
-            for other in calls(instruction).get("calls", []):
-                yield from _flat(program, other, other)
 
 
 def parts_of(shapes: str) -> list[str]:

@@ -20,8 +20,7 @@ from jaxrl_llm.config.origin import SAVED_RUNS
 from jaxrl_llm.engine.prefix_cache import bucket
 from jaxrl_llm.engine.sampling import as_rules
 from jaxrl_llm.engine.sampling import asked as asked_of
-from jaxrl_llm.engine.scheduler import idle
-from jaxrl_llm.engine.slots import extend_prompts, fill_slots, run_chunk, slot_shardings
+from jaxrl_llm.engine.slots import extend_prompts, fill_slots, idle, run_chunk, slot_shardings
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.forward import score
 from jaxrl_llm.models.cache import empty_cache
@@ -33,14 +32,7 @@ from jaxrl_llm.models.pretrained import architecture
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import Machine, without_compilation_cache
 from jaxrl_llm.plan.movement import Loop, loops
-from jaxrl_llm.plan.shapes import (
-    Arrays,
-    SamplingArrays,
-    abstract_mesh,
-    abstract_model,
-    arrays,
-    prompt_calls,
-)
+from jaxrl_llm.plan.shapes import Arrays, SamplingArrays, abstract_mesh, abstract_model, arrays, prompt_calls
 from jaxrl_llm.runs.load import config_of, find_run
 from jaxrl_llm.sharding import abstract, batch_parts, make_mesh, rollout_mesh
 from jaxrl_llm.stages import stage_of
@@ -55,22 +47,18 @@ class Compiled:
     """A compiled program and its needs on one device.
 
     Attributes:
-      name: "weights", "prompts", "refill", "decode", "update", or that of another role or of a pass.
       arguments: bytes of its arguments.
       outputs: bytes of its results in new memory.
       temporary: bytes of temporaries while it runs.
-      collectives: transfers of one call; loops multiplied out.
-      loops: memory traffic of the program and each of its loops.
+      loops: memory traffic and transfers of the program and each of its loops.
       products: number of matrix products by implementation, which a GPU's compiler chooses.
       seconds: duration of the compilation.
       refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
     """
 
-    name: str
     arguments: int = 0
     outputs: int = 0
     temporary: int = 0
-    collectives: tuple[hlo.Collective, ...] = ()
     loops: tuple[Loop, ...] = ()
     products: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -143,16 +131,15 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
     held = one.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
     for learned in held.learned:
-        if learned.program == name:
+        if learned.name == name:
             role = learned.training
             coefficients = dict.fromkeys(one.outline.coefficients[role.role], scalar)
             with jax.set_mesh(one.mesh):
                 return role.update.lower(held.state, role.reads(held.packed), coefficients)
     for reading in held.readings:
-        asked = reading.asked
-        if asked.name == name:
-            with jax.set_mesh(asked.forward.mesh):
-                return score.lower(reading.model, reading.packed, scalar, asked.forward.compute, asked.output)
+        if reading.name == name:
+            with jax.set_mesh(reading.forward.mesh):
+                return score.lower(reading.model, reading.packed, scalar, reading.forward.compute, reading.asked.output)
     assert isinstance(held, SamplingArrays)
     sampler = held.sampler
     if name == "weights":
@@ -171,8 +158,7 @@ def lowered(one: Subject, name: str) -> jax.stages.Lowered:
             given = cache if calls > 1 else None
             return extend_prompts.lower(held.sampled, given, lengths, tokens, cache.columns, where)
         if name == "refill":
-            lanes = np.zeros(shape.rows, np.int32)
-            begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], lanes, sampler.rules.repetition))
+            begun = jax.eval_shape(lambda: idle(shape, cache.v.shape[1], sampler.rules.repetition))
             return fill_slots.lower(held.slots, cache, begun, where)
         rules = jax.eval_shape(lambda: as_rules(sampler.rules))
         chunk = sampler.rollout.chunk
@@ -185,8 +171,7 @@ def programs(one: Subject) -> dict[str, Mesh]:
     if isinstance(one.arrays, SamplingArrays):
         found = {} if one.run.mesh.rollout else {"weights": one.mesh}
         found |= dict.fromkeys(("prompts", "refill", "decode"), one.where)
-    found |= {reading.asked.name: reading.asked.forward.mesh for reading in one.arrays.readings}
-    return found | {learned.program: one.mesh for learned in one.arrays.learned}
+    return found | {model.name: model.forward.mesh for model in (*one.arrays.readings, *one.arrays.learned)}
 
 
 def compile_one(one: Subject, name: str) -> Compiled:
@@ -196,37 +181,24 @@ def compile_one(one: Subject, name: str) -> Compiled:
         try:
             done = lowered(one, name).compile()
         except jax.errors.JaxRuntimeError as error:
-            return Compiled(name, seconds=time.monotonic() - began, refused=needed(str(error)))
+            return Compiled(seconds=time.monotonic() - began, refused=needed(str(error)))
     memory = done.memory_analysis()
     text = done.as_text()
-    program = hlo.parse(text, programs(one)[name].size)
-    repeats = _repeats(one, name)
+    # Trip counts of loops with a bound in the data: microbatches and chunks of predictions, or decode steps.
+    repeats: tuple[float, ...] = ()
+    if isinstance(one.arrays, SamplingArrays) and name == "decode":
+        repeats = (one.arrays.sampler.rollout.chunk,)
+    for model in (*one.arrays.learned, *one.arrays.readings):
+        if model.name == name:
+            repeats = (model.microbatches,) + (-(-model.packed.target.shape[-1] // CHUNK),) * model.predicts
     return Compiled(
-        name,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        tuple(hlo.collectives(program, repeats)),
-        tuple(loops(program, repeats)),
+        tuple(loops(hlo.parse(text, programs(one)[name].size), repeats)),
         hlo.products(text),
         time.monotonic() - began,
     )
-
-
-def _repeats(one: Subject, name: str) -> tuple[float, ...]:
-    """Return the trip counts of loops with a bound in the data, the outermost first.
-
-    They are microbatches and chunks of predictions, or decode steps.
-    """
-    arrays = one.arrays
-    chunks = -(-arrays.packed.target.shape[-1] // CHUNK)
-    found = {held.program: (arrays.microbatches,) + (chunks,) * held.predicts for held in arrays.learned}
-    for reading in arrays.readings:
-        inside = (-(-reading.packed.target.shape[-1] // CHUNK),) * reading.predicts
-        found[reading.asked.name] = reading.microbatches, *inside
-    if isinstance(arrays, SamplingArrays):
-        found["decode"] = (arrays.sampler.rollout.chunk,)
-    return found.get(name, ())
 
 
 def needed(text: str) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -144,14 +145,10 @@ def _hint(text: str) -> str:
         return f"write {name}:{count}"
     chips = count // 2 if name in ("v4", "v5p") and "-" in text else count
     # A product of sizes that differ little, smallest first on two dimensions and last on three.
-    best = min(_products(chips, chip.dimensions), key=lambda sizes: (max(sizes) / min(sizes), sizes))
+    divisors = [size for size in range(1, chips + 1) if chips % size == 0]
+    shapes = (sizes for sizes in itertools.product(divisors, repeat=chip.dimensions) if math.prod(sizes) == chips)
+    best = min(shapes, key=lambda sizes: (max(sizes) / min(sizes), sizes))
     return f"write {name}:{'x'.join(map(str, sorted(best, reverse=chip.dimensions == 3)))}"
-
-
-def _products(count: int, dimensions: int) -> list[tuple[int, ...]]:
-    if dimensions == 1:
-        return [(count,)]
-    return [(d, *rest) for d in range(1, count + 1) if count % d == 0 for rest in _products(count // d, dimensions - 1)]
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -203,6 +200,7 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 PTX = ("nvidia/cu13/nvvm", "nvidia/cuda_nvcc/nvvm")
 """Folders of the CUDA 13 and 12 wheels, under a Python's packages, with the compiler from XLA's code to a GPU's."""
 CUDNN = "nvidia.cudnn"
+"""The module of cuDNN, without which its attention cannot be compiled."""
 
 
 def describe(machine: Machine) -> list[Any]:
@@ -261,15 +259,11 @@ def prepare_compilers() -> None:
 def compiles_for_gpus() -> bool:
     """Whether JAX's CUDA plugin and the compiler for GPU code are installed."""
     folders = (os.path.join(root, folder) for folder in PTX for root in sys.path)
-    return any(_has(name) for name in PLUGINS) and any(map(os.path.isdir, folders))
+    return any(map(installed, PLUGINS)) and any(map(os.path.isdir, folders))
 
 
-def compiles_cudnn() -> bool:
-    """Whether cuDNN's attention can be compiled."""
-    return _has(CUDNN)
-
-
-def _has(name: str) -> bool:
+def installed(name: str) -> bool:
+    """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

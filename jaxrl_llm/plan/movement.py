@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import Collective, Instruction, Program
@@ -43,15 +43,13 @@ class Loop:
     """A loop's body, or the program outside of all loops.
 
     Attributes:
-      name: name of its computation.
       depth: nesting depth of the loop; 0 for the program.
       times: how often it runs in one call of the program.
       moved: bytes that one round reads and writes in the device's memory, inner loops multiplied out.
       copies: those in its own body, of at least ``WORTH_TELLING`` bytes.
-      collectives: those in its own body, once.
+      collectives: those in its own body, ``times`` times each.
     """
 
-    name: str
     depth: int
     times: float
     moved: float
@@ -59,34 +57,30 @@ class Loop:
     collectives: tuple[Collective, ...]
 
 
-def loops(program: Program, unknown: Sequence[float] = ()) -> list[Loop]:
-    """Return the program and its loops, outer loops before inner ones.
+def loops(
+    program: Program, unknown: Sequence[float] = (), name: str = "", depth: int = 0, times: float = 1.0
+) -> list[Loop]:
+    """Return a computation and the loops in it, outer loops before inner ones.
 
     Args:
       program: from ``hlo.parse``.
       unknown: trip counts of loops with a bound in the data, the outermost first; deeper loops count once.
+      name: name of the computation; "" for the program's entry.
+      depth: number of loops around it.
+      times: how often it runs in one call of the program.
     """
-    return list(_loops(program, program.entry, 0, 1.0, tuple(unknown)))
-
-
-def _loops(program: Program, name: str, depth: int, times: float, unknown: tuple[float, ...]) -> Iterator[Loop]:
-    own = list(_straight(program, name))
+    name = name or program.entry
+    own = list(hlo.walk(program, name, hlo.called_once))
     told = (_copy(program, where, one) for where, one in own)
     copies = tuple(copy for copy in told if copy is not None and copy.size >= WORTH_TELLING)
-    sent = tuple(c for where in dict.fromkeys(where for where, _ in own) for c in hlo.own_collectives(program, where))
-    yield Loop(name, depth, times, moved(program, name, unknown), copies, sent)
+    places = dict.fromkeys(where for where, _ in own)
+    sent = tuple(c for where in places for c in hlo.own_collectives(program, where, times))
+    found = [Loop(depth, times, moved(program, name, tuple(unknown)), copies, sent)]
     for where, one in own:
         if one.operation == "while":
-            rounds, rest = hlo.rounds(program, where, one, unknown)
-            yield from _loops(program, hlo.calls(one)["body"][0], depth + 1, times * rounds, rest)
-
-
-def _straight(program: Program, name: str) -> Iterator[tuple[str, Instruction]]:
-    """Yield the instructions of a computation, and of those that it calls once, each with its computation's name."""
-    for one in program.computations[name].values():
-        yield name, one
-        for other in hlo.called_once(one):
-            yield from _straight(program, other)
+            rounds, rest = hlo.rounds(program, where, one, tuple(unknown))
+            found += loops(program, rest, hlo.calls(one)["body"][0], depth + 1, times * rounds)
+    return found
 
 
 def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float:
@@ -96,25 +90,18 @@ def moved(program: Program, name: str, unknown: tuple[float, ...] = ()) -> float
     place costs the inserted part. Of branches the most expensive counts. Data in a chip's fast memory costs nothing.
     """
     total = 0.0
-    for one in program.computations[name].values():
+    around = program.computations[name]
+    for one in around.values():
         if one.operation == "while":
             rounds, rest = hlo.rounds(program, name, one, unknown)
             total += rounds * moved(program, hlo.calls(one)["body"][0], rest)
         elif inside := hlo.called_once(one):
             total += max(moved(program, other, unknown) for other in inside)
-        else:
-            total += sum(_read(program, name, one)) + _written(program, name, one)
+        elif one.operation not in FREE and not one.operation.endswith("-done"):
+            given = ((place, around[operand]) for place, operand in enumerate(one.operands) if operand in around)
+            total += sum(_used(program, value.shapes, one, place) for place, value in given)
+            total += _written(program, around, one)
     return total
-
-
-def _read(program: Program, name: str, one: Instruction) -> Iterator[float]:
-    """Yield the bytes of each operand that an instruction reads."""
-    if one.operation in FREE or one.operation.endswith("-done"):
-        return
-    around = program.computations[name]
-    for place, operand in enumerate(one.operands):
-        if operand in around:
-            yield _used(program, around[operand].shapes, one, place)
 
 
 def _used(program: Program, shapes: str, user: Instruction, place: int) -> float:
@@ -144,15 +131,12 @@ def _used_in(program: Program, kernel: dict[str, Instruction], value: Instructio
     return total
 
 
-def _written(program: Program, name: str, one: Instruction) -> float:
-    """Return the bytes that an instruction writes."""
-    if one.operation in FREE or one.operation.endswith("-done"):
-        return 0.0
+def _written(program: Program, around: dict[str, Instruction], one: Instruction) -> float:
+    """Return the bytes that an instruction writes; ``around``: the computation that it is in."""
     parts = hlo.parts_of(one.shapes)
     if one.operation.endswith("-start"):  # operands and results, in this order but for a copy, then flags
         at = 0 if one.operation == "copy-start" else 1
         return in_memory(parts[at]) if len(parts) > 1 else in_memory(one.shapes)
-    around = program.computations[name]
     updates = _roots(program, around, one, len(parts) or 1)
     return sum(
         min(in_memory(x), hlo.bytes_of(update)) for x, update in zip(parts or [one.shapes], updates, strict=False)
@@ -187,8 +171,8 @@ def in_memory(shapes: str) -> float:
 def _copy(program: Program, name: str, one: Instruction) -> Copy | None:
     """Return the instruction as a copy; None if it computes something, or writes nothing to memory."""
     kinds = _kinds(program, one)
-    size = _written(program, name, one)
-    if not kinds or not size:
+    size = _written(program, program.computations[name], one) if kinds else 0.0
+    if not size:
         return None
     kind = min(kinds, key=MOVES.index)
     shape = re.sub(r"\{[^}]*\}", "", one.shapes)

@@ -11,7 +11,7 @@ from jaxrl_llm.config import Configuration
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.plan.roofline import REMAT_PASSES, Work
-from jaxrl_llm.plan.shapes import Arrays, PlannedPass, PlannedRole, SamplingArrays, bytes_per_device, width_of
+from jaxrl_llm.plan.shapes import Arrays, PlannedModel, SamplingArrays, bytes_per_device
 from jaxrl_llm.sharding import batch_parts
 
 
@@ -83,10 +83,6 @@ def by_kind(all_of: Iterable[Traffic]) -> tuple[Traffic, ...]:
     return tuple(sorted(sums.values(), key=lambda t: -(t.ici + t.dcn)))
 
 
-Groups = Mapping[str, np.ndarray]
-"""Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only."""
-
-
 def traffic_by_formula(
     run: Configuration, arrays: Arrays, work: Work, sizes: Mapping[str, int], where: Places
 ) -> dict[str, tuple[Traffic, ...]]:
@@ -95,27 +91,24 @@ def traffic_by_formula(
     Weights are gathered over fsdp, gradients summed over data, activations over tensor.
     """
     partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
     axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
-    parts = batch_parts(sizes)
-    rows = work.rows * work.row_tokens / parts / max(work.microbatches, 1)
     sent: dict[str, list[Collective]] = {}
     if isinstance(arrays, SamplingArrays):
         rollout = arrays.sampler.rollout
         config = arrays.sampled.config
         width = arrays.slots.cache.k.dtype.itemsize
-        size = rollout.slots / parts * config.width * width
+        size = rollout.slots / batch_parts(sizes) * config.width * width
         sent["weights"] = [Collective("all-gather", bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
         sent["decode"] = [Collective("all-reduce", size, axes["tensor"], 2 * config.layers * rollout.chunk)]
-    policy = arrays.learned[0]
-    sent["score"] = _passed(policy, work.microbatches, rows, axes)
+    sent["score"] = _passed(arrays.learned[0], work.microbatches, axes)
     for one in arrays.readings:
-        each = one.forward.layout
-        sent[one.asked.name] = _passed(one, one.microbatches, each.rows * each.row_tokens / each.parts, axes)
+        sent[one.name] = _passed(one, one.microbatches, axes)
     for one in arrays.learned:
         # ``passes`` passes after the first one, and the sums of gradients.
         passes = 2 + REMAT_PASSES[run.learner.remat]
-        weights, activations = _passed(one, work.microbatches, rows, axes)
-        sent[one.program] = [
+        weights, activations = _passed(one, work.microbatches, axes)
+        sent[one.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
             Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
             Collective("all-reduce", bytes_per_device(one.role.params), axes["data"], work.microbatches),
@@ -127,10 +120,11 @@ def traffic_by_formula(
     }
 
 
-def _passed(one: PlannedRole | PlannedPass, microbatches: int, tokens: float, axes: Groups) -> list[Collective]:
-    """Return the collectives of a forward pass: weights gathered per microbatch, activations of ``tokens`` summed."""
+def _passed(one: PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]) -> list[Collective]:
+    """Return the collectives of a forward pass: weights gathered, and activations summed, in each microbatch."""
     config = one.model.config
-    size = tokens * config.width * width_of(one)
+    layout = one.forward.layout
+    size = layout.rows * layout.row_tokens / layout.parts * config.width * one.width
     return [
         Collective("all-gather", bytes_per_device(one.gathered), axes["fsdp"], microbatches),
         Collective("all-reduce", size, axes["tensor"], 2 * config.layers * microbatches),

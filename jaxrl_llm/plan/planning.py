@@ -12,20 +12,11 @@ from jaxrl_llm.learner.platform import compute_for, tokens_in_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan import device_memory
 from jaxrl_llm.plan.device_memory import DeviceMemory
-from jaxrl_llm.plan.lowering import (
-    Compiled,
-    Subject,
-    architectures,
-    compile_one,
-    meshes,
-    planned_stage,
-    programs,
-    subject,
-)
-from jaxrl_llm.plan.machines import Machine, compiles_cudnn
+from jaxrl_llm.plan.lowering import Compiled, Subject, architectures, compile_one, planned_stage, programs, subject
+from jaxrl_llm.plan.machines import CUDNN, Machine, installed
 from jaxrl_llm.plan.network import Places, by_kind, places, traffic, traffic_by_formula
 from jaxrl_llm.plan.roofline import StepPart, Work, phases, work
-from jaxrl_llm.plan.shapes import SamplingArrays, abstract_model, bytes_per_device
+from jaxrl_llm.plan.shapes import SamplingArrays, bytes_per_device
 from jaxrl_llm.sharding import batch_parts
 from jaxrl_llm.stages.stage import Architectures, Groups
 
@@ -172,18 +163,18 @@ def with_rows(run: Configuration, config: ModelConfig, machine: Machine, find: A
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.microbatch_rows:
         return run
-    mesh, where = meshes(run, None, machine)
-    found = planned_stage(run).outline(run, abstract_model(config, run.learner.dtype), mesh, where, find).forward
-    layout = found.layout
-    sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
-    tokens = tokens_in_memory(run.learner, found.compute, config, layout.row_tokens, sizes, machine.chip.memory)
+    one = subject(run, config, None, find, machine)
+    layout = one.outline.forward.layout
+    sizes = (one.mesh.shape["fsdp"], one.mesh.shape["tensor"])
+    compute = one.outline.forward.compute
+    tokens = tokens_in_memory(run.learner, compute, config, layout.row_tokens, sizes, machine.chip.memory)
     rows = min(layout.rows, layout.parts * max(int(tokens // layout.row_tokens), 1))
     return dataclasses.replace(run, learner=dataclasses.replace(run.learner, microbatch_rows=rows))
 
 
 def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tuple[str, ...]]:
     """Return the run with an attention that can be compiled here, and a note if that is not its own."""
-    if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or compiles_cudnn():
+    if compute_for(run.learner, config, machine.chip.platform).attention != "cudnn" or installed(CUDNN):
         return run, ()
     learner = dataclasses.replace(run.learner, attention="xla")
     return dataclasses.replace(run, learner=learner), (
@@ -199,29 +190,28 @@ def _assembled(
     held = one.arrays
     todo = work(run, outline, held.learned, mean)
     sizes = run.mesh.sizes(machine.devices)
-    base = device_memory.resident(held)
     traffics = traffic_by_formula(run, held, todo, sizes, spots)
     traffics |= {
-        name: by_kind(traffic(c, spots) for c in one.collectives) for name, one in done.items() if not one.refused
+        name: by_kind(traffic(c, spots) for loop in one.loops for c in loop.collectives)
+        for name, one in done.items()
+        if not one.refused
     }
-    learn = device_memory.learning_temporary(run, held, done, base)
     more = {"groups": bytes_per_device(held.packed) * run.learner.minibatches / outline.groups.count}
     sampling = None
     if isinstance(held, SamplingArrays):
-        sample = device_memory.sampling_temporary(held, done, held.slot_shape.parts)
-        sampling = device_memory.sampling(run, held, base, sample, bool(done))
-        more["slots"] = (sampling.cache + sample) / held.sampler.rollout.slots
-    products = []
-    for name in ("update", "decode"):
-        if name in done and done[name].products:  # the compiler had a choice
-            shares = ", ".join(f"{count} by {who}" for who, count in done[name].products.items())
-            products.append(f"matrix products of {name}, as compiled: {shares}")
+        sampling = device_memory.sampling(run, held, done)
+        more["slots"] = (sampling.cache + sampling.temporary) / held.sampler.rollout.slots
+    products = [  # where the compiler had a choice
+        f"matrix products of {name}, as compiled: {', '.join(f'{count} by {who}' for who, count in made.items())}"
+        for name in ("update", "decode")
+        if name in done and (made := done[name].products)
+    ]
     policy = held.learned[0].role
     whole = policy.params if policy.base is None else policy.base  # an adapter is not counted
     return Plan(
         run, machine, sizes, sum(x.size for x in jax.tree.leaves(whole)), todo, outline.groups,
-        device_memory.learning(run, held, base, learn, bool(done)), sampling,
-        tuple(phases(run, held, todo, machine.chip, batch_parts(sizes), traffics)), done,
+        device_memory.learning(run, held, done), sampling,
+        tuple(phases(run, held, todo, machine.chip, traffics)), done,
         (f"attention: {outline.forward.compute.attention}", *products, *notes, *outline.notes), more,
     )  # fmt: skip
 
@@ -236,21 +226,20 @@ def candidates(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update."""
     inside = (machine.devices - run.mesh.rollout) // run.mesh.slices
     groups = planned_stage(run).groups(run)
+    completions = groups.count * groups.each // run.learner.minibatches
+    meshes = [
+        dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
+        for tensor in range(1, inside + 1)
+        if inside % tensor == config.attention.kv_heads % tensor == run.learner.row_tokens % tensor == 0
+        for data in range(1, math.isqrt(inside // tensor) + 1)
+        if inside // tensor % data == 0
+    ]
     found = []
-    for tensor in range(1, inside + 1):
-        if inside % tensor or config.attention.kv_heads % tensor or run.learner.row_tokens % tensor:
-            continue
-        for data in range(1, math.isqrt(inside // tensor) + 1):
-            if inside // tensor % data:
-                continue
-            mesh = dataclasses.replace(run.mesh, data=data, fsdp=inside // tensor // data, tensor=tensor)
-            parts = inside // tensor * run.mesh.slices
-            completions = groups.count * groups.each // run.learner.minibatches
-            rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
-            found += [
-                dataclasses.replace(run, mesh=mesh, learner=dataclasses.replace(run.learner, microbatch_rows=n))
-                for n in rows
-            ]
+    for mesh in meshes:
+        parts = inside // mesh.tensor * mesh.slices
+        rows = [n * parts for n in ROWS if n == 1 or n * parts <= completions]
+        learners = [dataclasses.replace(run.learner, microbatch_rows=n) for n in rows]
+        found += [dataclasses.replace(run, mesh=mesh, learner=learner) for learner in learners]
     return found
 
 

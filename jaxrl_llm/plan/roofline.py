@@ -17,13 +17,12 @@ from jaxrl_llm.plan.hlo import Traffic
 from jaxrl_llm.plan.machines import Chip
 from jaxrl_llm.plan.shapes import (
     Arrays,
-    PlannedPass,
+    PlannedModel,
     PlannedRole,
     SamplingArrays,
     bytes_per_device,
     prompt_calls,
     share_of,
-    width_of,
 )
 from jaxrl_llm.stages.stage import Outline
 
@@ -180,18 +179,6 @@ def packed_flops(config: ModelConfig, attention: str, rows: int, row_tokens: int
     return forward_flops(config, rows * row_tokens, pairs, 0)
 
 
-class Cost(NamedTuple):
-    """The FLOPs that one call of a program runs on one device, and the bytes that it reads and writes.
-
-    ``samples``: it is part of the sampling half. ``learns``: it updates a role.
-    """
-
-    flops: float
-    bytes: float
-    samples: bool = False
-    learns: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
 class StepPart:
     """A part of the step on one device; computing, reading and sending may overlap, so the slowest decides.
@@ -236,7 +223,7 @@ class StepPart:
 
 
 def phases(
-    run: Configuration, arrays: Arrays, work: Work, chip: Chip, parts: int, sent: dict[str, tuple[Traffic, ...]]
+    run: Configuration, arrays: Arrays, work: Work, chip: Chip, sent: dict[str, tuple[Traffic, ...]]
 ) -> list[StepPart]:
     """Return the parts of a step on one device; those that a step never calls are left out.
 
@@ -245,97 +232,94 @@ def phases(
       arrays: the run's arrays.
       work: of a step.
       chip: its peaks.
-      parts: number of parts into which rows of a batch are divided.
       sent: traffic of one call of each program.
     """
-    updates = {
-        held.program: (
-            held.training.passes(run.learner) * run.learner.minibatches, update_cost(arrays, held, work, parts)
-        )
-        for held in arrays.learned
-    }  # fmt: skip
-    scores = work.score_passes * run.learner.minibatches
-    found = sampling_phases(arrays, work) if isinstance(arrays, SamplingArrays) else {}
-    for reading in arrays.readings:
-        asked = reading.asked
-        predictions = sum(len(sample.tokens) for sample in asked.samples) if reading.predicts else 0
-        found[asked.name] = asked.calls, pass_cost(reading, reading.microbatches, predictions, asked.copies > 0)
-    found["score"] = scores, pass_cost(arrays.learned[0], work.microbatches, work.predictions)
-    parts_of_step = []
-    for name, (calls, cost) in (found | updates).items():
+    found = []
+
+    def add(name: str, calls: float, cost: tuple[float, float], samples: bool = False, learns: bool = False) -> None:
         if calls:
+            flops, moved = (calls * each for each in cost)
             sends = tuple(one.times(calls) for one in sent.get(name, ()))
-            flops = cost.flops * calls
-            moved = cost.bytes * calls
-            parts_of_step.append(StepPart(
-                name, calls, flops, moved, sends, flops / chip.flops, moved / chip.bandwidth,
-                sum(one.ici_s for one in sends), sum(one.dcn_s for one in sends), cost.samples, cost.learns,
-            ))  # fmt: skip
-    return parts_of_step
+            times = flops / chip.flops, moved / chip.bandwidth, sum(t.ici_s for t in sends), sum(t.dcn_s for t in sends)
+            found.append(StepPart(name, calls, flops, moved, sends, *times, samples, learns))
+
+    if isinstance(arrays, SamplingArrays):
+        for name, (calls, cost) in sampling_phases(arrays, work).items():
+            add(name, calls, cost, samples=True)
+    for one in arrays.readings:
+        predictions = sum(len(sample.tokens) for sample in one.asked.samples) if one.predicts else 0
+        add(one.name, one.asked.calls, pass_cost(one, one.microbatches, predictions), samples=one.asked.copies > 0)
+    minibatches = run.learner.minibatches
+    scored = pass_cost(arrays.learned[0], work.microbatches, work.predictions)
+    add("score", work.score_passes * minibatches, scored)
+    for held in arrays.learned:
+        add(held.name, held.training.passes(run.learner) * minibatches, update_cost(arrays, held, work), learns=True)
+    return found
 
 
-def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, Cost]]:
-    """Return the calls and cost of the sampling programs; slots are assumed full until the last completions end."""
+def sampling_phases(arrays: SamplingArrays, work: Work) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Return the calls of each sampling program, and the FLOPs and bytes of one call on one device.
+
+    Slots are assumed full until the last completions end; a decode chunk is averaged over the lengths of the cache as
+    it grows.
+    """
     rollout = arrays.sampler.rollout
-    parts = arrays.slot_shape.parts
-    config = arrays.sampled.config
-    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, parts)
-    pairs = visible_pairs(config, 0, piece * calls) / calls
-    flops = forward_flops(config, piece, pairs, 0) * rows / parts * share_of(arrays.sampled)
-    waves = max(work.completions / rollout.slots, 1.0)
-    policy = arrays.state.policy
-    moved = bytes_per_device((policy.params, policy.base)) + bytes_per_device(arrays.sampled)
-    return {
-        "weights": (1.0, Cost(0.0, moved, True)),
-        "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(flops, bytes_per_device(arrays.sampled), True)),
-        "decode": (math.ceil(waves * work.mean / rollout.chunk), decode_cost(arrays, work)),
-    }
-
-
-def decode_cost(arrays: SamplingArrays, work: Work) -> Cost:
-    """Return the cost of one decode chunk, averaged over the lengths of the cache as it grows."""
-    rollout = arrays.sampler.rollout
-    config = arrays.sampled.config
     shape = arrays.slot_shape
+    config = arrays.sampled.config
+    share = share_of(arrays.sampled)
+    weights = bytes_per_device(arrays.sampled)
+    policy = arrays.state.policy
+    rows, piece, calls = prompt_calls(rollout.max_prompt_tokens, shape.parts)
+    pairs = visible_pairs(config, 0, piece * calls) / calls
+    prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
     slots = rollout.slots / shape.parts
     pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
-    flops = forward_flops(config, 1, pairs, 1) * slots * share_of(arrays.sampled)
+    decode = forward_flops(config, 1, pairs, 1) * slots * share
     # A chunk reads the next power of two of the columns that are there while all slots grow together.
     steps = range(0, work.mean, rollout.chunk)
     columns = sum(min(power_of_two(at + rollout.chunk), shape.columns) for at in steps) / len(steps)
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = bytes_per_device(arrays.slots.blocks) * prompts * shape.parts / shape.blocks
-    moved = bytes_per_device(arrays.sampled) + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
-    return Cost(flops * rollout.chunk, moved * rollout.chunk, True)
+    moved = weights + bytes_per_device(arrays.slots.cache) * columns / shape.columns + blocks
+    waves = max(work.completions / rollout.slots, 1.0)
+    return {
+        "weights": (1.0, (0.0, bytes_per_device((policy.params, policy.base)) + weights)),
+        "prompts": (math.ceil(rollout.prompts / rows) * calls, (prefill, weights)),
+        "decode": (math.ceil(waves * work.mean / rollout.chunk), (decode * rollout.chunk, moved * rollout.chunk)),
+    }
 
 
-def pass_cost(one: PlannedRole | PlannedPass, microbatches: int, predictions: int, samples: bool = False) -> Cost:
-    """Return the cost of one call of a pass over ``microbatches`` that predicts ``predictions`` tokens."""
+def pass_cost(one: PlannedModel, microbatches: int, predictions: int) -> tuple[float, float]:
+    """Return FLOPs and bytes of one device in a pass over ``microbatches`` that predicts ``predictions`` tokens."""
     layout = one.forward.layout
     config = one.model.config
     flops = packed_flops(config, one.forward.compute.attention, microbatches * layout.rows, layout.row_tokens)
     flops += forward_flops(config, 0, 0, predictions)
     moved = microbatches * 2 * bytes_per_device(one.gathered)
-    return Cost(flops * share_of(one.gathered) / layout.parts, moved, samples)
+    return flops * share_of(one.gathered) / layout.parts, moved
 
 
-def update_cost(arrays: Arrays, held: PlannedRole, work: Work, parts: int) -> Cost:
-    """Return the cost of an update of a role: each microbatch's passes read and write weights and move activations."""
+def update_cost(arrays: Arrays, held: PlannedRole, work: Work) -> tuple[float, float]:
+    """Return FLOPs and bytes of one device in an update of a role.
+
+    Each microbatch's passes read and write weights and move activations.
+    """
     config = held.model.config
     compute = held.forward.compute
     share = share_of(held.gathered)
-    width = width_of(held)
+    width = held.width
+    parts = held.forward.layout.parts
     passes = 3 + REMAT_PASSES[compute.remat]
     tokens = work.rows * work.row_tokens / parts
     a = config.attention
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.mlp_width) * share
     weights = counts(config).total * width * share
     role = arrays.state.roles[held.training.role]
-    state = bytes_per_device(role.params) + bytes_per_device(role.opt_state)
+    state = bytes_per_device((role.params, role.opt_state))
     gradients = bytes_per_device(role)
     moved = (
         work.microbatches * (2 * passes * weights + 2 * gradients)
         + tokens * config.layers * layer * width * passes
         + 2 * state
     )
-    return Cost(update_flops(work, held) * share / parts, moved, learns=True)
+    return update_flops(work, held) * share / parts, moved

@@ -1,6 +1,7 @@
 """Shapes and placement of every array that a run keeps on its devices; no array is made."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxrl_llm.engine.backend import for_sampling
 from jaxrl_llm.engine.blocks import SlotShape
-from jaxrl_llm.engine.prefix_cache import LONGEST_CALL, PIECE, bucket, rows_of_call
+from jaxrl_llm.engine.prefix_cache import prefill_shape, rows_of_call
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.scheduler import Build, wanted
 from jaxrl_llm.engine.slots import Slots, empty_slots, slot_shardings
@@ -29,32 +30,48 @@ from jaxrl_llm.types import Prompt, Role, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedRole:
-    """One role on the devices.
+class PlannedModel:
+    """A model on the devices, and the data that a program reads with it.
+
+    Attributes:
+      name: of the program: "update" for the policy, or that of another role or of a pass.
+      forward: options of the model's forward pass.
+      predicts: whether it predicts tokens; a scalar model does not.
+      model: the model that reads.
+      packed: the data of one call.
+      microbatches: non-empty microbatches of the data.
+    """
+
+    name: str
+    forward: Forward
+    predicts: bool
+    model: Any
+    packed: Packed
+    microbatches: int
+
+    @functools.cached_property
+    def gathered(self) -> Any:
+        """The model as its layers read it: in the compute type, divided over the tensor axis alone."""
+        narrow = jax.eval_shape(lambda m: cast(m, self.forward.compute.dtype), self.model)
+        return abstract(narrow, sampling_shardings(narrow, self.forward.mesh))
+
+    @property
+    def width(self) -> int:
+        """Return the bytes of a number in the compute type of the model's layers."""
+        return jnp.dtype(self.forward.compute.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRole(PlannedModel):
+    """One role on the devices, with the program that updates it.
 
     Attributes:
       training: its training functions.
-      forward: options of its forward pass.
       role: its weights and optimiser.
-      model: the model of its weights.
-      gathered: that model as its layers read it: in the compute type, whole over fsdp.
     """
 
     training: Training
-    forward: Forward
     role: Role
-    model: Any
-    gathered: Any
-
-    @property
-    def program(self) -> str:
-        """Return the name of its update program."""
-        return "update" if self.training.role == "policy" else self.training.role
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it predicts tokens; a scalar model does not."""
-        return not isinstance(self.model, ScalarModel)
 
     @property
     def passes(self) -> int:
@@ -63,32 +80,10 @@ class PlannedRole:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedPass:
-    """A pass on the devices.
-
-    Attributes:
-      asked: the pass to run.
-      model: the model that reads.
-      gathered: as in ``PlannedRole``.
-      packed: the data of one call.
-      microbatches: non-empty microbatches of the data.
-    """
+class PlannedPass(PlannedModel):
+    """A pass on the devices; ``asked``: the pass to run."""
 
     asked: Pass
-    model: Any
-    gathered: Any
-    packed: Packed
-    microbatches: int
-
-    @property
-    def forward(self) -> Forward:
-        """Return the options of the model's forward pass."""
-        return self.asked.forward
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it predicts tokens."""
-        return self.asked.output != "values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +93,12 @@ class Arrays:
     Attributes:
       state: weights, optimiser, reference.
       packed: one optimiser update's data, for all roles.
-      microbatches: non-empty microbatches of the data.
       learned: one for each role, the policy first.
       readings: the passes.
     """
 
     state: TrainState
     packed: Packed
-    microbatches: int
     learned: tuple[PlannedRole, ...]
     readings: tuple[PlannedPass, ...]
 
@@ -150,28 +143,26 @@ def arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
     needed = set().union(*(one.needs for one in outline.training)) - set(packed.by_token)
     packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
+    packed = abstract(packed, batch_shardings(packed, mesh))
     learned = []
     for one in outline.training:
         role = state.roles[one.role]._replace(base=base_of(state, one.role))
         model, forward = model_of(state, one.role), outline.forwards[one.role]
-        learned.append(PlannedRole(one, forward, role, model, gathered(model, forward)))
+        name = "update" if one.role == "policy" else one.role
+        predicts = not isinstance(model, ScalarModel)
+        learned.append(PlannedRole(name, forward, predicts, model, packed, microbatches, one, role))
     readings = []
     for asked in outline.passes:
         on = asked.forward.mesh
         model = model_of(state, asked.role) if asked.role else abstract(asked.model, shardings(asked.model, on))
         read, count = packed_shapes(asked.samples, asked.forward.layout)
         read = abstract(read, batch_shardings(read, on))
-        readings.append(PlannedPass(asked, model, gathered(model, asked.forward), read, count))
-    held = Arrays(state, abstract(packed, batch_shardings(packed, mesh)), microbatches, tuple(learned), tuple(readings))
+        predicts = asked.output != "values"
+        readings.append(PlannedPass(asked.name, asked.forward, predicts, model, read, count, asked))
+    found = Arrays(state, packed, tuple(learned), tuple(readings))
     if outline.sampler is None:
-        return held
-    return _with_sampler(held, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
-
-
-def gathered(model: Any, forward: Forward) -> Any:
-    """Return the model as its layers read it: in the compute type, divided over the tensor axis alone."""
-    narrow = jax.eval_shape(lambda m: cast(m, forward.compute.dtype), model)
-    return abstract(narrow, sampling_shardings(narrow, forward.mesh))
+        return found
+    return _with_sampler(found, outline.sampler, initial, jnp.dtype(outline.forward.compute.dtype), where)
 
 
 def _with_sampler(held: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
@@ -201,11 +192,6 @@ def bytes_per_device(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def width_of(one: PlannedRole | PlannedPass) -> int:
-    """Return the bytes of a number in the compute type of a model's layers."""
-    return jnp.dtype(one.forward.compute.dtype).itemsize
-
-
 def share_of(tree: Any) -> float:
     """Return one device's share of arrays by bytes, which is also its share of their matrix products."""
     return bytes_per_device(tree) / sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -216,6 +202,5 @@ def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
 
     ``parts``: number of parts into which the mesh divides the sequences.
     """
-    piece = bucket(tokens) if bucket(tokens) <= LONGEST_CALL else PIECE
-    calls = -(-tokens // piece)
-    return rows_of_call(piece if calls == 1 else piece * calls, parts), piece, calls
+    shape = prefill_shape(tokens)
+    return rows_of_call(shape.piece * shape.calls, parts), shape.piece, shape.calls

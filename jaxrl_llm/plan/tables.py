@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.plan.network import by_kind
+from jaxrl_llm.plan.machines import GIB
 from jaxrl_llm.plan.planning import Plan
 from jaxrl_llm.system.paths import new_file
 
-GIB = 2.0**30
 KINDS = {
     "weights": ("weights ({dtype})", "#4269d0"), "optimiser": ("optimiser", "#6c8ae0"),
     "reference": ("reference", "#97bbf5"), "critic": ("critic ({dtype})", "#a463f2"),
@@ -35,7 +34,7 @@ def lines(plan: Plan, source: str) -> list[str]:
     sent = []
     for p in plan.phases:
         whose = "compiled" if p.name in plan.compiled and p.name not in plan.refused else "formula"
-        for t in by_kind(p.traffic):
+        for t in p.traffic:
             amounts = f"{t.count:>10.0f}{t.ici / 1e9:>10.2f}{t.dcn / 1e9:>10.2f}"
             sent.append(f"  {f'{p.name}: {t.kind} ({whose})':<48}{amounts}")
     rows += ["", *([SENT, *sent] if sent else ["nothing is sent between devices"])]
@@ -70,7 +69,7 @@ def memory_lines(plan: Plan) -> list[str]:
         name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute_dtype)
         for name, (text, _) in KINDS.items()
     }
-    whose = "the compiler's" if plan.learning.compiled else "a formula's"
+    whose = "the compiler's" if plan.compiled else "a formula's"
     halves = plan.halves
     rows = [f"{'memory of one device, GiB':<50}" + "".join(f"{name:>10}" for name in halves)]
 
@@ -78,7 +77,7 @@ def memory_lines(plan: Plan) -> list[str]:
         return f"  {text:<48}" + "".join(f"{value / GIB:>10.2f}" if value else f"{'-':>10}" for value in values)
 
     for name, text in words.items():
-        values = [half.kinds()[name] for half in halves.values()]
+        values = [getattr(half, name) for half in halves.values()]
         if any(values):
             rows.append(row(f"{text}, {whose}" if name == "temporary" else text, values))
     rows.append(row("in all", [half.total for half in halves.values()]))
@@ -159,7 +158,7 @@ def to_json(plan: Plan, source: str) -> dict[str, Any]:
     """Return everything in the report as plain values: bytes, seconds, FLOPs."""
 
     halves = {
-        name: half.kinds() | {"total": half.total, "temporary_compiled": half.compiled}
+        name: dataclasses.asdict(half) | {"total": half.total, "temporary_compiled": bool(plan.compiled)}
         for name, half in plan.halves.items()
     }
     loops: dict[str, list[dict[str, Any]]] = {}
@@ -213,6 +212,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
         max(p["memory"]["available"], *(p["memory"][half]["total"] for half in shown))
         for p, shown in zip(plans, halves, strict=True)
     )
+    words = {kind: text.partition(" (")[0].replace(" and other", ",") for kind, (text, _) in KINDS.items()}
     labels = []
     for number, one in enumerate(plans):
         for offset, half in enumerate(halves[number]):
@@ -221,7 +221,7 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
             left = 0.0
             for kind, (_, colour) in KINDS.items():
                 if value := one["memory"][half].get(kind, 0.0) / GIB:  # plans that were kept earlier know fewer kinds
-                    axes.barh(y, value, left=left, height=0.85, color=colour, label=_label(kind))
+                    axes.barh(y, value, left=left, height=0.85, color=colour, label=words[kind])
                     left += value
             available = one["memory"]["available"] / GIB
             axes.plot([available, available], [y - 0.5, y + 0.5], color="black", linewidth=1.5)
@@ -231,13 +231,8 @@ def draw(plans: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("GiB of one device (black line: what there is)")
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    shown = [label for label in map(_label, KINDS) if label in handles]
+    shown = [label for label in words.values() if label in handles]
     figure.legend(
         [handles[label] for label in shown], shown, loc="outside upper center", ncols=4, fontsize=8, frameon=False
     )
     figure.savefig(path)
-
-
-def _label(kind: str) -> str:
-    """Return the short name of a kind of memory, for the legend."""
-    return KINDS[kind][0].partition(" (")[0].replace(" and other", ",")

@@ -12,9 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.engine.blocks import SlotShape
 from jaxrl_llm.engine.sampling import as_rules, asked
-from jaxrl_llm.engine.scheduler import idle
 from jaxrl_llm.engine.settings import Sampling
-from jaxrl_llm.engine.slots import empty_slots, fill_slots, rearranged, run_chunk
+from jaxrl_llm.engine.slots import empty_slots, fill_slots, idle, rearranged, run_chunk
 from jaxrl_llm.models.cache import empty_cache
 from jaxrl_llm.models.config import Attention, ModelConfig, Norm
 from jaxrl_llm.models.decoder import initialise
@@ -57,7 +56,7 @@ def chunk(columns):
 
 
 def fill(columns):
-    begun = idle(shape(columns), 8, np.zeros(SLOTS, np.int32), None)
+    begun = idle(shape(columns), 8, None)
     prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
     return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
 

@@ -53,8 +53,8 @@ def test_an_update_runs_the_products_that_the_formula_says(remat):
     run = with_learner(tiny_run((1, 1, 1), prompts=2, group=2), remat=remat)
     one = subject(run, CONFIG, jax.devices()[:1])
     held = one.arrays
-    assert held.microbatches == 1 and held.packed.target.shape[-1] <= 512  # both loops whose bounds are data run once
     (policy,) = held.learned
+    assert policy.microbatches == 1 and held.packed.target.shape[-1] <= 512  # both loops whose bounds are data run once
     given = dict.fromkeys(coefficients_of(run), jax.ShapeDtypeStruct((), np.float32))
     jaxpr = jax.make_jaxpr(policy.training.update)(held.state, held.packed, given)
     todo = work(run, one.outline, held.learned)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import parse_topology
+from jaxrl_llm.plan.movement import loops
 from jaxrl_llm.plan.network import Places, places, traffic
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
@@ -17,15 +18,13 @@ TPU_LIKE = """HloModule jit_f, is_scheduled=true
 
 %fused_computation.1 (p: bf16[4,8]) -> (bf16[4,8], bf16[64,8]) {
   %p = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
-  %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=7, replica_groups=mesh['a'=16,'b'=1]
-  {'a'}, dimensions={0} ROOT %custom-call.1 = (bf16[4,8]{1,0}, bf16[64,8]{1,0}) custom-call(%all-gather.1),
-  custom_call_target="AsyncCollectiveStart"
+  %all-gather.1 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=7, replica_groups=mesh['a'=16,'b'=1] {'a'}, dimensions={0}
+  ROOT %custom-call.1 = (bf16[4,8]{1,0}, bf16[64,8]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
 }
 
 %fused_computation.2 (p: bf16[4,8]) -> bf16[64,8] {
   %p.2 = bf16[4,8]{1,0} parameter(0)
-  ROOT %all-gather.2 = bf16[64,8]{1,0} all-gather(%p.2), channel_id=7, replica_groups=mesh['a'=16,'b'=1] {'a'},
-  dimensions={0}
+  ROOT %all-gather.2 = bf16[64,8]{1,0} all-gather(%p.2), channel_id=7, replica_groups=mesh['a'=16,'b'=1] {'a'}, dimensions={0}
 }
 
 %all-reduce-scatter.3 (p: f32[32,8]) -> f32[16,8] {
@@ -39,8 +38,8 @@ TPU_LIKE = """HloModule jit_f, is_scheduled=true
   %i = u32[]{:T(128)} get-tuple-element(%t), index=1
   %two = u32[] constant(2)
   %x = f32[32,8]{1,0} get-tuple-element(%t), index=0
-  %start = (f32[32,8]{1,0}, f32[32,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=11,
-  source_target_pairs={{0,1},{1,0}} %done = f32[32,8]{1,0} collective-permute-done(%start)
+  %start = (f32[32,8]{1,0}, f32[32,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=11, source_target_pairs={{0,1},{1,0}}
+  %done = f32[32,8]{1,0} collective-permute-done(%start)
   %next = u32[]{:T(128)} add(%i, %two)
   ROOT %tuple.9 = (f32[32,8]{1,0}, u32[]{:T(128)}) tuple(%done, %next)
 }
@@ -78,11 +77,16 @@ ENTRY %main (a: bf16[4,8], b: (f32[32,8], s32[], s32[])) -> bf16[64,8] {
   %while.2 = (f32[32,8]{1,0}, s32[], s32[]) while(%b), condition=%condition.2, body=%body.2
   ROOT %ended = bf16[64,8]{1,0} fusion(%a), kind=kLoop, calls=%fused_computation.2
 }
-"""
+"""  # noqa: E501
+
+
+def sent(text, devices, unknown=()):
+    """Every transfer of one call of a program."""
+    return [one for loop in loops(hlo.parse(text, devices), unknown) for one in loop.collectives]
 
 
 def test_loops_channels_and_fusions_of_a_tpu_program():
-    found = {c.kind: c for c in hlo.collectives(hlo.parse(TPU_LIKE, 16), (3.0,))}
+    found = {c.kind: c for c in sent(TPU_LIKE, 16, (3.0,))}
     assert set(found) == {"all-gather", "reduce-scatter", "collective-permute"}
     gather, scatter, permute = found["all-gather"], found["reduce-scatter"], found["collective-permute"]
     assert (gather.times, gather.size, gather.groups.shape) == (
@@ -115,7 +119,7 @@ ENTRY %main (a: bf16[192,12], b: bf16[192,2]) -> bf16[192,12] {
 
 
 def test_what_a_gpus_program_begins_is_counted_by_what_travels():
-    sizes = [(c.kind, c.size) for c in hlo.collectives(hlo.parse(GPU_LIKE, 8))]
+    sizes = [(c.kind, c.size) for c in sent(GPU_LIKE, 8)]
     both = (1536 * 12 + 1536 * 2) * 2
     assert sizes == [
         ("all-gather", 1536 * 12 * 2), ("all-gather", both), ("reduce-scatter", both), ("all-reduce", 16 * 4 + 4),
@@ -139,7 +143,7 @@ def test_a_real_program_sends_what_it_was_written_to_send():
         return jax.lax.all_gather(x, "fsdp", tiled=True)
 
     text = program.lower(jnp.zeros((8, 16))).compile().as_text()
-    found = {c.kind: c for c in hlo.collectives(hlo.parse(text, 8))}
+    found = {c.kind: c for c in sent(text, 8)}
     assert {kind: c.times for kind, c in found.items()} == {"all-reduce": 5, "collective-permute": 1, "all-gather": 1}
     assert {kind: c.size for kind, c in found.items()} == {
         "all-reduce": 64,

@@ -10,7 +10,7 @@ from plan.tinyrun import CONFIG, tiny_run, with_learner
 
 from jaxrl_llm.learner.platform import compute_for
 from jaxrl_llm.plan.lowering import compile_one, needed, subject
-from jaxrl_llm.plan.machines import compiles_cudnn, describe, parse_topology
+from jaxrl_llm.plan.machines import CUDNN, describe, installed, parse_topology
 from jaxrl_llm.plan.planning import best, candidates, compilable, plan
 from jaxrl_llm.plan.tables import draw, lines, table, write
 
@@ -27,7 +27,7 @@ def compiled():
 @pytest.mark.compilers
 def test_the_real_programs_compile_for_a_tpu_slice(compiled):
     assert set(compiled.compiled) == {"weights", "prompts", "decode", "refill", "update"} and not compiled.refused
-    assert compiled.fits and compiled.learning.compiled and compiled.learning.temporary > 0
+    assert compiled.fits and compiled.learning.temporary > 0
     by_name = {p.name: p for p in compiled.phases}
     assert set(by_name) == {"weights", "prompts", "decode", "score", "update"}
     kinds = {t.kind for t in by_name["update"].traffic}
@@ -77,7 +77,7 @@ def by_formula(run):
 
 def test_without_a_compiler_gpus_are_planned_by_formula():
     found = by_formula(tiny_run((1, 4, 2)))
-    assert found.fits and not found.compiled and not found.learning.compiled
+    assert found.fits and not found.compiled
     assert "a formula's" in "\n".join(lines(found, ""))
 
 
@@ -152,8 +152,7 @@ def test_a_run_whose_attention_cannot_be_compiled_here_says_so():
     run = with_learner(tiny_run((1, 4, 2)), compute_dtype="bfloat16")
     planned, said = compilable(run, config, GPUS)
     assert compute_for(run.learner, config, "gpu").attention == "cudnn"
-    installed = compiles_cudnn()
-    assert (planned.learner.attention, bool(said)) == (("auto", False) if installed else ("xla", True))
+    assert (planned.learner.attention, bool(said)) == (("auto", False) if installed(CUDNN) else ("xla", True))
     assert compilable(tiny_run((1, 4, 2)), config, GPUS)[1] == ()
 
 
