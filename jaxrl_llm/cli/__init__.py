@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxrl_llm.cli.flags import let_go
 from jaxrl_llm.errors import InputError, did_you_mean
-from jaxrl_llm.system.paths import NO_ROOM
+from jaxrl_llm.system.paths import NO_ROOM, prepare_libraries
 from jaxrl_llm.system.signals import BETWEEN_STEPS, PREEMPTED, answering, listen, quit_now, while_read
 
 DONE, WRONG_INPUT = 0, 2
@@ -148,6 +148,7 @@ def dispatch(arguments: list[str]) -> int:
         hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
         raise InputError(f"no command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
+    prepare_libraries()
     quits = answering(lambda number: quit_now(PREEMPTED, BETWEEN_STEPS))
     with quits if name == "train" else nullcontext():
         return getattr(importlib.import_module(f"jaxrl_llm.cli.{module}"), function)(rest)

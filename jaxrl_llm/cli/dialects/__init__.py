@@ -9,11 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.cli.dialects import trl, verl
-from jaxrl_llm.cli.dialects.spelling import Given
+from jaxrl_llm.cli.dialects.spelling import Given, Spelling
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.recipes import Recipe
 
-SPELLINGS = trl.SPELLINGS | verl.SPELLINGS
+SPELLINGS = {
+    name: Spelling(name, dialect, tuple(fields.split()), *rest)
+    for dialect, table in (("TRL", trl.TABLE), ("verl", verl.TABLE))
+    for names, fields, *rest in table
+    for name in names.split()
+}
 """All spellings that are translated, or refused with a reason, by name."""
 HINTS = """
 num_generations rollout.n -> rollout.group

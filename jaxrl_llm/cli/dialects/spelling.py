@@ -81,9 +81,6 @@ class Given:
         if isinstance(recipe.algorithm.advantage, KLInReward):
             self.fields["advantage"] = recipe.algorithm.advantage.estimator
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.texts
-
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting, or the default where it was not given."""
         return self._spellings[name].read(self.texts[name]) if name in self.texts else default
@@ -96,15 +93,6 @@ class Given:
         """Raise an InputError about a setting, unless ``when`` is False or it was not given."""
         if when and name in self.texts:
             raise InputError(f"{self._spellings[name].typed(self.texts[name])}: {reason}")
-
-
-def spelled(dialect: Literal["TRL", "verl"], *rows: tuple[Any, ...]) -> dict[str, Spelling]:
-    """Return a dialect's spellings by name; a row has the names and the fields, each apart by spaces, then the rest."""
-    return {
-        name: Spelling(name, dialect, tuple(fields.split()), *rest)
-        for names, fields, *rest in rows
-        for name in names.split()
-    }
 
 
 def set_bounds(given: Given, names: tuple[str, str], low: float | None, high: float | None) -> None:

@@ -9,7 +9,7 @@ from jaxrl_llm.algorithms.kl import K3, UnbiasedK3
 from jaxrl_llm.algorithms.ratios import MaskedIS, OffPolicySequenceMask, Sequence, SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import ConstantLength, SequenceMean, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
-from jaxrl_llm.cli.dialects.spelling import KL, Given, check_range, refuse_own_kl, set_bounds, set_temperatures, spelled
+from jaxrl_llm.cli.dialects.spelling import KL, Given, check_range, refuse_own_kl, set_bounds, set_temperatures
 
 LOSSES = {
     "grpo": (PPOClip, SequenceMean()),
@@ -38,14 +38,14 @@ def _loss(given: Given) -> None:
     surrogate, given.fields["reduce"] = given.get("loss_type")
     if not isinstance(given.fields["surrogate"], surrogate):
         usual = "TRL's default of 0.2 would be the ratio itself and scale every gradient by 0.2: say the bound with "
-        unbound = surrogate is CISPO and "epsilon_high" not in given
+        unbound = surrogate is CISPO and "epsilon_high" not in given.texts
         given.refuse("loss_type", f"{usual}--epsilon_high 5.0, which is usual", unbound)
         given.fields["surrogate"] = surrogate()
 
 
 def _level(given: Given) -> None:
     given.fields["ratio"] = given.get("importance_sampling_level")
-    check_range(given, "importance_sampling_level", "--epsilon {} --epsilon_high {}", "epsilon" in given)
+    check_range(given, "importance_sampling_level", "--epsilon {} --epsilon_high {}", "epsilon" in given.texts)
 
 
 def _bounds(given: Given) -> None:
@@ -82,7 +82,7 @@ def _kl(given: Given) -> None:
     coef = given.get("beta", fields["kl_coef"] if in_loss else 0.0)
     unbiased = given.get(switch, isinstance(fields["kl"], UnbiasedK3))
     lacking = "there is no KL in the loss: add --beta 0.001, or leave it out"
-    given.refuse(switch, lacking, switch in given and not coef)
+    given.refuse(switch, lacking, switch in given.texts and not coef)
     biased = "TRL multiplies by the sequence's ratio here, which is no unbiased KL: leave it out"
     given.refuse(switch, biased, given.get(switch, False) and fields["ratio"].level == "sequence")
     estimate = UnbiasedK3() if unbiased else K3()
@@ -107,8 +107,10 @@ def _correction(given: Given) -> None:
         given.refuse(details, f"nothing reads it with --{SWITCHED} False")
         given.fields["correction"] = None
         return
-    given.refuse(details or SWITCHED, f"say how with --{MODE}: {', '.join(MODES)}", MODE not in given)
-    given.refuse(OLDER, f"it is the older name of --{HIGHEST}: leave one out", HIGHEST in given and OLDER in given)
+    given.refuse(details or SWITCHED, f"say how with --{MODE}: {', '.join(MODES)}", MODE not in given.texts)
+    given.refuse(
+        OLDER, f"it is the older name of --{HIGHEST}: leave one out", HIGHEST in given.texts and OLDER in given.texts
+    )
     level, masked = given.get(MODE)
     low, high = given.get(LOWEST), given.get(HIGHEST, given.get(OLDER, 3.0))
     unread = f"a truncated weight has no lower bound here: leave it out, or write --{MODE} {level}_mask"
@@ -143,8 +145,7 @@ def _controller(given: Given) -> None:
     given.fields["controller"] = own if of_kl is None else (of_kl, own)
 
 
-SPELLINGS = spelled(
-    "TRL",
+TABLE = (
     ("loss_type", "surrogate reduce", LOSSES, _loss, NO_LOSSES),
     ("importance_sampling_level", "ratio", LEVELS, _level),
     ("epsilon epsilon_high", "surrogate", "number", _bounds),
@@ -163,4 +164,6 @@ SPELLINGS = spelled(
     ("use_adaptive_entropy", "controller", "switch", _controller),
     (f"{TARGET} {RATE} {LEAST} {MOST}", "controller", "number", _controller),
 )
-"""TRL's names in the order of docs/dialects.md, which is the order of their effects."""
+"""TRL's names in the order of docs/dialects.md, which is the order of their effects. A row has names and fields, each
+apart by spaces, and what else ``Spelling`` has: values, effect, reasons against known words.
+"""

@@ -7,7 +7,7 @@ from jaxrl_llm.algorithms.kl import K1, K2, K3, K3Plus
 from jaxrl_llm.algorithms.ratios import SequenceToken, Token, TruncatedIS
 from jaxrl_llm.algorithms.reduce import SequenceMean, SequenceSum, TokenMean
 from jaxrl_llm.algorithms.surrogates import CISPO, SAPO, PPOClip
-from jaxrl_llm.cli.dialects.spelling import KL, Given, check_range, refuse_own_kl, set_bounds, set_temperatures, spelled
+from jaxrl_llm.cli.dialects.spelling import KL, Given, check_range, refuse_own_kl, set_bounds, set_temperatures
 
 ACTOR = "actor_rollout_ref.actor."
 ESTIMATOR, DEVIATION = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
@@ -72,14 +72,14 @@ def _mode(given: Given) -> None:
     fields["ratio"], wanted, always = given.get(MODE)
     surrogate = fields["surrogate"]
     if not isinstance(surrogate, wanted):
-        unbound = wanted is CISPO and not (LOW in given and HIGH in given)
+        unbound = wanted is CISPO and not (LOW in given.texts and HIGH in given.texts)
         given.refuse(MODE, f"say its bounds with {LOW} (1 for none) and {HIGH}, distances from 1", unbound)
         surrogate = wanted()
     if wanted is PPOClip:
         by_sequence = fields["ratio"].level == "sequence"
         surrogate = dataclasses.replace(surrogate, dual=None if by_sequence else surrogate.dual or 3.0)
     fields["surrogate"] = surrogate
-    check_range(given, MODE, f"{LOW}={{}} {HIGH}={{}}", LOW in given and HIGH in given)
+    check_range(given, MODE, f"{LOW}={{}} {HIGH}={{}}", LOW in given.texts and HIGH in given.texts)
     if always is not None:
         other = f"verl's {given.texts[MODE]} is always reduced as seq-mean-token-mean: write that, or leave it out"
         given.refuse(AGGREGATION, other, given.get(AGGREGATION, always) != always)
@@ -118,7 +118,7 @@ def _kl(given: Given) -> None:
         given.refuse(given.first(*details), unread, not on)
     if in_loss:
         before = fields if place == "loss" else NO_KL
-        usual = before["kl_coef"] or (COEF if IN_LOSS in given else 0.0)
+        usual = before["kl_coef"] or (COEF if IN_LOSS in given.texts else 0.0)
         estimate = given.get(LOSS_TYPE) or before["kl"] or ESTIMATES["low_var_kl"]
         fields |= {"kl": estimate, "kl_coef": given.get(LOSS_COEF, usual), "kl_in": "loss"}
     elif not in_reward:
@@ -129,7 +129,7 @@ def _kl(given: Given) -> None:
         grouped = isinstance(estimator, Whitened) and estimator.baseline == "group"
         given.refuse(name, f"{summed}{IN_LOSS}=True {LOSS_TYPE}=k2", grouped)
         usual = fields["kl_coef"] if fields["kl_in"] == "reward" else 0.0
-        usual = usual or (COEF if IN_REWARD in given else 0.0)
+        usual = usual or (COEF if IN_REWARD in given.texts else 0.0)
         fields |= {"kl": K1(), "kl_coef": given.get(REWARD_COEF, usual), "kl_in": "reward"}
 
 
@@ -153,8 +153,7 @@ def _correction(given: Given) -> None:
         given.fields["correction"] = TruncatedIS(cap, level or now.level)
 
 
-SPELLINGS = spelled(
-    "verl",
+TABLE = (
     (ESTIMATOR, "advantage", ESTIMATORS, None, NO_ESTIMATORS),
     (DEVIATION, "advantage", "switch", _deviation),
     (MODE, "ratio surrogate reduce", MODES, _mode),
@@ -174,4 +173,6 @@ SPELLINGS = spelled(
     (CAP, "correction", "number", _correction),
     (ACTOR + "entropy_coeff", "entropy_coef", "number", None),
 )
-"""verl's names in the order of docs/dialects.md, which is the order of their effects."""
+"""verl's names in the order of docs/dialects.md, which is the order of their effects. A row has names and fields, each
+apart by spaces, and what else ``Spelling`` has: values, effect, reasons against known words.
+"""
