@@ -61,18 +61,10 @@ def collect(arguments: list[str]) -> int:
         not isinstance(settings.task, configs.Mixture),
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
-    options = parse(
-        Options,
-        arguments,
-        f"jaxrl-llm collect {name}",
-        "--out FILE.jsonl is what is written. --config NAME takes another configuration's task.",
-        Options(
-            Collected(settings.task),
-            max_new_tokens=settings.rollout.max_new_tokens,
-            slots=settings.rollout.slots,
-            seed=settings.seed,
-        ),
-    )
+    rollout = settings.rollout
+    proposed = Options(Collected(settings.task), "texts", rollout.max_new_tokens, rollout.slots, settings.seed)
+    description = "--out FILE.jsonl is what is written. --config NAME takes another configuration's task."
+    options = parse(Options, arguments, f"jaxrl-llm collect {name}", description, proposed)
     path = check(name, out, options)
     task = dated(options.data.task, datetime.date.today().isoformat())
     data = dataclasses.replace(options.data, task=task)
@@ -115,7 +107,7 @@ def as_table(name: str, step: int | None, options: Options, path: Path, found: A
     data = options.data
     where = f"{name}, step {step}" if step is not None else name
     reader = next(kind.__name__ for kind, known in KINDS.items() if known == options.kind)
-    worded = {"template": data.task.template, "system": data.task.system, "suffix": data.task.suffix}
+    worded = {key: getattr(data.task, key) for key in ("template", "system", "suffix")}
     said = "".join(f", {key}={value!r}" for key, value in worded.items() if value not in (None, ""))
     return [
         f"{where} on {data.task.label}: {found.problems} problems, {data.samples} each, "

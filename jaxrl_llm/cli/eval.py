@@ -29,6 +29,11 @@ from jaxrl_llm.system.paths import check_file, writable
 from jaxrl_llm.system.setting import Count, Range, check_fields
 from jaxrl_llm.tasks import Task
 
+HELP = (
+    "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
+    "RUN_OR_MODEL measures how far the model is from that one."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -80,14 +85,7 @@ def evaluate(arguments: list[str]) -> int:
         temperature = configs.resolved(settings).rollout.temperature
         proposed = dataclasses.replace(proposed, temperature=temperature, top_p=1.0)
     out = take(arguments, "--out", True)
-    options = parse(
-        Options,
-        arguments,
-        f"jaxrl-llm eval {name}",
-        "--config NAME takes another configuration's task and sampling, --out FILE.jsonl keeps every answer, --kl_to "
-        "RUN_OR_MODEL measures how far the model is from that one.",
-        proposed,
-    )
+    options = parse(Options, arguments, f"jaxrl-llm eval {name}", HELP, proposed)
     check(options, settings)
     check_distance(to, options)
     if out is not None:  # a file that cannot hold the answers is refused before anything is sampled
@@ -105,27 +103,15 @@ def evaluate(arguments: list[str]) -> int:
             rows = [row for one in found for row in one.rows()]
             away = [row for one in far for row in one.rows()] or [{}] * len(rows)
             write_rows(Path(out), [row | more for row, more in zip(rows, away, strict=True)])
-    print(
-        as_json(policy, options, found, far)
-        if options.json
-        else "\n".join(as_table(policy, options, found, far, notes))
-    )
+    results = policy, options, found, far
+    print(as_json(*results) if options.json else as_table(*results, notes))
     return 0
 
 
 def defaults(run: configs.Run) -> Options:
     """Return the options of the run's own evaluations."""
-    e = run.evaluation
-    return Options(
-        e.task or run.task,
-        e.samples,
-        e.temperature,
-        e.top_p,
-        e.limit,
-        run.rollout.max_new_tokens,
-        run.rollout.slots,
-        run.seed,
-    )
+    e, r = run.evaluation, run.rollout
+    return Options(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, r.max_new_tokens, r.slots, run.seed)
 
 
 def check(options: Options, settings: configs.Run) -> None:
@@ -219,7 +205,7 @@ def as_json(policy: Policy, options: Options, found: tuple[Any, ...], far: tuple
 
 def as_table(
     policy: Policy, options: Options, found: tuple[Any, ...], far: tuple[Distance, ...], notes: list[str]
-) -> list[str]:
+) -> str:
     """Return a small table for each task, for people, and the average over several."""
     from jaxrl_llm.rollout.evaluate import AVERAGE, averages
 
@@ -234,7 +220,7 @@ def as_table(
             f"{name.removeprefix(f'{AVERAGE}/')} {100 * value:.1f} %" for name, value in mean.items() if "@" in name
         )
         lines += [f"on average over {len(found)} tasks: {shown}"] if shown else []
-    return lines
+    return "\n".join(lines)
 
 
 def of_task(name: str, options: Options, found: Any) -> list[str]:

@@ -68,15 +68,12 @@ def flatten(box: str) -> str:
     """Shorten the text of one of tyro's boxes to one line: ``--steps: expected INT, got 'x'`` where possible."""
     lines = [re.sub(r"[│╰╯─]+|-{4,}", " ", line).strip() for line in box.splitlines() if not line.startswith("╭")]
     text = " ".join(line for line in lines if line and not line.startswith("For full helptext"))
-    choice = re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text)
-    if choice:
+    if choice := re.search(r"invalid choice ('.*?') for argument '(--\S+)'\. Expected one of \((.*?)\)", text):
         known = choice[3].replace("'", "")
         return f"{choice[2]}: expected one of {known}, got {choice[1]}"
-    lacking = re.search(r"Missing value for argument '(--\S+)'", text)
-    if lacking:
+    if lacking := re.search(r"Missing value for argument '(--\S+)'", text):
         return f"{lacking[1]} needs a value"
-    refused = re.search(r"Error parsing (\w[\w.]*): (.*)", text)
-    if refused:
+    if refused := re.search(r"Error parsing (\w[\w.]*): (.*)", text):
         named = re.match(r"[A-Z]\w*\.", refused[2])  # the class's own name stands before the field
         return refused[2] if named else f"{refused[1]}.{refused[2]}"
     value = re.search(r"Error parsing (--\S+?):? (.*?) Argument helptext: .*?(?:\1|^--\S+) (\S+)", text)

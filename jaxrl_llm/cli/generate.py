@@ -29,7 +29,6 @@ from jaxrl_llm.types import Completion, Message, Problem
 
 PROMPT = "> "
 GREETING = "a chat: type a message and press Enter; /help tells more, Ctrl-D ends"
-UNMARKED = "the model has no chat template: what was said is told apart by blank lines only"
 FORGOTTEN = "a new chat: what was said is forgotten"
 HELP = """/new (or /clear)   forget what was said and begin anew
 /bye (or /exit)    end; so does Ctrl-D
@@ -191,7 +190,7 @@ def chat(policy: Policy, task: Task, sampling: Sampling, seed: int) -> None:
     history: tuple[Message, ...] = ()
     note(GREETING)
     if task.template == "plain":
-        note(UNMARKED)
+        note("the model has no chat template: what was said is told apart by blank lines only")
     for line in typed():
         if line in BYE:
             return

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.cli.dialects import trl, verl
 from jaxrl_llm.cli.dialects.spelling import Given, Spelling
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.recipes import Recipe
+from jaxrl_llm.recipes import OLD_RESETS, Recipe
 
 SPELLINGS = {
     name: Spelling(name, dialect, tuple(fields.split()), *rest)
@@ -67,10 +67,6 @@ num_generations_eval -> evaluation.samples
 log_completions num_completions_to_print -> output.samples: groups of each step
 report_to -> output.wandb: with a project's name; TensorBoard's curves are written anyway
 project_name -> output.wandb
-recipe.reference_reset -> recipe.resets.reference_every
-recipe.reset_on_stall -> recipe.resets.on_stall
-recipe.reset_optimiser -> recipe.resets.with_optimiser
-recipe.optimiser_reset -> recipe.resets.optimiser_every
 use_vllm vllm_mode -> : the sampler is built in; --rollout.slots completions are sampled at a time
 logging_steps -> : every step is logged
 dataset_name -> : problems are the task of the configuration's file: Task(HubDataset(NAME))
@@ -90,7 +86,7 @@ MEANINGS = {
     name: (meaning.partition(": ")[0], meaning.partition(": ")[2])
     for names, _, meaning in (line.partition(" -> ") for line in HINTS.strip().splitlines())
     for name in names.split()
-}
+} | {f"recipe.{old}": (f"recipe.resets.{new}", "") for old, new in OLD_RESETS.items()}
 
 
 def hint(name: str) -> tuple[str, str]:
